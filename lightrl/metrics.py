@@ -1,0 +1,101 @@
+"""Numbers of a step: sums with their counts until they are reduced over ranks, seconds per phase, memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+_GB = 1e9
+
+
+class Reducer(Protocol):
+    """The two collectives that a reduction over ranks needs."""
+
+    def all_gather_object(
+        self, item: dict[str, tuple[str, float, float]]
+    ) -> list[dict[str, tuple[str, float, float]]]: ...
+
+
+class Statistics:
+    """Named statistics of one step on one rank. A key may be known to some ranks only."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, float, float]] = {}  # name: (kind, numerator or extremum, denominator)
+
+    def mean(self, name: str, total: float, count: float) -> None:
+        """Adds to a weighted mean: totals and counts are summed over calls and ranks before they are divided."""
+        _, numerator, denominator = self._values.get(name, ("mean", 0.0, 0.0))
+        self._values[name] = ("mean", numerator + float(total), denominator + float(count))
+
+    def add(self, name: str, value: float) -> None:
+        """Adds to a sum over calls and ranks."""
+        _, before, _ = self._values.get(name, ("sum", 0.0, 0.0))
+        self._values[name] = ("sum", before + float(value), 0.0)
+
+    def highest(self, name: str, value: float) -> None:
+        """Keeps the largest over calls and ranks."""
+        _, before, _ = self._values.get(name, ("max", float("-inf"), 0.0))
+        self._values[name] = ("max", max(before, float(value)), 0.0)
+
+    def reduce(self, comm: Reducer) -> dict[str, float]:
+        """The step's numbers over all ranks, sorted by name; clears them here."""
+        gathered = comm.all_gather_object(self._values)
+        self._values = {}
+        names = sorted({name for values in gathered for name in values})
+        return {name: _combine([values[name] for values in gathered if name in values]) for name in names}
+
+
+def _combine(parts: list[tuple[str, float, float]]) -> float:
+    kind = parts[0][0]
+    if kind == "max":
+        return max(value for _, value, _ in parts)
+    total = sum(value for _, value, _ in parts)
+    if kind == "sum":
+        return total
+    count = sum(denominator for _, _, denominator in parts)
+    return total / count if count else 0.0
+
+
+class Stopwatch:
+    """Seconds per phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> Mapping[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def memory_in_use() -> dict[str, float]:
+    """GB: this process's resident memory, and what torch has allocated and reserved on its GPU."""
+    used = {"memory/host_gb": _resident_bytes() / _GB}
+    if torch.cuda.is_available():
+        used["memory/device_gb"] = torch.cuda.memory_allocated() / _GB
+        used["memory/device_reserved_gb"] = torch.cuda.memory_reserved() / _GB
+    return used
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource  # noqa: PLC0415  (only where /proc is missing; absent on Windows)
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
