@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightrl.algorithms.losses import PolicyLoss, clipped_policy_loss, token_mean
+
+
+def loss_at_ratios(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> PolicyLoss:
+    """The loss at clip_low 0.2 and clip_high 0.3, of old probabilities 1/2 and new ones ratio/2."""
+    logprobs = torch.tensor([math.log(0.5 * ratio) for ratio in ratios])
+    old_logprobs = torch.full((len(ratios),), math.log(0.5))
+    kept = torch.tensor(mask if mask is not None else [True] * len(ratios))
+    return clipped_policy_loss(logprobs, old_logprobs, torch.tensor(advantages), kept, clip_low=0.2, clip_high=0.3)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clip_count"),
+    [
+        (1.0, 2.0, -2.0, 0),  # -(1 * 2)
+        (1.1, 2.0, -2.2, 0),  # -(1.1 * 2)
+        (1.5, 2.0, -2.6, 1),  # above, good: -min(3.0, 1.3 * 2)
+        (0.5, 2.0, -1.0, 0),  # below, good: -min(1.0, 0.8 * 2)
+        (1.1, -2.0, 2.2, 0),  # -(1.1 * -2)
+        (1.5, -2.0, 3.0, 0),  # above, bad: -min(-3.0, -2.6)
+        (0.5, -2.0, 1.6, 1),  # below, bad: -min(-1.0, -1.6)
+        (1.5, 0.0, 0.0, 0),  # an advantage of 0 has no gradient for the clip to remove
+    ],
+)
+def test_one_token(ratio: float, advantage: float, loss: float, clip_count: int) -> None:
+    result = loss_at_ratios([ratio], [advantage])
+    assert_close(result.loss_sum, torch.tensor(loss), atol=1e-6, rtol=0)
+    assert int(result.clip_count) == clip_count
+    assert int(result.num_tokens) == 1
+
+
+def test_the_sum_and_its_statistics_count_trained_tokens_only() -> None:
+    # Trained: -2.2 (ratio 1.1), +1.6 (0.5, clipped), -2.6 (1.5, clipped): -3.2; ratios 3.1. The masked one is clipped.
+    result = loss_at_ratios([1.1, 0.5, 1.5, 9.0], [2.0, -2.0, 2.0, 2.0], [True, True, True, False])
+    assert_close(result.loss_sum, torch.tensor(-3.2), atol=1e-6, rtol=0)
+    assert_close(result.ratio_sum, torch.tensor(3.1), atol=1e-6, rtol=0)
+    assert_close(result.ratio_max, torch.tensor(1.5), atol=1e-6, rtol=0)
+    assert int(result.clip_count) == 2
+    assert int(result.num_tokens) == 3
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 1.0), (0.5, -1.0)])
+def test_a_ratio_exactly_at_the_clip_keeps_its_whole_gradient(ratio: float, advantage: float) -> None:
+    # Powers of two, so that the ratio is exact: 1 - 0.5 and 1 + 0.5. There d(-r A)/dlogp = -r A.
+    old_logprobs = torch.zeros(1, dtype=torch.float64)
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    assert logprobs.exp().item() == ratio
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    result = clipped_policy_loss(logprobs, old_logprobs, advantages, torch.tensor([True]), clip_low=0.5, clip_high=0.5)
+    result.loss_sum.backward()
+    assert int(result.clip_count) == 0
+    assert_close(logprobs.grad, torch.tensor([-ratio * advantage], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_gradient_by_hand() -> None:
+    # d/dlogp of -r A is -r A where the clip does not bind, 0 where it does:
+    # r 1, A 2: -2;  r 1.5, A 2 (clipped): 0;  r 1.5, A -2: 3;  r 0.5, A -2 (clipped): 0;  masked: 0.
+    ratios = torch.tensor([1.0, 1.5, 1.5, 0.5, 1.0])
+    logprobs = ratios.log().requires_grad_()
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
+    mask = torch.tensor([True, True, True, True, False])
+    clipped_policy_loss(logprobs, torch.zeros(5), advantages, mask, clip_low=0.2, clip_high=0.3).loss_sum.backward()
+    assert_close(logprobs.grad, torch.tensor([-2.0, 0.0, 3.0, 0.0, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_gradient_agrees_with_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old_logprobs = -torch.rand(40, generator=generator, dtype=torch.float64)
+    shift = 0.8 * (torch.rand(40, generator=generator, dtype=torch.float64) - 0.5)
+    logprobs = (old_logprobs + shift).requires_grad_()
+    advantages = torch.randn(40, generator=generator, dtype=torch.float64)
+    mask = torch.rand(40, generator=generator) < 0.8
+
+    def loss_sum(logprobs: Tensor) -> Tensor:
+        return clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).loss_sum
+
+    assert clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).clip_count > 0
+    assert torch.autograd.gradcheck(loss_sum, (logprobs,))
+
+
+def test_fully_masked_is_zero_with_a_zero_gradient_even_over_nan() -> None:
+    logprobs = torch.tensor([math.nan, -math.inf, 500.0], requires_grad=True)
+    garbage = torch.tensor([1.0, math.nan, -math.inf])
+    mask = torch.zeros(3, dtype=torch.bool)
+    result = clipped_policy_loss(logprobs, garbage, garbage, mask, clip_low=0.2, clip_high=0.2)
+    result.loss_sum.backward()
+    assert result.loss_sum.item() == 0
+    assert_close(logprobs.grad, torch.zeros(3), atol=0, rtol=0)
+    assert [int(result.clip_count), int(result.num_tokens), result.ratio_sum.item(), result.ratio_max.item()] == [0] * 4
+
+
+def test_no_token_at_all_still_runs_backward() -> None:
+    logprobs = torch.zeros(0, requires_grad=True)
+    none = torch.zeros(0)
+    result = clipped_policy_loss(logprobs, none, none, none.bool(), clip_low=0.2, clip_high=0.2)
+    result.loss_sum.backward()
+    assert (result.loss_sum.item(), result.ratio_max.item()) == (0, 0)
+    assert logprobs.grad is not None
+
+
+def test_parts_of_a_batch_add_up_to_the_whole() -> None:
+    ratios, advantages = [1.1, 0.5, 1.5, 0.9], [2.0, -2.0, 2.0, -1.0]
+    whole = loss_at_ratios(ratios, advantages).loss_sum
+    parts = loss_at_ratios(ratios[:1], advantages[:1]).loss_sum + loss_at_ratios(ratios[1:], advantages[1:]).loss_sum
+    assert_close(whole, parts, atol=1e-6, rtol=0)
+
+
+def test_old_logprobs_and_advantages_get_no_gradient() -> None:
+    leaves = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    mask = torch.tensor([True, True])
+    clipped_policy_loss(*leaves, mask, clip_low=0.2, clip_high=0.2).loss_sum.backward()
+    assert [leaf.grad is not None for leaf in leaves] == [True, False, False]
+
+
+def test_a_column_of_advantages_is_refused() -> None:
+    row, column, mask = torch.zeros(2), torch.zeros(2, 1), torch.ones(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"advantages \[2, 1\]"):
+        clipped_policy_loss(row, row, column, mask, clip_low=0.2, clip_high=0.2)
+
+
+@pytest.mark.parametrize(("clip_low", "clip_high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1)])
+def test_bounds_that_cannot_be_are_refused(clip_low: float, clip_high: float) -> None:
+    row, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"clip_low must be in \[0, 1\]"):
+        clipped_policy_loss(row, row, row, mask, clip_low=clip_low, clip_high=clip_high)
+
+
+def test_token_mean_counts_masked_in_tokens_only() -> None:
+    # (1 + 3 + 5) / 3
+    values = torch.tensor([[1.0, math.nan], [3.0, 5.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+    assert_close(token_mean(values, mask), torch.tensor(3.0), atol=1e-6, rtol=0)
+
+
+def test_token_mean_gradient_is_one_over_the_count() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    token_mean(values, torch.tensor([True, False, True])).backward()
+    assert_close(values.grad, torch.tensor([0.5, 0.0, 0.5]), atol=1e-6, rtol=0)
+
+
+def test_token_mean_of_nothing_is_zero_and_its_gradient_flows() -> None:
+    values = torch.tensor([math.inf, 2.0], requires_grad=True)
+    mean = token_mean(values, torch.tensor([False, False]))
+    mean.backward()
+    assert mean.item() == 0
+    assert_close(values.grad, torch.zeros(2), atol=0, rtol=0)
