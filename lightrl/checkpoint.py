@@ -1,0 +1,256 @@
+"""Checkpoint directories that are complete or do not count. Knows files and steps, not what is in them.
+
+A step is written into a temporary directory, flushed to disk, marked, and renamed; what a crash leaves behind is never
+taken for a checkpoint. Rank 0 alone calls begin and commit; the others write files in between, and the caller has every
+rank wait after begin and before commit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MARKER_NAME = "COMPLETE"
+LATEST_NAME = "latest"  # a file with the newest one's name, for people and shell scripts; nothing here reads it
+
+_STEP_NAME = re.compile(r"step-(\d{6,})")
+_REPLACED_PREFIX = ".replaced-"  # the former directory of a step that is being saved again
+_TEMPORARY_PREFIX = ".tmp-"
+_DELETED_PREFIX = ".tmp-deleted-"
+
+
+class CheckpointDirectory:
+    """The checkpoints of one run, a directory for each step: at most `keep` of them, the oldest deleted first.
+
+    max_bytes bounds what they take together, 0 is no limit; the newest stays whatever its size.
+    """
+
+    def __init__(self, root: Path, keep: int, max_bytes: int = 0) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least 1 checkpoint must be kept.")
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}: it must be 0 (no limit) or above.")
+        self.root = Path(root)
+        self.keep = keep
+        self.max_bytes = max_bytes
+
+    def begin(self, step: int) -> Path:
+        """The empty directory that the files of this step are to be written into. Clears what a crash left."""
+        if step < 0:
+            raise ValueError(f"step is {step}: it must be at least 0.")
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        final, temporary = self.root / _step_name(step), self._temporary(step)
+        if final.exists() and not (final / MARKER_NAME).exists():
+            raise FileExistsError(f"{final} has no {MARKER_NAME} marker, so it is not overwritten. Move it away first.")
+        temporary.mkdir()
+        return temporary
+
+    def commit(self, step: int, *, is_latest: bool = True) -> Path:
+        """Makes the step's files a checkpoint and only then deletes the oldest.
+
+        is_latest=False: latest() never gives it, only path(step) does.
+        """
+        temporary, final = self._temporary(step), self.root / _step_name(step)
+        if not temporary.is_dir():
+            raise FileNotFoundError(f"{temporary} is not there: call begin({step}) and write files before commit.")
+        sizes = _file_sizes(temporary)
+        if not sizes:
+            raise ValueError(f"{temporary} holds no files: write the checkpoint's files before commit({step}).")
+        _flush_tree(temporary)
+        serial = 1 + max((checkpoint.serial for checkpoint in self._complete()), default=0)
+        save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, "files": sizes})
+
+        replaced = self.root / (_REPLACED_PREFIX + final.name)
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        _flush(self.root)
+        if is_latest:
+            _replace_file(self.root / LATEST_NAME, f"{final.name}\n".encode())
+        self._delete(replaced)
+        for checkpoint in self._superfluous():
+            self._delete(checkpoint.path)
+        return final
+
+    def _superfluous(self) -> list[_Checkpoint]:
+        """The oldest, as many as are beyond the number or the bytes that are kept."""
+        newest_first = self._complete()[::-1]
+        num_kept, num_bytes = 0, 0
+        for checkpoint in newest_first:
+            num_bytes += checkpoint.num_bytes
+            is_too_much = num_kept == self.keep or (self.max_bytes and num_bytes > self.max_bytes)
+            if num_kept and is_too_much:
+                break
+            num_kept += 1
+        return newest_first[num_kept:][::-1]
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint: the last one committed, which after a rewind need not be the highest step."""
+        eligible = [checkpoint for checkpoint in self._complete(warn=True) if checkpoint.is_latest]
+        return eligible[-1].path if eligible else None
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, the oldest first."""
+        return [checkpoint.step for checkpoint in self._complete()]
+
+    def path(self, step: int) -> Path:
+        """The complete checkpoint of this step."""
+        complete = {checkpoint.step: checkpoint.path for checkpoint in self._complete(warn=True)}
+        if step not in complete:
+            steps = ", ".join(map(str, sorted(complete))) or "none"
+            raise FileNotFoundError(f"{self.root} has no complete checkpoint of step {step}. Complete steps: {steps}.")
+        return complete[step]
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / (_TEMPORARY_PREFIX + _step_name(step))
+
+    def _complete(self, warn: bool = False) -> list[_Checkpoint]:
+        """The oldest first. Of a step that is being replaced, whichever directory was committed last."""
+        by_step: dict[int, _Checkpoint] = {}
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if not _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
+                continue
+            try:
+                checkpoint = _read_checkpoint(path)
+            except _IncompleteError as error:
+                if warn:
+                    logger.warning("Skipping the checkpoint %s: %s", path, error)
+                continue
+            present = by_step.get(checkpoint.step)
+            if present is None or present.serial < checkpoint.serial:
+                by_step[checkpoint.step] = checkpoint
+        return sorted(by_step.values(), key=lambda checkpoint: checkpoint.serial)
+
+    def _clear_leftovers(self) -> None:
+        for path in sorted(self.root.iterdir()):
+            if _has_step_name(path, _REPLACED_PREFIX):
+                final = self.root / path.name.removeprefix(_REPLACED_PREFIX)
+                if final.exists():
+                    self._delete(path)
+                else:
+                    os.rename(path, final)
+            elif _has_step_name(path, _TEMPORARY_PREFIX) or _has_step_name(path, _DELETED_PREFIX):
+                shutil.rmtree(path)
+
+    def _delete(self, path: Path) -> None:
+        """Renamed first, so that a crash halfway leaves a leftover and not half a checkpoint."""
+        if not path.exists():
+            return
+        doomed = self.root / (_DELETED_PREFIX + path.name.removeprefix(_REPLACED_PREFIX))
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Writes the file whole or not at all."""
+    _replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def load_json(path: Path) -> Any:
+    """What save_json wrote."""
+    return json.loads(path.read_bytes())
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the named tensors as safetensors, whole or not at all. Tensors that share memory are refused by name."""
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # safetensors gives its files 0600, whatever the umask
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    temporary.chmod(mode)
+    _flush(temporary)
+    os.replace(temporary, path)
+    _flush(path.parent)
+
+
+def load_tensors(path: Path, device: torch.device | None = None) -> dict[str, Tensor]:
+    """What save_tensors wrote, on the device (None: in main memory)."""
+    return load_file(path, device=str(device or torch.device("cpu")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoint:
+    path: Path
+    step: int
+    serial: int  # counts the commits of the run: the order of age, also after a rewind to an earlier step
+    is_latest: bool  # whether latest() may give it
+    num_bytes: int
+
+
+class _IncompleteError(Exception):
+    """Why a directory does not count as a checkpoint."""
+
+
+def _read_checkpoint(path: Path) -> _Checkpoint:
+    try:
+        marker = load_json(path / MARKER_NAME)
+        step, serial, sizes = int(marker["step"]), int(marker["serial"]), dict(marker["files"])
+        is_latest = bool(marker["is_latest"])
+    except OSError as error:
+        raise _IncompleteError(f"its {MARKER_NAME} marker cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise _IncompleteError(f"its {MARKER_NAME} marker is damaged") from error
+    if path.name.removeprefix(_REPLACED_PREFIX) != _step_name(step):
+        raise _IncompleteError(f"its {MARKER_NAME} marker is that of step {step}")
+    for name, size in sizes.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            raise _IncompleteError(f"its file {name} is missing") from error
+        if found != size:
+            raise _IncompleteError(f"its file {name} has {found} bytes of {size}")
+    return _Checkpoint(path=path, step=step, serial=serial, is_latest=is_latest, num_bytes=sum(sizes.values()))
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _has_step_name(path: Path, prefix: str) -> bool:
+    return path.name.startswith(prefix) and _STEP_NAME.fullmatch(path.name.removeprefix(prefix)) is not None
+
+
+def _file_sizes(directory: Path) -> dict[str, int]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def _flush_tree(directory: Path) -> None:
+    """Files before the directories that name them. It also flushes what other processes of this machine wrote."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _flush(path)
+    _flush(directory)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _flush(path.parent)
