@@ -1,0 +1,37 @@
+"""Two-digit addition, the task a fresh installation trains on. Pure Python: problems are dictionaries of strings."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lightrl.seeding import mix_seed
+
+NUM_HELDOUT = 512
+_SMALLEST, _LARGEST = 10, 99
+_SPLIT_SEED = 7
+
+
+def train_problems() -> list[dict[str, str]]:
+    """The 7,588 sums to train on, shuffled the same way every time."""
+    return [_problem(left, right) for left, right in _split()[0]]
+
+
+def heldout_problems() -> list[dict[str, str]]:
+    """The 512 sums never trained on, in either order of their terms."""
+    return [_problem(left, right) for left, right in _split()[1]]
+
+
+def _problem(left: int, right: int) -> dict[str, str]:
+    return {"prompt": f"{left}+{right}=", "answer": str(left + right)}
+
+
+@lru_cache(maxsize=1)
+def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All pairs of terms as (train, held out); 37+48 and 48+37 fall on the same side, so that no answer leaks."""
+    terms = range(_SMALLEST, _LARGEST + 1)
+    shuffled = sorted(
+        ((left, right) for left in terms for right in terms), key=lambda pair: mix_seed(_SPLIT_SEED, *pair)
+    )
+    rising = [(left, right) for left, right in shuffled if left < right][: NUM_HELDOUT // 2]
+    heldout = set(rising) | {(right, left) for left, right in rising}
+    return [pair for pair in shuffled if pair not in heldout], [pair for pair in shuffled if pair in heldout]

@@ -1,0 +1,262 @@
+"""From a data set on disk, on the hub or built in to Prompts: records are loaded, then rendered and tokenised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightrl.builtin.task import heldout_problems, train_problems
+from lightrl.records import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Record = dict[str, Any]
+LocatedRecord = tuple[Record, str]  # and where it stands, for error messages
+ChatTemplateUse = Literal["auto", "always", "never"]
+
+_BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
+    "addition": train_problems,
+    "addition-heldout": heldout_problems,
+}
+_ACCEPTED_SOURCES = (
+    "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
+    + " or ".join(f"builtin:{name}" for name in _BUILTIN_TASKS)
+)
+
+
+def load_records(source: str) -> list[LocatedRecord]:
+    """Reads every record of a data set. `source` is what --train_data and --eval_data accept."""
+    if source.startswith("builtin:"):
+        records = _load_builtin(source)
+    elif source.startswith("hf:"):
+        records = _load_from_hub(source)
+    else:
+        records = _load_from_disk(Path(source))
+    if not records:
+        raise ValueError(f"The data set {source} is empty: it must have at least one record.")
+    return records
+
+
+def build_prompts(
+    records: Sequence[LocatedRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    max_prompt_tokens: int,
+    chat_template: ChatTemplateUse = "auto",
+) -> list[Prompt]:
+    """Renders and tokenises the records; a record that cannot be used is an error that says where it stands.
+
+    Args:
+        prompt_field: holds a string or a list of messages; a record without it may have `messages`.
+        max_prompt_tokens: the room that the model's context leaves beside the new tokens.
+        chat_template: whether a string becomes one user message: "auto" if the tokenizer has a template. A list of
+            messages is always rendered by the template.
+    """
+    if not records:
+        raise ValueError("There are no records to build prompts from: the data set is empty.")
+    if chat_template not in get_args(ChatTemplateUse):
+        raise ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")
+    prompts = []
+    for index, (record, where) in enumerate(records):
+        field, value = _find_prompt(record, where, prompt_field)
+        text, token_ids = _tokenize(value, where, field, tokenizer, chat_template)
+        if len(token_ids) > max_prompt_tokens:
+            raise ValueError(
+                f"{where}: the prompt has {len(token_ids)} tokens, and there is room for {max_prompt_tokens}. "
+                "Shorten it, lower --max_new_tokens, or use a model with a longer context."
+            )
+        others = {name: other for name, other in record.items() if name not in (field, answer_field)}
+        answer = record.get(answer_field)
+        prompts.append(Prompt(index=index, text=text, token_ids=token_ids, answer=answer, fields=others))
+    return prompts
+
+
+def _load_builtin(source: str) -> list[LocatedRecord]:
+    name = source.removeprefix("builtin:")
+    if name not in _BUILTIN_TASKS:
+        raise ValueError(f"Unknown built-in task {name!r}. Choose one of {', '.join(_BUILTIN_TASKS)}.")
+    return _locate(_BUILTIN_TASKS[name](), source)
+
+
+def _load_from_disk(path: Path) -> list[LocatedRecord]:
+    if path.is_dir():
+        return _load_directory(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no data set {path}. --train_data accepts {_ACCEPTED_SOURCES}.")
+    if path.suffix == ".parquet":
+        return _load_parquet(path)
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{path} ends in {path.suffix!r}. --train_data accepts {_ACCEPTED_SOURCES}.")
+    with path.open("rb") as file:
+        is_array = path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    return _load_json_array(path) if is_array else _load_json_lines(path)
+
+
+def _load_json_lines(path: Path) -> list[LocatedRecord]:
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                value = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                raise ValueError(f"{where}: not valid JSON ({error}). Each line must be one JSON object.") from error
+            records.append((_require_object(value, where), where))
+    return records
+
+
+def _load_json_array(path: Path) -> list[LocatedRecord]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}). It must be an array of objects.") from error
+    return _locate((_require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
+
+
+def _load_parquet(path: Path) -> list[LocatedRecord]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f'Reading {path} needs pyarrow: pip install "lightrl[datasets]".') from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
+    return _locate(table.to_pylist(), path)
+
+
+def _load_directory(path: Path) -> list[LocatedRecord]:
+    datasets = _import_datasets(str(path))
+    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by save_to_disk
+    try:
+        loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
+    return _locate(_train_split(loaded, path), path)
+
+
+def _load_from_hub(source: str) -> list[LocatedRecord]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    owner_and_name, config = name, None
+    if name.count("/") == 2:
+        owner_and_name, _, config = name.rpartition("/")
+    if not name or name.count("/") > 2:
+        raise ValueError(f"{source} names no data set: it must be hf:OWNER/NAME[/CONFIG][:SPLIT].")
+    datasets = _import_datasets(source)
+    try:
+        return _locate(datasets.load_dataset(owner_and_name, config, split=split or "train"), source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
+        ) from error
+
+
+def _import_datasets(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f'Reading {source} needs datasets: pip install "lightrl[datasets]".') from error
+    return datasets
+
+
+def _train_split(loaded: Any, path: Path) -> Iterable[Record]:
+    """The data set itself, or of a dictionary of splits the one named train, or the only one."""
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in splits and len(splits) != 1:
+        raise ValueError(f"{path} has the splits {', '.join(splits)} and none is train: give one's own directory.")
+    chosen: Iterable[Record] = splits["train"] if "train" in splits else next(iter(splits.values()))
+    return chosen
+
+
+def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:
+    return [(dict(record), f"{source}: row {row}") for row, record in enumerate(records, start=1)]
+
+
+def _require_object(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
+        )
+    return value
+
+
+def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, Any]:
+    # Columnar formats have every field in every record, and None where it was left out.
+    for field in (prompt_field, "messages"):
+        if record.get(field) is not None:
+            return field, record[field]
+    raise ValueError(
+        f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field that "
+        "holds the prompt by --prompt_field."
+    )
+
+
+def _tokenize(
+    value: Any, where: str, field: str, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplateUse
+) -> tuple[str, tuple[int, ...]]:
+    """The rendered text and its tokens, with one BOS at most and no EOS that the text does not have."""
+    has_template = bool(tokenizer.chat_template)
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
+        if chat_template == "never" or (chat_template == "auto" and not has_template):
+            return value, _require_tokens(_tokenize_raw(value, tokenizer), where, field)
+        messages = [{"role": "user", "content": value}]
+    else:
+        messages = _require_messages(value, where, field)
+    if not has_template:
+        raise ValueError(
+            f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
+            "has one, or give the prompt as a string with --chat_template never."
+        )
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
+        raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
+    return text, _require_tokens(tokenizer(text, add_special_tokens=False)["input_ids"], where, field)
+
+
+def _tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    has_bos = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+    token_ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    # A tokenizer that ends each text with EOS would have the model answer after the end.
+    adds_eos = bool(tokenizer.eos_token) and not text.endswith(str(tokenizer.eos_token))
+    if adds_eos and token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        token_ids.pop()
+    return token_ids
+
+
+def _require_tokens(token_ids: Sequence[int], where: str, field: str) -> tuple[int, ...]:
+    if not token_ids:
+        raise ValueError(f"{where}: {field!r} has no tokens. It must hold text that the tokenizer knows.")
+    return tuple(token_ids)
+
+
+def _require_messages(value: Any, where: str, field: str) -> list[Record]:
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{where}: {field!r} is a {type(value).__name__}. It must be a string, or a list of messages, "
+            'each {"role": ..., "content": ...}.'
+        )
+    if not value:
+        raise ValueError(f"{where}: {field!r} is an empty list. It must hold at least one message.")
+    messages = [_require_message(message, f"{where}: {field}[{place}]") for place, message in enumerate(value)]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: the last message is the assistant's, so there is nothing left to answer. Leave it out, and give "
+            "its text as the answer."
+        )
+    return messages
+
+
+def _require_message(message: Any, where: str) -> Record:
+    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise ValueError(f'{where} is {message!r}. A message must be {{"role": string, "content": string}}.')
+    return {key: value for key, value in message.items() if value is not None}

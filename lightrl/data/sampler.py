@@ -1,0 +1,163 @@
+"""Which sample is used when, and on which rank. An order depends on the seed, the epoch and the length alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from torch.utils.data import Sampler
+
+from lightrl.seeding import mix_seed
+
+Item = TypeVar("Item")
+
+_SHUFFLE_STREAM = 0x5348554646  # keeps these draws apart from what else is drawn from the same seed
+
+
+def permutation(length: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch: 0 .. length - 1, sorted by a hash of each."""
+    epoch_seed = mix_seed(_SHUFFLE_STREAM, seed, epoch)
+    return sorted(range(length), key=lambda index: (mix_seed(epoch_seed, index), index))
+
+
+def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+    """This rank's part of the step's global batch: place p lives on rank p % world. Uneven and empty parts are fine."""
+    _check_rank(rank, world)
+    return list(items[rank::world])
+
+
+class PromptSampler:
+    """Draws the global batch of each step, alike on every rank: epoch after epoch, each a new order without repeats.
+
+    A batch may span epochs, and hold an index twice only then. The state is one count, so a run goes on exactly where
+    it stopped, at any world size and with any batch size.
+    """
+
+    def __init__(self, num_prompts_in_data: int, batch_size: int, seed: int) -> None:
+        if num_prompts_in_data < 1:
+            raise ValueError(
+                f"num_prompts_in_data is {num_prompts_in_data}: there must be at least 1 prompt to sample."
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: a step takes at least 1 prompt.")
+        self.num_prompts_in_data = num_prompts_in_data
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_drawn = 0
+        self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation), the last one used
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are complete."""
+        return self.num_drawn // self.num_prompts_in_data
+
+    def next_batch(self) -> list[int]:
+        """The data indices of the step's global batch."""
+        places = range(self.num_drawn, self.num_drawn + self.batch_size)
+        batch = [self._index_at(place) for place in places]
+        self.num_drawn += self.batch_size
+        return batch
+
+    def _index_at(self, place: int) -> int:
+        epoch, place_in_epoch = divmod(place, self.num_prompts_in_data)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, permutation(self.num_prompts_in_data, self.seed, epoch))
+        return self._order[1][place_in_epoch]
+
+    def state_dict(self) -> dict[str, int]:
+        """All that load_state_dict needs, as plain integers."""
+        return {"num_drawn": self.num_drawn, "num_prompts_in_data": self.num_prompts_in_data, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on after the last batch of the sampler whose state this is; refused if its order was another one."""
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ValueError(f"The sampler's state has the keys {sorted(state)}: it must have {sorted(own)}.")
+        for name in ("num_prompts_in_data", "seed"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"The saved sampler had {name} {state[name]}, this one has {own[name]}: the order of the prompts "
+                    "would be another. Resume with the same data and seed, or start a new run."
+                )
+        self.num_drawn = state["num_drawn"]
+
+
+class DistributedEvalSampler(Sampler[int]):
+    """Gives every sample to exactly one rank, in order, without padding: ranks may differ by one, or have none."""
+
+    def __init__(self, data_source_len: int, *, rank: int, world: int) -> None:
+        _check_rank(rank, world)
+        self._indices = range(rank, data_source_len, world)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class ResumableSampler(Sampler[int]):
+    """One rank's part of each epoch, from any place in it. Call set_epoch before every pass, or passes repeat.
+
+    All ranks together walk one global order, so an interrupted epoch goes on exactly, at another world size too.
+
+    Args:
+        drop_last: True leaves out the last (remaining % world) samples, so that all ranks have equally many. False
+            gives every sample to exactly one rank; ranks then differ by up to one, which training must allow for.
+        consumed_samples: how many samples all ranks together have used of the epoch that is started first: the one
+            that set_epoch names first, or epoch 0. Later epochs are whole.
+    """
+
+    def __init__(
+        self,
+        data_source_len: int,
+        *,
+        rank: int,
+        world: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        consumed_samples: int = 0,
+    ) -> None:
+        _check_rank(rank, world)
+        if not 0 <= consumed_samples <= data_source_len:
+            raise ValueError(
+                f"consumed_samples is {consumed_samples}: it counts samples of one epoch over all ranks, so it must be "
+                f"between 0 and the {data_source_len} of the data. Take off the epochs that are complete."
+            )
+        self._data_source_len = data_source_len
+        self._rank = rank
+        self._world = world
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._consumed_samples = consumed_samples
+        self._epoch = 0
+        self._is_started = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch of the next pass; every rank must name the same."""
+        if self._is_started and epoch != self._epoch:
+            self._consumed_samples = 0
+        self._epoch = epoch
+        self._is_started = True
+
+    def __iter__(self) -> Iterator[int]:
+        self._is_started = True
+        order: Sequence[int] = range(self._data_source_len)
+        if self._shuffle:
+            order = permutation(self._data_source_len, self._seed, self._epoch)
+        return iter(order[self._consumed_samples + self._rank : self._end : self._world])
+
+    def __len__(self) -> int:
+        return len(range(self._consumed_samples + self._rank, self._end, self._world))
+
+    @property
+    def _end(self) -> int:
+        remaining = self._data_source_len - self._consumed_samples
+        return self._data_source_len - (remaining % self._world if self._drop_last else 0)
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank is {rank} of a world of {world}: it must be at least 0 and below the world's size.")

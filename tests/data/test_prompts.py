@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.data.prompts import LocatedRecord, build_prompts, load_records
+
+WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %} <{{ message.role }}> {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %} <assistant>{% endif %}"
+)
+
+
+def word_tokenizer(chat_template: str | None = None, adds: str = "<s> $A") -> PreTrainedTokenizerFast:
+    """A token for each word, numbered as in WORDS, with BOS (1) before a text unless `adds` says otherwise."""
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single=adds, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=chat_template,
+    )
+
+
+def at(*records: dict[str, Any]) -> list[LocatedRecord]:
+    return [(record, f"data.jsonl:{line}") for line, record in enumerate(records, start=1)]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_json_lines_keep_their_line_numbers_over_blank_lines(tmp_path: Path) -> None:
+    source = write(tmp_path / "data.jsonl", '{"prompt": "a"}\n\n{"prompt": "\u00e9", "answer": 2}\n')
+    assert load_records(source) == [
+        ({"prompt": "a"}, f"{source}:1"),
+        ({"prompt": "\u00e9", "answer": 2}, f"{source}:3"),
+    ]
+
+
+def test_a_json_file_holds_lines_or_an_array(tmp_path: Path) -> None:
+    lines = write(tmp_path / "lines.json", '{"prompt": "a"}\n{"prompt": "b"}')
+    array = write(tmp_path / "array.json", '\n [{"prompt": "a"},\n {"prompt": "b"}]')
+    assert [record for record, _ in load_records(lines)] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert load_records(array) == [({"prompt": "a"}, f"{array}: row 1"), ({"prompt": "b"}, f"{array}: row 2")]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
+    for name in ("data.jsonl", "data.json"):
+        source = write(tmp_path / name, '\ufeff{"prompt": "a"}' if name == "data.jsonl" else '\ufeff[{"prompt": "a"}]')
+        assert [record for record, _ in load_records(source)] == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"data.jsonl:2: not valid JSON \(.*\). Each line must be one JSON object."),
+        ('["a"]', "data.jsonl:2: a record is a list. It must be a JSON object"),
+        ("3", "data.jsonl:2: a record is a int"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    source = write(tmp_path / "data.jsonl", '{"prompt": "a"}\n' + line + '\n{"prompt": "c"}\n')
+    with pytest.raises(ValueError, match=message):
+        load_records(source)
+
+
+def test_a_bad_row_of_an_array_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.json: row 2: a record is a str"):
+        load_records(write(tmp_path / "data.json", '[{"prompt": "a"}, "b"]'))
+    with pytest.raises(ValueError, match="data.json: not valid JSON"):
+        load_records(write(tmp_path / "data.json", '[{"prompt": "a"}'))
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="data.jsonl:1: not valid JSON"):
+        load_records(str(path))
+
+
+def test_a_missing_file_names_what_is_accepted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no.jsonl. --train_data accepts a .jsonl, .*builtin:addition-heldout"):
+        load_records(str(tmp_path / "no.jsonl"))
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ends in '.csv'. --train_data accepts"):
+        load_records(write(tmp_path / "data.csv", "prompt"))
+
+
+@pytest.mark.parametrize(("name", "text"), [("data.jsonl", "\n \n"), ("data.json", "[]"), ("data.json", "")])
+def test_an_empty_data_set_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        load_records(write(tmp_path / name, text))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    records = [{"messages": [{"role": "user", "content": "add"}], "prompt": None}, {"messages": None, "prompt": "two"}]
+    parquet.write_table(pa.Table.from_pylist(records), path)
+    loaded = load_records(str(path))
+    assert loaded == [(records[0], f"{path}: row 1"), (records[1], f"{path}: row 2")]
+    prompts = build_prompts(loaded, word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template="never")
+    assert [prompt.token_ids for prompt in prompts] == [(1, 3, 5, 4), (1, 6)]
+    with pytest.raises(ValueError, match="bad.parquet: not a valid Parquet file"):
+        load_records(write(tmp_path / "bad.parquet", "not parquet"))
+
+
+def test_a_directory_saved_by_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=data, test=data.select([0])).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict(dev=data, test=data).save_to_disk(tmp_path / "no_train")
+    for name in ("one", "splits"):
+        source = str(tmp_path / name)
+        assert load_records(source) == [
+            ({"prompt": "a", "answer": "1"}, f"{source}: row 1"),
+            ({"prompt": "b", "answer": "2"}, f"{source}: row 2"),
+        ]
+    with pytest.raises(ValueError, match="has the splits dev, test and none is train"):
+        load_records(str(tmp_path / "no_train"))
+
+
+def test_a_directory_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match="holds no data set that datasets can read"):
+        load_records(str(tmp_path / "data"))
+    write(tmp_path / "data" / "train.jsonl", '{"prompt": "a"}\n')
+    assert [record for record, _ in load_records(str(tmp_path / "data"))] == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("hf:openai/gsm8k/main:test", ("openai/gsm8k", "main", "test")),
+        ("hf:openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("hf:squad:validation[:10]", ("squad", None, "validation[:10]")),
+    ],
+)
+def test_a_hub_name_is_taken_apart(
+    monkeypatch: pytest.MonkeyPatch, source: str, arguments: tuple[str, str | None, str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:
+        calls.append((name, config, split))
+        return [{"prompt": "a"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_records(source) == [({"prompt": "a"}, f"{source}: row 1")]
+    assert calls == [arguments]
+
+
+def test_a_hub_name_that_does_not_load_says_how_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"Cannot load hf:nobody/nothing: Dataset .* hf:OWNER/NAME\[/CONFIG\]"):
+        load_records("hf:nobody/nothing")
+    with pytest.raises(ValueError, match="hf: names no data set"):
+        load_records("hf:")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"), [("pyarrow", "data.parquet"), ("datasets", "."), ("datasets", "hf:squad")]
+)
+def test_without_the_library_the_error_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str
+) -> None:
+    write(tmp_path / "data.parquet", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r'pip install "lightrl\[datasets\]"'):
+        load_records(source)
+
+
+def test_builtin_tasks() -> None:
+    train, heldout = load_records("builtin:addition"), load_records("builtin:addition-heldout")
+    assert train[0][1] == "builtin:addition: row 1"
+    assert set(train[0][0]) == {"prompt", "answer"}
+    assert not {record["prompt"] for record, _ in train} & {record["prompt"] for record, _ in heldout}
+    with pytest.raises(ValueError, match="built-in task 'additon'. Choose one of addition, addition-heldout."):
+        load_records("builtin:additon")
+
+
+def test_a_raw_string_keeps_its_text_and_every_other_field() -> None:
+    records = at({"prompt": "add two", "answer": "2", "level": 3, "tags": ["x"]}, {"prompt": "three"})
+    first, second = build_prompts(records, word_tokenizer(), max_prompt_tokens=3)
+    assert (first.index, first.text, first.token_ids) == (0, "add two", (1, 5, 6))
+    assert (first.answer, first.fields) == ("2", {"level": 3, "tags": ["x"]})
+    assert (second.index, second.text, second.token_ids, second.answer, second.fields) == (1, "three", (1, 7), None, {})
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def test_other_names_for_the_fields() -> None:
+    records = at({"question": "add", "solution": 5, "prompt": "kept"})
+    (prompt,) = build_prompts(
+        records, word_tokenizer(), prompt_field="question", answer_field="solution", max_prompt_tokens=9
+    )
+    assert (prompt.text, prompt.answer, prompt.fields) == ("add", 5, {"prompt": "kept"})
+
+
+@pytest.mark.parametrize("chat_template", ["auto", "always"])
+def test_a_string_becomes_one_user_message_with_a_single_bos(chat_template: Any) -> None:
+    (prompt,) = build_prompts(
+        at({"prompt": "add two"}), word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template=chat_template
+    )
+    assert prompt.text == "<s> <user> add two <assistant>"
+    assert prompt.token_ids == (1, 3, 5, 6, 4)
+
+
+def test_never_leaves_a_string_raw() -> None:
+    (prompt,) = build_prompts(
+        at({"prompt": "add two"}), word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template="never"
+    )
+    assert (prompt.text, prompt.token_ids) == ("add two", (1, 5, 6))
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+@pytest.mark.parametrize("chat_template", ["auto", "never"])
+def test_messages_are_always_rendered(field: str, chat_template: Any) -> None:
+    messages = [{"role": "system", "content": "be brief", "name": None}, {"role": "user", "content": "add"}]
+    (prompt,) = build_prompts(
+        at({field: messages, "level": 1}), word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template=chat_template
+    )
+    assert prompt.text == "<s> <system> be brief <user> add <assistant>"
+    assert prompt.token_ids == (1, 10, 8, 9, 3, 5, 4)
+    assert prompt.fields == {"level": 1}
+
+
+def test_a_raw_string_that_has_its_bos_gets_no_second() -> None:
+    (prompt,) = build_prompts(at({"prompt": "<s> add"}), word_tokenizer(), max_prompt_tokens=9)
+    assert prompt.token_ids == (1, 5)
+
+
+def test_an_eos_that_the_tokenizer_adds_is_left_out_and_one_in_the_text_stays() -> None:
+    tokenizer = word_tokenizer(adds="<s> $A </s>")
+    first, second = build_prompts(at({"prompt": "add"}, {"prompt": "add </s>"}), word_tokenizer(), max_prompt_tokens=9)
+    assert (first.token_ids, second.token_ids) == ((1, 5), (1, 5, 2))
+    (prompt,) = build_prompts(at({"prompt": "add"}), tokenizer, max_prompt_tokens=9)
+    assert prompt.token_ids == (1, 5)
+
+
+MESSAGE = {"role": "user", "content": "add"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "add"}, r"neither 'prompt' nor 'messages', only \['text'\]. Name the field .* by --prompt_field"),
+        ({"prompt": None}, "neither 'prompt' nor 'messages'"),
+        ({"prompt": " \n"}, "'prompt' is empty"),
+        ({"prompt": 3}, "'prompt' is a int. It must be a string, or a list of messages"),
+        ({"prompt": []}, "'prompt' is an empty list"),
+        ({"messages": ["add"]}, r"messages\[0\] is 'add'. A message must be"),
+        ({"messages": [MESSAGE, {"role": "user"}]}, r"messages\[1\] is .* A message must be"),
+        ({"messages": [MESSAGE, {"role": "user", "content": 3}]}, r"messages\[1\] is .* A message must be"),
+        ({"messages": [MESSAGE, {"role": "assistant", "content": "5"}]}, "the last message is the assistant's"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="data.jsonl:2: .*" + message):
+        build_prompts(at({"prompt": "add"}, record), word_tokenizer(TEMPLATE), max_prompt_tokens=9)
+
+
+def test_messages_without_a_chat_template_are_refused() -> None:
+    with pytest.raises(ValueError, match="data.jsonl:1: 'messages' is to be rendered .* the tokenizer has none"):
+        build_prompts(at({"messages": [MESSAGE]}), word_tokenizer(), max_prompt_tokens=9)
+    with pytest.raises(ValueError, match="the tokenizer has none"):
+        build_prompts(at({"prompt": "add"}), word_tokenizer(), max_prompt_tokens=9, chat_template="always")
+
+
+def test_what_the_chat_template_refuses_is_named() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="data.jsonl:1: the tokenizer's chat template refuses .*roles must alternate"):
+        build_prompts(at({"messages": [MESSAGE]}), word_tokenizer(template), max_prompt_tokens=9)
+
+
+def test_a_prompt_at_the_limit_passes_and_one_token_more_is_refused() -> None:
+    records = at({"prompt": "add"}, {"prompt": "add two three"})
+    assert len(build_prompts(records, word_tokenizer(), max_prompt_tokens=4)) == 2
+    with pytest.raises(
+        ValueError,
+        match="data.jsonl:2: the prompt has 4 tokens, and there is room for 3. .*--max_new_tokens.* a longer context",
+    ):
+        build_prompts(records, word_tokenizer(), max_prompt_tokens=3)
+
+
+def test_no_records_and_an_unknown_template_use_are_refused() -> None:
+    with pytest.raises(ValueError, match="the data set is empty"):
+        build_prompts([], word_tokenizer(), max_prompt_tokens=9)
+    unknown: Any = "nevr"
+    with pytest.raises(ValueError, match="chat_template is 'nevr': choose one of auto, always, never"):
+        build_prompts(at({"prompt": "add"}), word_tokenizer(), max_prompt_tokens=9, chat_template=unknown)
+
+
+def test_a_file_to_prompts(tmp_path: Path) -> None:
+    source = write(tmp_path / "data.jsonl", json.dumps({"prompt": "add two", "answer": 2}) + "\n")
+    (prompt,) = build_prompts(load_records(source), word_tokenizer(), max_prompt_tokens=9)
+    assert (prompt.text, prompt.answer) == ("add two", 2)
