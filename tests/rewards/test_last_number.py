@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from lightrl.records import Prompt, Sample
+from lightrl.rewards.last_number import last_number
+
+
+def answered(text: str, answer: Any) -> Sample:
+    return Sample(
+        prompt=Prompt(index=0, text="", token_ids=(1,), answer=answer),
+        position=0,
+        sample_index=0,
+        response_ids=(),
+        sampler_logprobs=(),
+        versions=(),
+        finish_reason="stop",
+        text=text,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("42", "42"),
+        ("first 3, then 42.", 42),
+        ("42.0", "42"),
+        ("it costs $1,234.50", "1234.5"),
+        ("1,234,567", 1234567),
+        ("sum: -7", "-7"),
+        ("\u22127", -7),
+        ("10-7", "7"),
+        ("(10)-7", "7"),
+        ("x = -7", "-7"),
+        (".5", 0.5),
+        ("-.5", -0.5),
+        ("0.3", 0.3),
+        ("2e3", "2000"),
+        ("1e-05", 1e-05),
+        ("so it is 18 dollars", "2 * 9 = 18\n#### 18"),
+        ("1, 2, 3", 3),
+        ("1,2", 2),
+        ("\\boxed{12}", 12),
+        ("on 3rd", 3),
+        ("version 1.2.3", 0.3),
+    ],
+)
+def test_the_last_number_is_right(text: str, answer: Any) -> None:
+    assert last_number(answered(text, answer)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", 42),
+        ("forty-two", 42),
+        ("42 or 43", 42),
+        ("142", 42),
+        ("42", -42),
+        ("4.2", 42),
+        ("1,234", 234),
+        ("0.30000001", 0.3),
+        ("1e999999999999999999999", 42),
+    ],
+)
+def test_the_last_number_is_wrong_or_absent(text: str, answer: Any) -> None:
+    assert last_number(answered(text, answer)) == 0.0
+
+
+def test_an_answer_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="answer 'blue' holds no number"):
+        last_number(answered("42", "blue"))
+
+
+def test_a_long_response_takes_no_time() -> None:
+    started = time.perf_counter()
+    for text in ("1" * 100_000, "1,234" * 20_000, "-" * 100_000, "." * 100_000, "1e" * 50_000):
+        last_number(answered(text, 42))
+    assert time.perf_counter() - started < 5

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrl.rewards import BUILTIN_REWARDS, load_reward
+
+OWN_REWARD = """
+from dataclasses import dataclass
+
+@dataclass
+class Scale:
+    factor: float = 2.0
+
+def length_reward(sample):
+    return Scale().factor * len(sample)
+
+TABLE = {}
+"""
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_REWARDS))
+def test_each_builtin_loads_by_its_name(name: str) -> None:
+    assert getattr(load_reward(name), "__name__", None) == name
+
+
+def test_a_misspelt_name_gives_the_nearest_and_all() -> None:
+    with pytest.raises(
+        ValueError,
+        match="Unknown reward 'exct_match'. Did you mean exact_match. Choose one of exact_match, contains, "
+        "last_number, or give your own as package.module:my_reward or path/to/file.py:my_reward.",
+    ):
+        load_reward("exct_match")
+
+
+@pytest.mark.parametrize("name", ["", ":", "json:", ":function", "own.py"])
+def test_half_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"Unknown reward|Empty module name|has no ''"):
+        load_reward(name)
+
+
+def test_a_reward_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN_REWARD)
+    reward = load_reward(f"{tmp_path / 'own.py'}:length_reward")
+    assert reward("abc") == 6.0  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("own.py:length_reward")("abc") == 6.0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"own.py has no 'lenght_reward'. Did you mean length_reward\?"):
+        load_reward("own.py:lenght_reward")
+
+
+def test_a_reward_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "own_module.py").write_text(OWN_REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_reward("own_package.own_module:length_reward")("abc") == 6.0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="module 'own_package.own_module' has no 'lenght_reward'"):
+        load_reward("own_package.own_module:lenght_reward")
+    with pytest.raises(ValueError, match="is a dict: it must be a function from a Sample to a number"):
+        load_reward("own_package.own_module:TABLE")
+    with pytest.raises(ValueError, match="The reward .* there is no module 'own_package.absent'"):
+        load_reward("own_package.absent:f")
+
+
+def test_a_missing_module_or_file_is_named() -> None:
+    with pytest.raises(ValueError, match="The reward .* there is no module 'absent_package'"):
+        load_reward("absent_package.module:f")
+    with pytest.raises(FileNotFoundError, match=r"no file absent.py .* The working directory is /"):
+        load_reward("absent.py:f")
+
+
+def test_an_error_inside_the_users_code_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import absent_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        load_reward(f"{path}:f")
+    assert "lightrl_reward_file_broken" not in sys.modules
+
+
+def test_an_import_that_fails_inside_the_users_module_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_broken_module.py").write_text("import absent_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'absent_dependency'"):
+        load_reward("own_broken_module:f")
