@@ -87,7 +87,7 @@ class CheckpointDirectory:
         return final
 
     def _superfluous(self) -> list[_Checkpoint]:
-        """The oldest, as many as are beyond the number or the bytes that are kept."""
+        """The oldest beyond the number or the bytes that are kept, but never the one that a run would resume from."""
         newest_first = self._complete()[::-1]
         num_kept, num_bytes = 0, 0
         for checkpoint in newest_first:
@@ -96,7 +96,8 @@ class CheckpointDirectory:
             if num_kept and is_too_much:
                 break
             num_kept += 1
-        return newest_first[num_kept:][::-1]
+        resumable = next((checkpoint for checkpoint in newest_first if checkpoint.is_latest), None)
+        return [checkpoint for checkpoint in newest_first[num_kept:][::-1] if checkpoint is not resumable]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint: the last one committed, which after a rewind need not be the highest step."""

@@ -125,6 +125,10 @@ def test_a_side_checkpoint_is_found_by_its_step_only(tmp_path: Path) -> None:
     assert directory.latest() == tmp_path / "step-000001"
     assert directory.path(2) == path
     assert (tmp_path / "latest").read_text() == "step-000001\n"
+    directory.keep = 1
+    (directory.begin(3) / "file").write_text("x")
+    directory.commit(3, is_latest=False)
+    assert directory.steps() == [1, 3]  # step 1 is what a run would go on from
 
 
 def test_rotation_by_size_keeps_the_newest_whatever_it_takes(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Run on 2 ranks: every collective of lightrl.comm, and how errors travel."""
+
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch.testing import assert_close
+
+from lightrl.comm import RankError, UnknownReductionError, connect
+from lightrl.metrics import Statistics
+
+
+def expect(error_type, text, function):
+    try:
+        function()
+    except error_type as error:
+        assert text in str(error), f"{text!r} not in {error}"
+        return error
+    raise AssertionError(f"no {error_type.__name__}")
+
+
+def check_all_reduce(comm):
+    rank = comm.rank
+    tensor = torch.tensor([1.0, 2.0]) + rank
+    before = tensor.clone()
+    assert_close(comm.all_reduce(tensor, "sum"), torch.tensor([3.0, 5.0]))  # [1, 2] + [2, 3]
+    assert_close(comm.all_reduce(tensor), torch.tensor([1.5, 2.5]))
+    assert_close(comm.all_reduce(tensor, "max"), torch.tensor([2.0, 3.0]))
+    assert_close(comm.all_reduce(tensor, "min"), torch.tensor([1.0, 2.0]))
+    assert_close(tensor, before)
+    total = comm.all_reduce(rank + 3, "sum")
+    assert total == 7
+    assert isinstance(total, int)
+    assert comm.all_reduce(0.5 * rank, "mean") == 0.25
+    assert comm.all_reduce(torch.tensor(rank), "max").shape == ()  # 0-d
+    assert comm.all_reduce(torch.tensor([1.0], dtype=torch.bfloat16), "sum").dtype == torch.bfloat16
+    # Ranks that fill their dict in another order still add like to like.
+    data = {"a": rank, "b": {"c": torch.ones(2) * rank}, "d": 1.5}
+    data = data if rank == 0 else dict(reversed(data.items()))
+    reduced = comm.all_reduce(data, "sum")
+    assert reduced["a"] == 1
+    assert_close(reduced["b"]["c"], torch.ones(2))
+    assert reduced["d"] == 3.0
+    assert list(reduced) == list(data)
+    # (1 x 10 + 3 x 20) / (1 + 3) = 17.5
+    assert comm.all_reduce(10.0 * (rank + 1), "mean", weight=1.0 + 2 * rank) == 17.5
+    error = expect(ValueError, "Choose one of mean, sum, max, min", lambda: comm.all_reduce(1.0, "average"))
+    assert isinstance(error, AssertionError)
+    assert isinstance(error, UnknownReductionError)
+
+
+def check_all_gather(comm):
+    rank = comm.rank
+    rows = torch.full((3 * rank, 2), float(rank))  # none on rank 0, three on rank 1
+    assert_close(comm.all_gather(rows), torch.ones(3, 2))
+    assert_close(comm.all_gather(torch.tensor(rank)), torch.tensor([0, 1]))
+    assert_close(comm.all_gather(rank + 5), torch.tensor([5, 6]))
+    gathered = comm.all_gather({"x": torch.arange(rank + 1)})
+    assert gathered["x"].tolist() == [0, 0, 1]
+    assert comm.all_gather(torch.zeros(0, 4)).shape == (0, 4)
+
+
+def check_objects(comm):
+    rank = comm.rank
+    assert comm.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert comm.broadcast_object("from 1" if rank else None, source=1) == "from 1"
+    outgoing = [[f"{rank}->0"] * rank, [f"{rank}->1"]]
+    assert comm.exchange(outgoing) == (["1->0"] if rank == 0 else ["0->1", "1->1"])
+    expect(ValueError, "one list per rank", lambda: comm.exchange([[]]))
+    assert comm.any(rank == 1)
+    assert not comm.agree(rank == 1)
+    assert comm.max_int(rank) == 1
+
+
+def check_statistics(comm):
+    """Sums and counts are reduced apart; a key of one rank only counts; a reduction starts anew."""
+    statistics = Statistics()
+    statistics.mean("loss", 3.0 + comm.rank, 1 + comm.rank)  # (3 + 4) / (1 + 2)
+    statistics.highest("max", comm.rank)
+    statistics.add("sum", 2)
+    if comm.rank == 1:
+        statistics.mean("only_one", 6, 4)
+    numbers = statistics.reduce(comm)
+    assert numbers == {"loss": 7 / 3, "max": 1.0, "only_one": 1.5, "sum": 4.0}, numbers
+    assert statistics.reduce(comm) == {}
+
+
+def check_local_error(comm):
+    def body():
+        with comm.phase("reward", local=True):
+            if comm.rank == 1:
+                raise KeyError("lost in the dictionary")
+
+    if comm.rank == 1:
+        expect(KeyError, "lost in the dictionary", body)
+    else:
+        error = expect(RankError, "rank 1 failed in phase 'reward'", body)
+        assert "KeyError: 'lost in the dictionary'" in str(error)
+        assert "comm_program.py" in str(error)  # the traceback
+    assert comm.phase_name == "start"
+    comm.barrier()  # and the group still works
+
+
+def check_timeout(comm):
+    """Rank 1 dawdles; rank 0 gives up and says where both were."""
+    if comm.rank == 1:
+        with comm.phase("generate"):
+            time.sleep(6)
+        return
+    time.sleep(0.5)
+    with comm.phase("learn"):
+        expect(RankError, "rank 0 gave up in a decision of all ranks during phase 'learn'", comm.barrier)
+
+
+def check_error_in_a_collective(comm):
+    """Rank 1 dies while rank 0 waits for it: rank 0 finds the traceback of rank 1 in the store."""
+
+    def body():
+        with comm.phase("learn"):
+            if comm.rank == 1:
+                raise ZeroDivisionError("the loss")
+            comm.barrier()
+
+    if comm.rank == 1:
+        expect(ZeroDivisionError, "the loss", body)
+        time.sleep(0.2)
+        comm.close()
+    else:
+        error = expect(RankError, "rank 1 failed in phase 'learn'", body)
+        assert "ZeroDivisionError: the loss" in str(error)
+
+
+if __name__ == "__main__":
+    which = sys.argv[1]
+    comm = connect(torch.device("cpu"), timedelta(seconds=2 if which == "timeout" else 60))
+    if which == "timeout":
+        check_timeout(comm)
+    elif which == "error":
+        check_error_in_a_collective(comm)
+    else:
+        for check in (check_all_reduce, check_all_gather, check_objects, check_statistics, check_local_error):
+            check(comm)
+        assert connect(torch.device("cpu"), timedelta(seconds=60)).world == 2  # an existing group is used again
+    if comm.is_main:
+        print("all checked")

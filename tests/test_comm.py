@@ -1,0 +1,44 @@
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightrl.comm import Comm, RankError, connect
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).parent / "programs" / "comm_program.py"
+
+
+@pytest.mark.parametrize("which", ["collectives", "timeout", "error"])
+def test_two_ranks(which: str) -> None:
+    assert "all checked" in run_spmd(PROGRAM, which, world_size=2, timeout_s=90)
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    comm = Comm()
+    tensor = torch.tensor([1.0, 2.0])
+    reduced = comm.all_reduce({"x": tensor, "n": 3}, "mean")
+    assert_close(reduced["x"], tensor)
+    assert reduced["n"] == 3
+    assert comm.all_gather(torch.tensor(4)).tolist() == [4]
+    assert comm.all_gather_object("a") == ["a"]
+    assert comm.exchange([[1, 2]]) == [1, 2]
+    assert comm.any(True)
+    assert not comm.agree(False)
+    with pytest.raises(ZeroDivisionError), comm.phase("x", local=True):
+        raise ZeroDivisionError
+
+
+def test_variables_of_a_half_made_launch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="missing for a distributed run: RANK, MASTER_ADDR, MASTER_PORT"):
+        connect(torch.device("cpu"), timedelta(seconds=5))
+
+
+def test_rank_error_is_no_value_error() -> None:
+    """A failure of another rank must not look like a mistake of the user's."""
+    assert not issubclass(RankError, ValueError)
