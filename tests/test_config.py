@@ -1,0 +1,125 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightrl.config import GRPOConfig, as_dict, describe_batches, option_names, parse_config, to_yaml
+
+REQUIRED_FLAGS = (
+    "model strategy engine train_data eval_data reward seed max_steps output_dir resume num_prompts group_size "
+    "max_new_tokens temperature lr config max_tokens_per_microbatch"
+).split()
+
+
+def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(GRPOConfig, argv)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    text = (captured.out + captured.err).replace("\u2502", " ")  # tyro frames and wraps its messages
+    return " ".join(text.split())
+
+
+def test_flags_with_underscores_or_dashes() -> None:
+    config = parse_config(GRPOConfig, ["--num_prompts", "8", "--group-size", "4", "--fsdp.cpu_offload", "True"])
+    assert (config.num_prompts, config.group_size, config.fsdp.cpu_offload) == (8, 4, True)
+    assert set(REQUIRED_FLAGS) <= set(option_names(GRPOConfig))
+
+
+def test_every_option_is_described_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(GRPOConfig, ["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in option_names(GRPOConfig):
+        assert f"--{name} " in text, name
+
+
+def test_flags_win_over_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 2e-6\nnum_prompts: 4\noptim:\n  betas: [0.8, 0.9]\nfsdp:\n  cpu_offload: true\n")
+    config = parse_config(GRPOConfig, ["--config", str(path), "--num_prompts", "2"])
+    assert (config.lr, config.num_prompts, config.optim.betas) == (2e-6, 2, (0.8, 0.9))
+    assert config.fsdp.cpu_offload is True
+
+
+def test_a_saved_config_reads_back(tmp_path: Path) -> None:
+    config = parse_config(GRPOConfig, ["--lr", "3e-6", "--optim.betas", "0.7", "0.8", "--model", "x: y"])
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    again = parse_config(GRPOConfig, [f"--config={path}"])
+    assert dataclasses.asdict(again) == {**dataclasses.asdict(config), "config": str(path)}
+    assert yaml.safe_load(path.read_text()) == as_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--stratgy", "fsdp"], "--strategy STR"),
+        (["--fsdp.cpu_offlod", "True"], "--fsdp.cpu_offload {True,False}"),
+        (["--lr", "fast"], "Error parsing --lr: could not convert string to float: 'fast'"),
+        (["--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
+        (["--group_size", "1"], "--group_size is 1: GRPO compares the samples of a prompt with each other"),
+        (
+            ["--num_prompts", "10", "--num_minibatches", "4"],
+            "--num_prompts 10 cannot be split evenly into --num_minibatches 4. Nearest valid --num_prompts: 8 or 12.",
+        ),
+        (["--num_prompts", "0"], "--num_prompts is 0: it must be at least 1"),
+        (["--temperature", "0"], "--temperature is 0.0: it must be above 0"),
+        (["--algorithm.clip_low", "2"], "--algorithm.clip_low is 2.0: it must be between 0 and 1"),
+        (["--lr", "-1"], "--lr is -1.0: it must be 0 or above"),
+        (["--checkpoint.keep", "0"], "--checkpoint.keep is 0: it must be at least 1"),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
+) -> None:
+    assert text in fail(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("fsdp:\n  cpu_offlod: true\n", "unknown option 'fsdp.cpu_offlod'. Did you mean fsdp.cpu_offload"),
+        ("- a\n- b\n", "must hold `option: value` lines, not a list"),
+        ("lr: [1\n", "is not valid YAML"),
+        ("lr: fast\n", "Error parsing --lr"),
+    ],
+)
+def test_a_mistake_in_the_yaml_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, text: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    message = fail(capsys, "--config", str(path))
+    assert text in message
+
+
+def test_a_missing_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config nowhere.yaml: there is no such file" in fail(capsys, "--config", "nowhere.yaml")
+
+
+def test_every_rank_tells_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert fail(capsys, "--config", "nowhere.yaml").startswith("[rank 3] error:")
+
+
+def test_the_batch_arithmetic_is_written_out() -> None:
+    config = GRPOConfig(num_prompts=6, group_size=4, num_minibatches=2, num_epochs=3, micro_batch_size=2)
+    text = describe_batches(config, world_size=4)
+    assert "6 prompts x 4 samples = 24 samples a step" in text
+    assert "3 epoch(s) x 2 mini-batch(es) = 6 optimizer step(s) of 12 samples" in text
+    assert "each of 4 rank(s) about 3 samples in 2 micro-batches of <= 2 samples" in text
+
+
+def test_every_option_is_read_somewhere() -> None:
+    """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
+    package = Path(__file__).parents[1] / "lightrl"
+    source = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
+    source += (package / "config.py").read_text().split("ConfigT = TypeVar")[1]  # what config.py itself reads of them
+    names = {name: name.rpartition(".")[2] for name in option_names(GRPOConfig)}
+    unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]
+    assert unread == []
