@@ -1,0 +1,27 @@
+"""Engines by name or by import path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightrl.engines.base import InferenceEngine
+from lightrl.imports import load_object
+
+BUILTIN_ENGINES = {"native": "lightrl.engines.native.build:build_native_engine"}
+
+
+def check_engine_name(name: str) -> None:
+    """ValueError unless it is a built-in name or an import path; imports no engine."""
+    if ":" not in name and name not in BUILTIN_ENGINES:
+        load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+
+
+def create_engine(name: str, *, source: Any, tokenizer: Any, options: Any, device: torch.device) -> InferenceEngine:
+    """Calls the engine's class or factory with the trainer's unwrapped model, the tokenizer and the options."""
+    factory = load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+    engine = factory(source=source, tokenizer=tokenizer, options=options, device=device)
+    if not isinstance(engine, InferenceEngine):
+        raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
+    return engine

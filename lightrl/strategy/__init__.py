@@ -1,0 +1,44 @@
+"""Strategies by name or by import path; the built-in ones go through the same import as a user's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightrl.config import GRPOConfig
+from lightrl.imports import load_object
+from lightrl.strategy.base import EngineStatus, StrategyBase, is_actor
+
+__all__ = ["BUILTIN_STRATEGIES", "EngineStatus", "StrategyBase", "create_strategy", "is_actor", "strategy_class"]
+
+BUILTIN_STRATEGIES = {
+    "single": "lightrl.strategy.single:SingleStrategy",
+    "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
+}
+
+
+def strategy_class(name: str) -> type[StrategyBase]:
+    """The class behind a name or a package.module:Class path."""
+    if name == "auto":
+        name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
+    found = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    if not isinstance(found, type) or not issubclass(found, StrategyBase):
+        raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(
+            f"Strategy {name!r} does not implement {', '.join(missing)}. Write them, or inherit from a "
+            "built-in strategy."
+        )
+    return found
+
+
+def create_strategy(config: GRPOConfig | Any) -> StrategyBase:
+    """The strategy that config.strategy names, not yet connected: call setup_distributed() next."""
+    return strategy_class(config.strategy)(
+        seed=config.seed,
+        max_norm=config.optim.max_norm,
+        micro_train_batch_size=config.micro_batch_size or 1,
+        train_batch_size=config.samples_per_step // config.num_minibatches,
+        args=config,
+    )

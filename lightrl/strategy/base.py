@@ -1,0 +1,687 @@
+"""StrategyBase: how a model is spread over ranks, trained, saved, and served by the engine beside it.
+
+A back end writes a few hooks; everything else is written here once and delegates to what the strategy holds:
+`comm` (collectives), `engine` (state machine around the inference engine), `options`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from easydict import EasyDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lightrl import comm as comm_module
+from lightrl.comm import Comm
+from lightrl.config import StrategyOptions
+from lightrl.data.sampler import ResumableSampler
+from lightrl.engines import check_engine_name, create_engine
+from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
+from lightrl.metrics import memory_in_use
+from lightrl.seeding import mix_seed
+from lightrl.strategy import generation, offload, schedules
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "is_actor"]
+
+
+class OptimizerStep(NamedTuple):
+    """What optimizer_step did."""
+
+    grad_norm: float  # before clipping, over all ranks
+    lr_list: list[float]  # used for this update, one per parameter group
+    stepped: bool = True  # False between the boundaries of an accumulation
+    skipped: bool = False  # the norm was not finite: nothing was changed, on any rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatchResult:
+    """What train_batch did, over all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    total_weight: float
+    num_micro_batches: int  # on each rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+
+def is_actor(model: Any) -> bool:
+    """Whether this is the policy that is trained, as opposed to a critic, reward or reference model."""
+    return bool(getattr(model, "is_actor", False))
+
+
+class StrategyBase(ABC):
+    """The public contract; see docs/adding_a_strategy.md for what a back end writes."""
+
+    def __init__(
+        self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
+    ) -> None:
+        self.seed = seed
+        self.max_norm = max_norm
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        self.args = args
+        self.options = StrategyOptions.from_args(args)
+        self.accumulation_steps = 1
+        if not self.options.exact_batches:  # train_batch takes any sizes; accumulation by calls needs them to fit
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, world_size)
+        self.device = torch.device("cpu")
+        self.comm = Comm()
+        self.engine: ColocatedEngine | None = None
+        self.tokenizer: generation.Decoder | None = None  # gives gather_and_generate its text
+        self.global_step = 0
+        self.last_sync: SyncReport | None = None
+        self._engine_group: Any = None
+        self._trained: list[_Trained] = []
+        self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._offloaded: dict[str, offload.StorageOffloader] = {}
+
+    # ---- Back end: what a subclass writes ----------------------------------------------------------------------
+
+    @abstractmethod
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+        """An optimizer over the model's trainable parameters; kwargs win over the options."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Adds the loss's gradient.
+
+        weight=None: the loss is a mean over this rank's micro-batch, and the update uses the mean over all ranks and
+        accumulation steps. weight=w: the gradient added is w times the loss's, SUMMED over ranks.
+        """
+
+    @abstractmethod
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
+    ) -> OptimizerStep:
+        """Updates at the end of an accumulation, or now with is_boundary=True; agreed by all ranks."""
+
+    @abstractmethod
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: int = 1000,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> None:
+        """Writes model, optimizer, scheduler, RNG state, counters and client_state atomically.
+
+        max_num and max_mem (MB, 0 = no limit) bound what is kept; the newest always stays.
+        """
+
+    @abstractmethod
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> Any:
+        """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Places (and shards) the model; every rank ends with the weights of rank 0."""
+
+    @abstractmethod
+    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) for every parameter, sorted by name, tied ones once. Every rank must iterate it."""
+
+    def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """Wraps the forward and backward of a micro-batch; gradients are reduced in the last one only."""
+        return nullcontext()
+
+    def after_forward_only(self, model: nn.Module) -> None:
+        """Called after passes without a backward, for what they leave behind."""
+
+    @property
+    def materializes_weights(self) -> bool:
+        """Whether this rank should load real weights before prepare; the others may build on the meta device."""
+        return True
+
+    # ---- Setup -------------------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int) -> None:
+        """Seeds Python, NumPy and torch, the same on all ranks; random_stream gives what must differ."""
+        self.seed = seed
+        random.seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def random_stream(self, role: str, per_rank: bool = True) -> torch.Generator:
+        """A CPU generator of its own for (seed, role, rank)."""
+        parts = (self.seed, *role.encode(), self.comm.rank if per_rank else -1)
+        return torch.Generator().manual_seed(mix_seed(*parts))
+
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the world torchrun describes (or is a world of one) and picks the device."""
+        check_engine_name(self.options.engine)
+        self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
+        wait = timeout or timedelta(seconds=self.options.distributed.timeout_s)
+        self.comm = comm_module.connect(self.device, wait)
+        self._engine_group = self.comm.new_groups(self.options.engine_group_size)
+        self.set_seed(self.seed)
+
+    def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Prepares each item: None, a module, (module, optimizer) or (module, optimizer, scheduler).
+
+        A single item comes back as a single item. is_rlhf: a lone module is a reference or reward model, so it is
+        frozen and put in evaluation mode.
+        """
+        prepared = [self._prepare_item(item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_item(self, item: Any, *, freeze_lone: bool) -> Any:
+        if item is None:
+            return None
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item.eval().requires_grad_(False) if freeze_lone else item)
+        model, optimizer, *rest = item
+        if model is None:
+            return item
+        old_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        model = self.prepare_model(model)
+        if optimizer is not None:
+            _repoint_optimizer(optimizer, old_names, model)
+            self.register(model, optimizer, rest[0] if rest else None)
+        return (model, optimizer, *rest)
+
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
+        """Makes this the model's optimizer for train_batch, checkpoints and offload."""
+        if not any(entry.model is model for entry in self._trained):
+            model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
+        self._trained = [entry for entry in self._trained if entry.model is not model]
+        self._trained.append(_Trained(model, optimizer, scheduler))
+
+    def prepare_models_and_optimizers(
+        self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
+    ) -> tuple[Any, Any, Any, Any]:
+        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
+
+        max_steps counts optimizer steps. critic, reward_models (one, a list, or None) and initial_model may be None.
+        """
+        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
+        if actor is not None:
+            actor.is_actor = True
+        several = isinstance(reward_models, list | tuple)
+        frozen = [self.prepare(model, is_rlhf=True) for model in (reward_models if several else [reward_models])]
+        return (
+            self._prepare_trained(actor, options, options.lr, max_steps),
+            self._prepare_trained(critic, options, options.critic_lr, max_steps),
+            frozen if several else frozen[0],
+            self.prepare(initial_model, is_rlhf=True),
+        )
+
+    def _prepare_trained(self, model: Any, options: StrategyOptions, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
+        if model is None:
+            return None, None, None
+        model = self.prepare_model(model)
+        optim = options.optim
+        optimizer = self.create_optimizer(
+            model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        scheduler = schedules.build_lr_scheduler(optimizer, optim, max_steps)
+        self.register(model, optimizer, scheduler)
+        return model, optimizer, scheduler
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return self.create_optimizer(model)
+
+    def build_lr_scheduler(self, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1) -> LRScheduler:
+        """The schedule of the options (or of optim_config) over total_steps optimizer steps."""
+        return schedules.build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
+
+    def setup_dataloader(
+        self,
+        replay_buffer: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = True,
+        sampler: Any | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's share. consumed_samples counts over all ranks: it resumes at any world size.
+
+        drop_last=False gives every sample exactly once, without padding, so ranks may differ by a batch.
+        """
+        if sampler is None:
+            sampler = ResumableSampler(
+                len(replay_buffer),
+                rank=self.comm.rank,
+                world=self.comm.world,
+                shuffle=shuffle,
+                seed=self.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
+        return DataLoader(
+            replay_buffer,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+        )
+
+    @contextmanager
+    def init_model_context(self) -> Iterator[None]:
+        """Wraps the construction of a model."""
+        yield
+        self.report_memory("model built")
+
+    def unwrap_model(self, model: Any) -> nn.Module:
+        """The model underneath every wrapper: actor, DDP, compiled, PEFT. Its parameter names are the HF names."""
+        for attribute in ("hf", "module", "_orig_mod"):
+            inner = getattr(model, attribute, None)
+            if isinstance(inner, nn.Module):
+                return self.unwrap_model(inner)
+        get_base_model = getattr(model, "get_base_model", None)  # PEFT
+        if callable(get_base_model):
+            return self.unwrap_model(get_base_model())
+        module: nn.Module = model
+        return module
+
+    def set_global_step(self, global_step: int) -> None:
+        """The trainer's step; it is the version that the next weight sync stamps."""
+        self.global_step = global_step
+
+    def close(self) -> None:
+        """Ends the engine, then leaves the process group."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        self.comm.close()
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        data: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        loss_weight_fn: Callable[[Any], float | Tensor],
+        *,
+        model: nn.Module | None = None,
+    ) -> TrainBatchResult:
+        """One optimizer step over micro-batches of any number and size per rank.
+
+        loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
+        of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
+        trained tokens, however they are split. This is the only place where a loss is scaled.
+        """
+        trained = self._trained_entry(model)
+        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
+        total = self.comm.all_reduce({"weight": sum(weights), "min_count": 0.0}, "sum")["weight"]
+        num_micro_batches = self._equal_count(len(data))
+        loss_sum = 0.0
+        trained.model.train()
+        for index in range(num_micro_batches):
+            # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
+            micro_batch = data[min(index, len(data) - 1)]
+            weight = weights[index] / total if index < len(data) and total > 0 else 0.0
+            with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
+                loss = loss_fn(trained.model(micro_batch), micro_batch)
+                self.backward(loss, trained.model, trained.optimizer, weight=weight)
+            loss_sum += float(loss.detach()) * weight if weight else 0.0
+        step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+        return TrainBatchResult(
+            loss=self.comm.all_reduce(loss_sum, "sum"),
+            grad_norm=step.grad_norm,
+            lr=step.lr_list[0],
+            skipped=step.skipped,
+            total_weight=total,
+            num_micro_batches=num_micro_batches,
+        )
+
+    def _equal_count(self, count: int) -> int:
+        if self.comm.any(count == 0):
+            raise ValueError(
+                f"rank {self.comm.rank} has {count} micro-batches and some rank has none. Give every rank at least "
+                "one: lightrl.data.packing.dummy_batch() trains nothing."
+            )
+        return self.comm.max_int(count)
+
+    def _trained_entry(self, model: nn.Module | None) -> _Trained:
+        """The model's entry; None means the only one, or the only actor among several."""
+        if model is not None:
+            found = [entry for entry in self._trained if entry.model is model]
+        elif len(self._trained) > 1:
+            found = [entry for entry in self._trained if is_actor(entry.model)]
+        else:
+            found = self._trained
+        if not found:
+            raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} models are trained here: say which one by model=... .")
+        return found[0]
+
+    @torch.no_grad()
+    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
+        """model(mb) for each micro-batch, without gradients, in order."""
+        chosen = model if model is not None else self._trained_entry(None).model
+        was_training = chosen.training
+        chosen.eval()
+        count = self._equal_count(len(data))
+        outputs = [chosen(data[min(index, len(data) - 1)]) for index in range(count)]
+        self.after_forward_only(chosen)
+        chosen.train(was_training)
+        return outputs[: len(data)]
+
+    def eval_batch(
+        self,
+        data: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        loss_weight_fn: Callable[[Any], float | Tensor],
+        *,
+        model: nn.Module | None = None,
+    ) -> float:
+        """The loss that train_batch would report, without training."""
+        outputs = self.forward(data, model=model)
+        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
+        losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
+        weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+        total = self.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
+        return total["loss"] / total["weight"] if total["weight"] else 0.0
+
+    def step_lr_scheduler(self, model: nn.Module | None = None) -> None:
+        """Steps the schedule once more; train_batch already does so after each real update."""
+        scheduler = self._trained_entry(model).scheduler
+        if scheduler is not None:
+            scheduler.step()
+
+    # ---- Communication -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
+        return self.comm.all_reduce(data, op)
+
+    def all_gather(self, data: Any) -> Any:
+        """Concatenates along dim 0 over the ranks; lengths may differ."""
+        return self.comm.all_gather(data)
+
+    @classmethod
+    def print(cls, *msg: Any) -> None:
+        """On rank 0 only, with the time."""
+        if cls.is_rank_0():
+            sys.stdout.write(f"[{datetime.now():%m-%d %H:%M:%S}] {' '.join(map(str, msg))}\n")
+            sys.stdout.flush()
+
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        return comm_module.current().is_main
+
+    def get_rank(self) -> int:
+        return self.comm.rank
+
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> dict[str, float]:
+        """GB in use, as min / mean / max over the ranks; every rank must call it."""
+        comm = comm_module.current()
+        used = memory_in_use()
+        report = {
+            f"{name}/{op}": comm.all_reduce(dict(used), op)[name] for name in used for op in ("min", "mean", "max")
+        }
+        if comm.is_main:
+            text = ", ".join(f"{name} {value:.2f} GB" for name, value in report.items() if name.endswith("max"))
+            logger.info("memory %s: %s", prefix, text)
+        return report
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Waits for the device and for every rank, then gives cached device memory back."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        comm_module.current().barrier()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # ---- Sampling ----------------------------------------------------------------------------------------------
+
+    def setup_inference_engine(self, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None) -> Any:
+        """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
+        check_engine_name(engine_type)
+        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
+        source = self.unwrap_model(actor) if actor is not None else None
+        engine = create_engine(
+            engine_type, source=source, tokenizer=self.tokenizer, options=options, device=self.device
+        )
+        self.engine = ColocatedEngine(engine)
+        if actor is not None:
+            self.update_engine_weights(actor)
+        return engine
+
+    def _require_engine(self) -> ColocatedEngine:
+        if self.engine is None:
+            raise NotImplementedError("There is no inference engine. Call setup_inference_engine(...) first.")
+        return self.engine
+
+    def engine_generate_local(
+        self,
+        sampling_params: Any,
+        prompt_token_ids: Any | None = None,
+        multi_modal_inputs: list[dict[str, Any]] | None = None,
+    ) -> list[EasyDict]:
+        """Runs this rank's engine on exactly one kind of input; n items a prompt, flattened in order."""
+        if (prompt_token_ids is None) == (multi_modal_inputs is None):
+            given = "neither" if prompt_token_ids is None else "both"
+            raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
+        if prompt_token_ids is not None:
+            prompts = generation.as_prompt_list(prompt_token_ids)
+        else:
+            prompts = generation.tokenize_inputs(multi_modal_inputs or [], self.tokenizer)
+        params = generation.params_for_each(sampling_params, len(prompts), first_position=0)
+        completions = self._require_engine().generate(prompts, params)
+        return [generation.as_item(completion, self.tokenizer) for completion in completions]
+
+    def gather_and_generate(
+        self,
+        sampling_params: Any,
+        all_prompt_token_ids: Any | None = None,
+        all_prompts: list[str] | None = None,
+        all_images: Any | None = None,
+        sleep_engine: bool = True,
+        images_num: list[int] | None = None,
+        all_videos: Any | None = None,
+        videos_num: list[int] | None = None,
+    ) -> list[EasyDict]:
+        """Samples this rank's prompts (any number, also none) on the engine that its group shares.
+
+        Shared sampling_params draw by the prompt's place among those of all ranks, so results do not hang on the world
+        size; give one SamplingParams per prompt to set each seed. An error on one rank is raised on all.
+        """
+        self._require_engine()
+        with self.comm.phase("generate", local=True):
+            if (all_prompt_token_ids is None) == (all_prompts is None):
+                raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
+            if all_prompt_token_ids is not None:
+                inputs = generation.as_prompt_list(all_prompt_token_ids)
+            else:
+                media = self._build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+                inputs = generation.tokenize_inputs(media, self.tokenizer)
+        counts = self.comm.all_gather_object(len(inputs))
+        with self.comm.phase("generate", local=True):
+            params = generation.params_for_each(sampling_params, len(inputs), sum(counts[: self.comm.rank]))
+        try:
+            with self.comm.phase("generate", local=True):
+                self.wakeup_inference_engine()
+            shared = self.comm.all_gather_object((inputs, params), self._engine_group) if self._engine_group else None
+            with self.comm.phase("generate", local=True):
+                return self._generate_share(inputs, params, shared)
+        finally:
+            if sleep_engine:
+                self.maybe_sleep_inference_engine()
+
+    def _generate_share(self, inputs: list[Any], params: list[Any], shared: Any) -> list[EasyDict]:
+        """The group's prompts go through the engine together; this rank keeps the completions of its own."""
+        parts = shared or [(inputs, params)]
+        own = self.comm.rank % len(parts)
+        all_inputs = [item for part, _ in parts for item in part]
+        all_params = [item for _, part in parts for item in part]
+        completions = self._require_engine().generate(all_inputs, all_params)
+        before = sum(param.n for _, part in parts[:own] for param in part)
+        count = sum(param.n for param in params)
+        return [generation.as_item(item, self.tokenizer) for item in completions[before : before + count]]
+
+    @classmethod
+    def _build_multimodal_inputs(
+        cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
+    ) -> list[dict[str, Any]]:
+        return generation.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+
+    def update_engine_weights(self, actor: nn.Module) -> None:
+        """Sends the actor's weights to the engine, stamped with the global step."""
+        engine = self._require_engine()
+        dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
+        self.last_sync = engine.update_weights(self.full_parameters(actor, dtype), self.global_step)
+
+    def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
+        self.update_engine_weights(actor if actor is not None else self._trained_entry(None).model)
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """Frees the engine's cache if there is an engine; calling it twice does nothing more."""
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def wakeup_inference_engine(self) -> None:
+        """Makes the engine ready to generate if there is one; calling it twice does nothing more."""
+        if self.engine is not None:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.engine.wake()
+
+    # ---- Offload -----------------------------------------------------------------------------------------------
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        """Moves the optimizer's states to host memory; does nothing if they are there or not made yet."""
+        self._offloader(f"optimizer {id(optimizer)}").offload(offload.optimizer_tensors(optimizer))
+
+    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
+        """Brings the states back to where they were; device may only name that place."""
+        if device is not None and torch.device(device).type != self.device.type:
+            raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
+        self._offloader(f"optimizer {id(optimizer)}").restore()
+
+    def offload_optimizer(self) -> None:
+        for entry in self._trained:
+            self.maybe_offload_optimizer(entry.optimizer)
+
+    def load_optimizer(self, device_id: Any = None) -> None:
+        for entry in self._trained:
+            self.maybe_load_optimizer(entry.optimizer)
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device."""
+        for entry in self._trained:
+            self.after_forward_only(entry.model)
+            self._offloader(f"parameters {id(entry.model)}").offload(offload.parameter_tensors(entry.model))
+            if offload_grad:
+                self._offloader(f"gradients {id(entry.model)}").offload(offload.gradient_tensors(entry.model))
+
+    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> None:
+        """Brings the weights back, and with load_grad the gradients."""
+        for entry in self._trained:
+            self._offloader(f"parameters {id(entry.model)}").restore()
+            if load_grad:
+                self._offloader(f"gradients {id(entry.model)}").restore()
+
+    def require_loaded(self, model: nn.Module) -> None:
+        """Reading an emptied storage would crash the process; this says what to do instead."""
+        offloader = self._offloaded.get(f"parameters {id(model)}")
+        if offloader is not None and offloader.is_offloaded:
+            raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+
+    def _offloader(self, key: str) -> offload.StorageOffloader:
+        return self._offloaded.setdefault(key, offload.StorageOffloader())
+
+    # ---- Checkpoints under the other seed's names ----------------------------------------------------------------
+
+    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
+        self.set_global_step(step)
+        self.save_ckpt(self._trained_entry(None).model, save_path, max_mem=0)
+
+    def load_checkpoint(self, load_path: str) -> Any:
+        return self.load_ckpt(self._trained_entry(None).model, load_path)
+
+    def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
+        """Writes a HF folder that from_pretrained loads; every rank must call it, rank 0 writes."""
+        full = {name: tensor.cpu() if self.comm.is_main else None for name, tensor in self.full_parameters(model)}
+        if self.comm.is_main:
+            unwrapped: Any = self.unwrap_model(model)
+            unwrapped.save_pretrained(path, state_dict=full)
+        self.comm.barrier()
+
+
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
+    """Micro-batches a rank runs per update."""
+    for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1.")
+    at_once = micro_train_batch_size * world_size
+    if train_batch_size % at_once:
+        low = train_batch_size // at_once * at_once
+        nearest = f"{low} or {low + at_once}" if low else f"{at_once}"
+        raise ValueError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro_train_batch_size} "
+            f"x world size {world_size} = {at_once}. Nearest valid train_batch_size: {nearest}."
+        )
+    return train_batch_size // at_once
+
+
+def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
+    """This process's device; with several GPUs the one of its local rank."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = min(num_gpu_per_node, torch.cuda.device_count())
+    if local_rank >= visible:
+        raise ValueError(
+            f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
+    """Sharding replaces the parameters; an optimizer made before must hold the new ones."""
+    new = dict(model.named_parameters())
+    if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
+        raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(old_names.get(id(item), ""), item) for item in group["params"]]

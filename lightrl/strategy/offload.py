@@ -1,0 +1,77 @@
+"""Moves the storages of live tensors to host memory and back in place: parameters, optimizers, views keep working."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class StorageOffloader:
+    """Frees the device memory behind tensors and restores it bit for bit. Both calls are idempotent."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self._kept)
+
+    @torch.no_grad()
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Returns the bytes freed."""
+        if self._kept:
+            return 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or storage.data_ptr() in self._kept:  # tied weights and views share a storage
+                continue
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            host.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self._kept[storage.data_ptr()] = (storage, host)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        freed = sum(host.numel() for _, host in self._kept.values())
+        for storage, _ in self._kept.values():
+            storage.resize_(0)
+        return freed
+
+    @torch.no_grad()
+    def restore(self) -> int:
+        """Returns the bytes brought back."""
+        for storage, host in self._kept.values():
+            storage.resize_(host.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        restored = sum(host.numel() for _, host in self._kept.values())
+        self._kept = {}
+        return restored
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameter_tensors(model: nn.Module) -> list[Tensor]:
+    return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def gradient_tensors(model: nn.Module) -> list[Tensor]:
+    return [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """All states but the step counters, which are numbers that AdamW reads on the host."""
+    states = [state for _, state in sorted_states(optimizer)]
+    return [local(value) for state in states for value in state.values() if torch.is_tensor(value) and value.dim()]
+
+
+def sorted_states(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
+    """(parameter, its state) in the order of the parameter groups."""
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, optimizer.state[parameter]) for parameter in order if parameter in optimizer.state]

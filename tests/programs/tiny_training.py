@@ -1,0 +1,128 @@
+"""A tiny model, samples of uneven lengths, a loss, and the plain PyTorch training that every strategy must equal."""
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightrl.algorithms.losses import clipped_policy_loss
+from lightrl.data.packing import dummy_batch, pack
+from lightrl.models.policy import Policy
+from lightrl.records import Experience, Prompt, Sample
+
+VOCAB = 98  # not a multiple of 4 ranks; the embedding is tied: both have broken sharded training before
+TEMPERATURE = 0.8
+STEPS = 3
+
+
+def tiny_policy(seed=0, device="cpu"):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    with torch.device(device):
+        return Policy(AutoModelForCausalLM.from_config(config))
+
+
+def samples(step, count=9):
+    """Prompt of 1 to 6 tokens, response of 1 to 12; the same on every rank."""
+    draw = torch.Generator().manual_seed(100 + step)
+    return [_experience(position, draw) for position in range(count)]
+
+
+def _experience(position, draw):
+    def integer(low, high):
+        return int(torch.randint(low, high, (), generator=draw))
+
+    prompt = tuple(integer(0, VOCAB) for _ in range(integer(1, 7)))
+    response = tuple(integer(0, VOCAB) for _ in range(integer(1, 13)))
+    logprobs = (-4.6 + 0.3 * torch.randn(len(response), generator=draw)).tolist()
+    sample = Sample(
+        prompt=Prompt(index=position, text="", token_ids=prompt),
+        position=position,
+        sample_index=0,
+        response_ids=response,
+        sampler_logprobs=tuple(logprobs),
+        versions=(0,) * len(response),
+        finish_reason="stop",
+        text="",
+    )
+    return Experience(sample=sample, reward=0.0, advantage=float(torch.randn((), generator=draw)))
+
+
+def make_batch(experiences):
+    if not experiences:
+        return dummy_batch(temperature=TEMPERATURE)
+    old = {(e.sample.position, 0): e.sample.sampler_logprobs for e in experiences}
+    return pack(experiences, temperature=TEMPERATURE, old_logprobs=old, ref_logprobs=None)
+
+
+def loss_fn(scores, batch):
+    loss = clipped_policy_loss(
+        scores.logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.3
+    )
+    entropy = torch.where(batch.loss_mask, scores.entropy, 0.0).sum()
+    return (loss.loss_sum - 0.01 * entropy) / loss.num_tokens.clamp(min=1)
+
+
+def num_tokens(batch):
+    return batch.loss_mask.sum()
+
+
+def padded_loss(model, experiences):
+    """The same loss from HF's own padded forward and full logits, with nothing of lightrl in it."""
+    longest = max(e.num_tokens for e in experiences)
+    total, count = torch.zeros(()), 0
+    ids = torch.zeros(len(experiences), longest, dtype=torch.int64)
+    mask = torch.zeros(len(experiences), longest, dtype=torch.int64)
+    for row, e in enumerate(experiences):
+        ids[row, : e.num_tokens] = torch.tensor(e.sample.prompt.token_ids + e.sample.response_ids)
+        mask[row, : e.num_tokens] = 1
+    logprobs = (model(input_ids=ids, attention_mask=mask).logits.float() / TEMPERATURE).log_softmax(-1)
+    for row, e in enumerate(experiences):
+        first = len(e.sample.prompt.token_ids) - 1
+        own = logprobs[row, first : e.num_tokens - 1]  # these places predict the response
+        chosen = own.gather(1, torch.tensor(e.sample.response_ids)[:, None])[:, 0]
+        ratio = torch.exp(chosen - torch.tensor(e.sample.sampler_logprobs))
+        policy = torch.minimum(ratio * e.advantage, ratio.clamp(0.8, 1.3) * e.advantage)
+        entropy = -(own.exp() * own).sum(-1)
+        total = total - policy.sum() - 0.01 * entropy.sum()
+        count += len(chosen)
+    return total / count
+
+
+def plain_training(make_optimizer, max_norm):
+    """Losses, gradient norms and final parameters of STEPS plain steps in one process."""
+    torch.manual_seed(0)
+    model = tiny_policy().hf
+    model.set_attn_implementation("eager")
+    optimizer = make_optimizer(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = padded_loss(model, samples(step))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,0 +1,230 @@
+"""The public contract: signatures, errors, and the same behaviour checks over the built-in strategies."""
+
+import inspect
+import sys
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from lightrl.config import GRPOConfig, StrategyOptions
+from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor, strategy_class
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing import run_program, run_spmd
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "strategy_program.py"
+
+SIGNATURES = {
+    "__init__": "self, seed, max_norm, micro_train_batch_size, train_batch_size, args=None",
+    "set_seed": "self, seed",
+    "setup_distributed": "self, timeout=None, num_gpu_per_node=8",
+    "create_optimizer": "self, model, **kwargs",
+    "prepare": "self, *models_or_model_optim_pairs, is_rlhf=False",
+    "prepare_models_and_optimizers": "self, actor, critic, reward_models, initial_model, args, max_steps",
+    "backward": "self, loss, model, optimizer, **kwargs",
+    "optimizer_step": "self, optimizer, model, scheduler, name='model', **kwargs",
+    "setup_dataloader": "self, replay_buffer, batch_size, pin_memory=False, shuffle=True, collate_fn=None, "
+    "drop_last=True, sampler=None, consumed_samples=0",
+    "save_ckpt": "self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, save_latest=True",
+    "load_ckpt": "self, model, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
+    "load_lr_scheduler_states=True, load_module_only=False",
+    "all_reduce": "self, data, op='mean'",
+    "all_gather": "self, data",
+    "get_rank": "self",
+    "unwrap_model": "self, model",
+    "init_model_context": "self",
+    "setup_inference_engine": "self, args, engine_type='vllm', actor=None",
+    "engine_generate_local": "self, sampling_params, prompt_token_ids=None, multi_modal_inputs=None",
+    "gather_and_generate": "self, sampling_params, all_prompt_token_ids=None, all_prompts=None, all_images=None, "
+    "sleep_engine=True, images_num=None, all_videos=None, videos_num=None",
+    "update_engine_weights": "self, actor",
+    "maybe_sleep_inference_engine": "self",
+    "wakeup_inference_engine": "self",
+    "maybe_offload_optimizer": "self, optimizer",
+    "maybe_load_optimizer": "self, optimizer, device=None",
+    "print": "*msg",
+    "is_rank_0": "",
+    "report_memory": "prefix=''",
+    "sync_and_clear_cache": "",
+    "_build_multimodal_inputs": "all_prompts, all_images, images_num, all_videos, videos_num",
+}
+
+
+def written(function: object) -> str:
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        parts.append(f"{star}{parameter.name}{default}")
+    return ", ".join(parts)
+
+
+@pytest.mark.parametrize("cls", [StrategyBase, SingleStrategy, strategy_class("fsdp")])
+def test_signatures(cls: type[StrategyBase]) -> None:
+    assert {name: written(getattr(cls, name)) for name in SIGNATURES} == SIGNATURES
+
+
+def test_engine_status_has_two_values() -> None:
+    assert {status.name: status.value for status in EngineStatus} == {"SLEEPED": 0, "WAKEUP": 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_behaviour(world_size: int, tmp_path: Path) -> None:
+    """Every check of the program: `single` alone, `fsdp` on two ranks; then transformers loads the export."""
+    if world_size == 1:
+        output = run_program([sys.executable, str(PROGRAM), "single", str(tmp_path)], timeout_s=200)
+    else:
+        output = run_spmd(PROGRAM, "fsdp", str(tmp_path), world_size=2, timeout_s=280)
+    assert output.count("all checked") == world_size
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    trained = load_file(tmp_path / "trained.safetensors")
+    named = dict(model.named_parameters())
+    assert sorted(named) == sorted(trained)
+    for name, value in trained.items():
+        assert_close(named[name].detach(), value, atol=0, rtol=0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def single(**options: object) -> SingleStrategy:
+    return SingleStrategy(0, 1.0, 1, 1, Namespace(**options) if options else None)
+
+
+def test_a_misspelt_strategy_is_told_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Unknown strategy 'fspd'. Did you mean fsdp?"):
+        create_strategy(GRPOConfig(strategy="fspd"))
+    with pytest.raises(ValueError, match="there is no module 'nowhere'"):
+        create_strategy(GRPOConfig(strategy="nowhere.mine:Mine"))
+    with pytest.raises(ValueError, match="has no 'Mine'"):
+        create_strategy(GRPOConfig(strategy="lightrl.records:Mine"))
+    with pytest.raises(ValueError, match="not a subclass of lightrl.StrategyBase"):
+        create_strategy(GRPOConfig(strategy="lightrl.records:Prompt"))
+    with pytest.raises(ValueError, match="does not implement backward, create_optimizer"):
+        create_strategy(GRPOConfig(strategy="lightrl.strategy.base:StrategyBase"))
+
+
+def test_auto_is_single_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert type(create_strategy(GRPOConfig())) is SingleStrategy
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert strategy_class("auto").__name__ == "FSDPStrategy"
+
+
+def test_batch_arithmetic_is_checked_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    # 3 x 8 = 24; 128 lies between 120 and 144
+    with pytest.raises(ValueError, match="train_batch_size 128 is not a multiple .* 3 x world size 8 = 24.*120 or 144"):
+        SingleStrategy(0, 1.0, 3, 128)
+    assert SingleStrategy(0, 1.0, 4, 128).accumulation_steps == 4
+
+
+def test_single_refuses_a_world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = single()
+    strategy.comm.world = 2
+    monkeypatch.setattr("lightrl.comm.connect", lambda device, timeout: strategy.comm)
+    with pytest.raises(ValueError, match="--strategy single runs in one process, but torchrun started 2"):
+        strategy.setup_distributed(timedelta(seconds=5))
+
+
+def test_unknown_engine_and_missing_engine() -> None:
+    with pytest.raises(ValueError, match="Unknown engine 'natve'. Did you mean native?"):
+        single(engine="natve").setup_distributed()
+    strategy = single()
+    with pytest.raises(ValueError, match="Unknown engine 'gpu'"):
+        strategy.setup_inference_engine(None, "gpu")
+    with pytest.raises(NotImplementedError, match="no inference engine"):
+        strategy.gather_and_generate({}, all_prompt_token_ids=[[1]])
+    strategy.maybe_sleep_inference_engine()  # nothing to do without an engine
+    strategy.wakeup_inference_engine()
+
+
+def test_engine_generate_local_takes_exactly_one_input() -> None:
+    with pytest.raises(ValueError, match="exactly one of them; neither was given"):
+        single().engine_generate_local({})
+    with pytest.raises(ValueError, match="exactly one of them; both was given"):
+        single().engine_generate_local({}, prompt_token_ids=[[1]], multi_modal_inputs=[{"prompt": "a"}])
+
+
+def test_train_batch_without_an_optimizer_or_a_micro_batch() -> None:
+    strategy = single()
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="has no optimizer yet"):
+        strategy.train_batch([1], lambda out, mb: out, lambda mb: 1)
+    strategy.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Give every rank at least one"):
+        strategy.train_batch([], lambda out, mb: out, lambda mb: 1)
+
+
+def test_train_batch_of_any_module_and_batch() -> None:
+    """A user's own module, batches and loss; all weights zero leaves the parameters as they were."""
+    strategy = single()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 2.0)
+    strategy.register(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    strategy.max_norm = 0.0
+    batches = [torch.tensor([[1.0]]), torch.tensor([[2.0], [4.0]])]
+    result = strategy.train_batch(batches, lambda out, mb: out.mean(), len)
+    # mean output over all three rows: 2 x (1 + 2 + 4) / 3; its gradient by the weight: 7 / 3
+    assert_close(torch.tensor(result.loss), torch.tensor(14 / 3), atol=1e-6, rtol=0)
+    assert_close(torch.tensor(result.grad_norm), torch.tensor(7 / 3), atol=1e-6, rtol=0)
+    assert_close(model.weight.detach(), torch.tensor([[2.0 - 0.1 * 7 / 3]]), atol=1e-6, rtol=0)
+    before = model.weight.detach().clone()
+    strategy.train_batch(batches, lambda out, mb: out.mean(), lambda mb: 0.0)
+    assert_close(model.weight.detach(), before, atol=0, rtol=0)
+
+
+# ---- options and small members -----------------------------------------------------------------------------------
+
+
+def test_options_from_namespace_dict_and_config(caplog: pytest.LogCaptureFixture) -> None:
+    options = StrategyOptions.from_args(Namespace(actor_learning_rate=2e-6, adam_betas=(0.9, 0.95), l2=0.1, bf17=True))
+    assert (options.lr, options.optim.betas, options.optim.weight_decay) == (2e-6, (0.9, 0.95), 0.1)
+    assert "does not read: bf17" in caplog.text
+    assert StrategyOptions.from_args({"fsdp": {"cpu_offload": True}}).fsdp.cpu_offload
+    assert StrategyOptions.from_args(GRPOConfig(lr=3e-5)).lr == 3e-5
+    assert not options.exact_batches
+
+
+def test_multimodal_inputs_in_both_formats() -> None:
+    build = StrategyBase._build_multimodal_inputs
+    prompts = ["p", "q", "r"]
+    nested = build(prompts, [["a", "b"], [], ["c"]], [2, 0, 1], None, None)
+    flat = build(prompts, ["a", "b", "c"], [2, 0, 1], None, None)
+    assert nested == flat
+    assert nested[0] == {"prompt": "p", "multi_modal_data": {"image": ["a", "b"]}}
+    assert nested[1] == {"prompt": "q"}
+    one_each = build(prompts, ["a", "b", "c"], None, None, None)
+    assert [item["multi_modal_data"]["image"] for item in one_each] == [["a"], ["b"], ["c"]]
+    videos = build(["p"], None, None, [["v", "w"]], None)
+    assert videos == [{"prompt": "p", "multi_modal_data": {"video": ["v", "w"]}}]
+    with pytest.raises(ValueError, match="prompt 0 has 2 images, but its count says 1"):
+        build(["p"], [["a", "b"]], [1], None, None)
+    with pytest.raises(ValueError, match="3 images, but the counts \\[1, 1\\] add up to 2"):
+        build(["p", "q"], ["a", "b", "c"], [1, 1], None, None)
+    with pytest.raises(ValueError, match="say how many each has in images_num"):
+        build(["p", "q"], ["a", "b", "c"], None, None, None)
+
+
+def test_is_actor() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert not is_actor(model)
+    model.is_actor = True  # type: ignore[assignment]
+    assert is_actor(model)
+
+
+def test_random_streams_differ_by_role_and_repeat() -> None:
+    strategy = single()
+    draws = [torch.rand(1, generator=strategy.random_stream(role)).item() for role in ("a", "b", "a")]
+    assert draws[0] == draws[2] != draws[1]
+
+
+def test_print_says_it_once_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    StrategyBase.print("hello", 3)
+    assert capsys.readouterr().out.rstrip().endswith("] hello 3")
