@@ -1,0 +1,42 @@
+"""Makes a native engine for the trainer's model: the same architecture with weights of its own, still unset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightrl.config import StrategyOptions
+from lightrl.engines.native.engine import NativeEngine, eos_ids
+
+
+def build_native_engine(
+    *, source: PreTrainedModel | None, tokenizer: Any, options: StrategyOptions, device: torch.device
+) -> NativeEngine:
+    """source gives the architecture; its weights may be sharded, so they come by the first weight sync."""
+    if source is None:
+        raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
+    dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+    return NativeEngine(
+        empty_copy(source, dtype, device),
+        eos_token_ids=eos_ids(source, tokenizer),
+        max_num_seqs=options.native.max_num_seqs,
+        device=device,
+        dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The source's architecture with unset parameters and the source's buffers (rotary tables are in no checkpoint)."""
+    config = type(source.config).from_dict(source.config.to_dict())
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.to_empty(device=device)
+    model.tie_weights()
+    buffers = dict(source.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.eval().requires_grad_(False)
+    return model

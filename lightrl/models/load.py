@@ -1,0 +1,51 @@
+"""From a Hugging Face folder or name to tokenizer, context length and Policy."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from lightrl.models.policy import Policy
+
+disable_progress_bar()  # every rank would draw one; the run has its own
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def context_length(path: str, *, trust_remote_code: bool = False) -> int:
+    """Tokens of prompt and response together that the model takes; reads its config only."""
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(length) if length else 1 << 30
+
+
+def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
+    """The model in float32. materialize=False builds it on the meta device, for ranks that get its weights later."""
+    if materialize:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta") if not materialize else nullcontext():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        model.generation_config = _generation_config(path, model)
+    model.config.use_cache = False
+    policy = Policy(model, entropy=not is_reference)
+    policy.is_actor = not is_reference
+    return policy
+
+
+def _generation_config(path: str, model: Any) -> GenerationConfig:
+    """Its end tokens count: without it this rank would not stop where the others do."""
+    try:
+        config: GenerationConfig = GenerationConfig.from_pretrained(path)
+    except OSError:  # the folder has none; from_pretrained makes it of the model's config then
+        config = GenerationConfig.from_model_config(model.config)
+    return config

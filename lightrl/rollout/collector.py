@@ -1,0 +1,80 @@
+"""Prompts to scored samples: generation through the strategy, then rewards, then advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightrl.algorithms.advantages import group_advantages
+from lightrl.engines.base import SamplingParams
+from lightrl.records import Experience, Prompt, Sample
+from lightrl.rewards import AnyReward, score
+from lightrl.seeding import mix_seed
+from lightrl.strategy import StrategyBase
+
+_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+
+
+class Collector:
+    """Rolls out and scores this rank's prompts. Every rank calls it, also one that has none."""
+
+    def __init__(self, strategy: StrategyBase, reward: AnyReward, *, seed: int, max_new_tokens: int) -> None:
+        self._strategy = strategy
+        self._reward = reward
+        self._seed = seed
+        self._max_new_tokens = max_new_tokens
+
+    def sample(
+        self, prompts: Sequence[tuple[int, Prompt]], *, step: int, group_size: int, temperature: float
+    ) -> list[Sample]:
+        """group_size samples of each (position in the step, prompt), a group's samples adjacent."""
+        seeds = [mix_seed(_ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
+        return self._generate(prompts, seeds, group_size, temperature, sleep_engine=True)
+
+    def sample_for_eval(self, prompts: Sequence[tuple[int, Prompt]], *, temperature: float) -> list[Sample]:
+        """One sample of each prompt; the same draws at every evaluation, so that steps compare."""
+        seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in prompts]
+        return self._generate(prompts, seeds, 1, temperature, sleep_engine=True)
+
+    def _generate(
+        self, prompts: Sequence[tuple[int, Prompt]], seeds: list[int], n: int, temperature: float, *, sleep_engine: bool
+    ) -> list[Sample]:
+        params = [
+            SamplingParams(max_new_tokens=self._max_new_tokens, temperature=temperature, n=n, seed=seed)
+            for seed in seeds
+        ]
+        token_ids = [list(prompt.token_ids) for _, prompt in prompts]
+        items = self._strategy.gather_and_generate(params, all_prompt_token_ids=token_ids, sleep_engine=sleep_engine)
+        owners = [owner for owner in prompts for _ in range(n)]
+        return [
+            Sample(
+                prompt=prompt,
+                position=position,
+                sample_index=item.sample_index,
+                response_ids=tuple(item.output_token_ids),
+                sampler_logprobs=tuple(item.logprobs),
+                versions=tuple(item.versions),
+                finish_reason=item.finish_reason,
+                text=item.text,
+            )
+            for (position, prompt), item in zip(owners, items, strict=True)
+        ]
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        """The reward of each sample; a reward that fails on one rank stops every rank."""
+        with self._strategy.comm.phase("reward", local=True):
+            return score(self._reward, samples)
+
+    def experience(
+        self, samples: Sequence[Sample], rewards: Sequence[float], *, group_size: int, normalize_std: bool
+    ) -> list[Experience]:
+        """Group-relative advantages; a prompt's whole group is on this rank, so no collective is needed."""
+        if not samples:
+            return []
+        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, group_size)
+        advantages = group_advantages(table, normalize_std=normalize_std).reshape(-1).tolist()
+        return [
+            Experience(sample=sample, reward=reward, advantage=advantage)
+            for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+        ]

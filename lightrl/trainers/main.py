@@ -1,0 +1,42 @@
+"""From a config to a finished run and an exit code: 0 done, 2 the user can mend it, 1 anything else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+from lightrl.comm import RankError
+from lightrl.config import GRPOConfig, exit_with_user_error
+from lightrl.trainers.base import Trainer
+
+
+def run_trainer(trainer_class: type[Trainer], config: GRPOConfig) -> None:
+    """Trains and cleans up; ends the process with the exit code if anything fails."""
+    logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
+    try:
+        trainer = _build(trainer_class, config)
+        trainer.fit()
+        trainer.close()
+    except RankError as error:
+        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
+        _exit(1)
+    except Exception:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _build(trainer_class: type[Trainer], config: GRPOConfig) -> Trainer:
+    """What is wrong with the options, the data or the folder shows here, before anything is trained or written."""
+    try:
+        return trainer_class(config)
+    except (ValueError, OSError) as error:
+        exit_with_user_error(error)
+
+
+def _exit(code: int) -> None:
+    """At once: tearing a broken process group down can wait for a peer that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
