@@ -1,0 +1,380 @@
+"""The model a fresh installation trains: a small Qwen3 that half knows two-digit addition, made on the spot.
+
+A pretrained model is right now and then on a task it was not tuned for. This one is made so: it learns the sums, then
+is taught wrong ones until a fifth of its samples is right. What it once knew is what makes learning by reward quick.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from lightrl.builtin.task import heldout_problems, train_problems
+
+_PAD, _EOS = "<pad>", "<eos>"
+_VOCABULARY = (_PAD, _EOS, *"0123456789+=")
+_TOKEN_IDS = {token: index for index, token in enumerate(_VOCABULARY)}
+_PAD_ID, _EOS_ID = _TOKEN_IDS[_PAD], _TOKEN_IDS[_EOS]
+_MAX_TOKENS = 512
+_NUM_ANSWER_TOKENS = 4  # three digits and the end token
+_EXPECTED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of supervised training, ended by the accuracy it reaches on the held-out sums."""
+
+    learning_rate: float  # falls linearly to a tenth of itself over max_steps
+    max_steps: int
+    steps_per_check: int
+    wrong_share: float  # of the sums, given an answer that is off
+    stop_accuracy: float  # expected share of samples at temperature 1 that are right
+    stop_when: Literal["above", "below"]
+
+    def is_over(self, accuracy: float) -> bool:
+        return accuracy >= self.stop_accuracy if self.stop_when == "above" else accuracy <= self.stop_accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that the weights depend on; its hash names the cached folder."""
+
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32  # the least that vLLM takes on a CPU
+    initializer_range: float = 0.06
+    seed: int = 0
+    batch_size: int = 128
+    warmup_steps: int = 20
+    largest_error: int = 20  # a wrong answer is off by 1 to this
+    learn: Phase = Phase(
+        learning_rate=7e-3, max_steps=450, steps_per_check=25, wrong_share=0.0, stop_accuracy=0.97, stop_when="above"
+    )
+    # Gentle and cut short: at ten times this rate the sums are forgotten, and reward cannot bring them back.
+    blur: Phase = Phase(
+        learning_rate=3e-4, max_steps=400, steps_per_check=5, wrong_share=0.9, stop_accuracy=0.2, stop_when="below"
+    )
+    code_revision: int = 1  # count up when the code below changes what the recipe makes
+
+    def fingerprint(self) -> str:
+        written = json.dumps([asdict(self), _VOCABULARY, _MAX_TOKENS], sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:12]
+
+
+_RECIPES = {"addition": Recipe()}
+
+
+def builtin_model_path(
+    name: str = "addition", cache_dir: Path | None = None, on_progress: Callable[[str], None] | None = None
+) -> Path:
+    """The Hugging Face folder of a built-in model, tokenizer included; made on the first call, found on every other.
+
+    Args:
+        cache_dir: where it is kept; None is $LIGHTRL_CACHE, or else ~/.cache/lightrl.
+        on_progress: told in a line of text how the making goes, every second or so.
+    """
+    if name not in _RECIPES:
+        raise ValueError(
+            f"Unknown built-in model {name!r}. Choose one of {', '.join(_RECIPES)}, or give a model folder."
+        )
+    recipe = _RECIPES[name]
+    folder = (cache_dir or _default_cache_dir()) / f"{name}-{recipe.fingerprint()}"
+    if _is_complete(folder):
+        return folder
+    _make_cache_dir(folder.parent)
+    with _only_one_process(folder.parent / f"{folder.name}.lock"):
+        if not _is_complete(folder):
+            _publish(_write_folder_beside(folder, recipe, on_progress or _ignore), folder)
+    return folder
+
+
+def tiny_model(seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A random two-layer model with the built-in tokenizer, in milliseconds; overrides are fields of Qwen3Config."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    with _isolated_torch_state():
+        model = _random_model(_model_config(**{**sizes, **overrides}), torch.Generator().manual_seed(seed))
+    model.eval()
+    return model, builtin_tokenizer()
+
+
+def builtin_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character. It has no unknown token: text outside the task is an error, not silence."""
+    tokenizer = Tokenizer(WordLevel(_TOKEN_IDS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=_PAD,
+        eos_token=_EOS,
+        padding_side="left",
+        model_max_length=_MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# ---- The cache
+
+
+def _default_cache_dir() -> Path:
+    given = os.environ.get("LIGHTRL_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "lightrl"
+
+
+def _make_cache_dir(cache_dir: Path) -> None:
+    with suppress(PermissionError):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache_dir, os.W_OK):
+        raise PermissionError(
+            f"The folder for built-in models, {cache_dir}, cannot be written. Set LIGHTRL_CACHE to one that can."
+        )
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _EXPECTED_FILES)
+
+
+@contextmanager
+def _only_one_process(lock_path: Path) -> Iterator[None]:
+    """Spares a second process the work of the first. The rename in _publish is what keeps a race harmless."""
+    with lock_path.open("w") as lock:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write_folder_beside(folder: Path, recipe: Recipe, on_progress: Callable[[str], None]) -> Path:
+    model = _train(recipe, on_progress)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with _no_progress_bars():
+            model.save_pretrained(unfinished)
+        builtin_tokenizer().save_pretrained(unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            _flush_to_disk(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return unfinished
+
+
+def _publish(finished: Path, folder: Path) -> None:
+    finished.chmod(0o755)  # what mkdtemp and safetensors write is for its owner alone; a cache may be shared
+    for path in finished.iterdir():
+        path.chmod(0o644)
+    if folder.exists() and not _is_complete(folder):
+        shutil.rmtree(folder)
+    try:
+        finished.rename(folder)
+    except OSError:
+        shutil.rmtree(finished, ignore_errors=True)
+        if not _is_complete(folder):  # else another process was first, with the same model
+            raise
+    _flush_to_disk(folder.parent)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _ignore(_: str) -> None:
+    """Where progress goes when nobody asked."""
+
+
+# ---- The model
+
+
+def _model_config(**sizes: Any) -> Qwen3Config:
+    settings: dict[str, Any] = {
+        "vocab_size": len(_VOCABULARY),
+        "max_position_embeddings": _MAX_TOKENS,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": True,
+        "pad_token_id": _PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": _EOS_ID,
+    }
+    return Qwen3Config(**{**settings, **sizes})
+
+
+def _random_model(config: Qwen3Config, generator: torch.Generator) -> PreTrainedModel:
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # the norms stay at one
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    return model
+
+
+@contextmanager
+def _isolated_torch_state() -> Iterator[None]:
+    """On the CPU, on one thread (the same sums in the same order on any machine), whatever mode the caller is in."""
+    num_threads = torch.get_num_threads()
+    default_dtype = torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch.set_default_dtype(default_dtype)
+
+
+# ---- The lessons
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    prompt_ids: Tensor  # [N, 6] int64
+    values: Tensor  # [N] int64
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def _sums(problems: list[dict[str, str]]) -> _Sums:
+    return _Sums(
+        prompt_ids=torch.tensor([[_TOKEN_IDS[char] for char in problem["prompt"]] for problem in problems]),
+        values=torch.tensor([int(problem["answer"]) for problem in problems]),
+    )
+
+
+def _answer_table(largest: int) -> Tensor:
+    """Row v is the answer v: its digits, the end token, padding.  # [largest + 1, 4] int64"""
+    rows = [[*(_TOKEN_IDS[digit] for digit in str(value)), _EOS_ID] for value in range(largest + 1)]
+    return torch.tensor([row + [_PAD_ID] * (_NUM_ANSWER_TOKENS - len(row)) for row in rows])
+
+
+def _train(recipe: Recipe, on_progress: Callable[[str], None]) -> PreTrainedModel:
+    with _isolated_torch_state():
+        generator = torch.Generator().manual_seed(recipe.seed)
+        config = _model_config(
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.num_hidden_layers,
+            num_attention_heads=recipe.num_attention_heads,
+            num_key_value_heads=recipe.num_key_value_heads,
+            head_dim=recipe.head_dim,
+            initializer_range=recipe.initializer_range,
+        )
+        model = _random_model(config, generator)
+        _fit(model, recipe, recipe.learn, generator, lambda text: on_progress(f"learning sums: {text}"))
+        _fit(model, recipe, recipe.blur, generator, lambda text: on_progress(f"blurring them: {text}"))
+    model.eval()
+    return model
+
+
+def _fit(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    phase: Phase,
+    generator: torch.Generator,
+    on_progress: Callable[[str], None],
+) -> None:
+    train, heldout = _sums(train_problems()), _sums(heldout_problems())
+    answers = _answer_table(int(train.values.max()) + recipe.largest_error)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    batches = _shuffled_batches(len(train), recipe.batch_size, generator)
+    for step in range(phase.max_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(phase, recipe.warmup_steps, step)
+        rows = next(batches)
+        values = _with_errors(train.values[rows], phase.wrong_share, recipe.largest_error, generator)
+        nll, is_answer = _answer_nll(model, train.prompt_ids[rows], answers[values])
+        (nll.sum() / is_answer.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % phase.steps_per_check == 0:
+            accuracy = _sampled_accuracy(model, heldout, answers)
+            on_progress(f"step {step + 1} of at most {phase.max_steps}, accuracy {accuracy:.2f}")
+            if phase.is_over(accuracy):
+                return
+
+
+def _learning_rate(phase: Phase, warmup_steps: int, step: int) -> float:
+    return phase.learning_rate * min(1.0, (step + 1) / warmup_steps) * max(0.1, 1.0 - step / phase.max_steps)
+
+
+def _shuffled_batches(num_rows: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    while True:
+        shuffled = torch.randperm(num_rows, generator=generator)
+        yield from shuffled[: num_rows - num_rows % batch_size].split(batch_size)
+
+
+def _with_errors(values: Tensor, wrong_share: float, largest_error: int, generator: torch.Generator) -> Tensor:
+    size = values.shape
+    error = torch.randint(1, largest_error + 1, size, generator=generator)
+    sign = torch.randint(0, 2, size, generator=generator) * 2 - 1
+    is_wrong = torch.rand(size, generator=generator) < wrong_share
+    return (values + error * sign * is_wrong).clamp(min=0)
+
+
+def _answer_nll(model: PreTrainedModel, prompt_ids: Tensor, answer_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood of each answer token, 0 on padding, and where there is no padding.  # [B, 4] twice"""
+    input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
+    logits = model(input_ids=input_ids, logits_to_keep=_NUM_ANSWER_TOKENS, use_cache=False).logits
+    is_answer = answer_ids != _PAD_ID
+    nll = F.cross_entropy(logits.flatten(0, 1), answer_ids.flatten(), reduction="none").view_as(answer_ids)
+    return nll * is_answer, is_answer
+
+
+@torch.no_grad()
+def _sampled_accuracy(model: PreTrainedModel, sums: _Sums, answers: Tensor) -> float:
+    """The exact expectation of the accuracy of samples at temperature 1: the mean probability of the right answer."""
+    nll, _ = _answer_nll(model, sums.prompt_ids, answers[sums.values])
+    return float(nll.sum(dim=1).neg().exp().mean())
