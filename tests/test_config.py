@@ -8,9 +8,10 @@ import yaml
 from lightrl.config import GRPOConfig, as_dict, describe_batches, option_names, parse_config, to_yaml
 
 REQUIRED_FLAGS = (
-    "model strategy engine train_data eval_data reward seed max_steps output_dir resume num_prompts group_size "
-    "max_new_tokens temperature lr config max_tokens_per_microbatch"
-).split()
+    "model", "strategy", "engine", "train_data", "eval_data", "reward", "seed", "max_steps", "output_dir", "resume",
+    "num_prompts", "group_size", "max_new_tokens", "temperature", "lr", "config", "max_tokens_per_microbatch",
+)  # fmt: skip
+
 
 
 def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

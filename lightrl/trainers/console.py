@@ -47,7 +47,7 @@ class RunConsole:
         status = f"reward {metrics['reward/mean']:.3f}  {metrics['tokens/per_second']:,.0f} tokens/s"
         self._progress.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._every == 0 or step == self._max_steps):
-            self.say(f"step {step}/{self._max_steps}  {status}  loss {metrics['loss']:.4f}")
+            self.say(f"step {step}/{self._max_steps}  {status}  entropy {metrics['entropy']:.3f}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.say(f"step {step}  eval/accuracy {metrics['eval/accuracy']:.3f}  eval/reward {metrics['eval/reward']:.3f}")

@@ -1,0 +1,49 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.builtin.model import tiny_model
+
+Rows = list[dict[str, Any]]
+
+REWARD = '''
+def odd_digits(sample):
+    """Learnable by a random model: the share of odd digits."""
+    return sum(character in "13579" for character in sample.text) / 8
+'''
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random model, five prompts and a reward."""
+    folder = tmp_path_factory.mktemp("toy")
+    model, tokenizer = tiny_model()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    prompts = [("1+2=", "3"), ("12+34=", "46"), ("5+5=", "10"), ("99+9=", "108"), ("7+8=", "15")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in prompts]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_flags(toy: Path) -> list[str]:
+    """The flags of a short run on it."""
+    return [
+        *("--model", str(toy / "model")),
+        *("--train_data", str(toy / "train.jsonl")),
+        *("--reward", f"{toy / 'reward.py'}:odd_digits"),
+        *("--num_prompts", "4", "--group_size", "4", "--max_steps", "3", "--lr", "1e-3", "--checkpoint.every", "0"),
+    ]
+
+
+@pytest.fixture
+def metrics_of() -> Callable[[Path], Rows]:
+    def read(folder: Path) -> Rows:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    return read
