@@ -1,0 +1,158 @@
+"""Tokens per second of the native engine against transformers' own `generate`, interleaved in one process.
+
+python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.engine import NativeEngine
+
+NUM_REQUESTS = 64
+PROMPT_LENGTH = 32
+EQUAL_LENGTH = 64
+LONGEST = 256
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "toy": {
+        "vocab_size": 98,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "mid": {
+        "vocab_size": 32_000,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+
+
+def random_model(name: str) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=1024)
+    return Qwen3ForCausalLM(config).eval()
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn: list[list[int]] = torch.randint(3, vocab_size, (count, length), generator=generator).tolist()
+    return drawn
+
+
+def long_tailed_lengths() -> list[int]:
+    """Log-normal with median 40, cut at LONGEST: the longest is several times the mean."""
+    drawn = np.random.default_rng(0).lognormal(mean=np.log(40), sigma=1.0, size=NUM_REQUESTS)
+    return [int(length) for length in np.clip(drawn, 1, LONGEST)]
+
+
+def native_round(engine: NativeEngine, prompts: list[list[int]], lengths: list[int], n: int = 1) -> Callable[[], None]:
+    params = [SamplingParams(max_new_tokens=length, seed=i, ignore_eos=True, n=n) for i, length in enumerate(lengths)]
+
+    def run() -> None:
+        done = engine.generate(prompts, params)
+        assert sum(len(item.output_token_ids) for item in done) == n * sum(lengths)
+
+    return run
+
+
+def generate_round(model: Any, prompts: list[list[int]], longest: int, n: int = 1) -> Callable[[], None]:
+    """One static batch, which runs until its longest answer is there."""
+    ids = torch.tensor(prompts).repeat_interleave(n, dim=0)
+    mask = torch.ones_like(ids)
+
+    @torch.no_grad()
+    def run() -> None:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            pad_token_id=0,
+        )
+        assert out.shape[1] == ids.shape[1] + longest
+
+    return run
+
+
+def interleave(rounds: int, *runs: Callable[[], None]) -> list[list[tuple[float, float]]]:
+    """(Wall, processor) seconds of each run in each round, after one round to warm up."""
+    seconds: list[list[tuple[float, float]]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for place, run in enumerate(runs):
+            wall, processor = time.perf_counter(), time.process_time()
+            run()
+            if turn:
+                seconds[place].append((time.perf_counter() - wall, time.process_time() - processor))
+    return seconds
+
+
+def report(label: str, num_tokens: int, native: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+    """The processor ratio is the one to read on a machine that is not quiet."""
+    native_s, theirs_s = (statistics.median(wall for wall, _ in rounds) for rounds in (native, theirs))
+    pairs = list(zip(native, theirs, strict=True))
+    wall_ratio = statistics.median(b[0] / a[0] for a, b in pairs)
+    processor_ratio = statistics.median(b[1] / a[1] for a, b in pairs)
+    print(
+        f"{label:34s} {num_tokens:7d} {native_s * 1e3:10.1f} {theirs_s * 1e3:10.1f}"
+        f" {num_tokens / native_s:10.0f} {num_tokens / theirs_s:10.0f} {wall_ratio:7.2f}x {processor_ratio:7.2f}x",
+        flush=True,
+    )
+
+
+def compare(name: str, rounds: int) -> None:
+    model, vocab_size = random_model(name), int(SHAPES[name]["vocab_size"])
+    engine = NativeEngine(random_model(name), eos_token_ids=(), device=torch.device("cpu"))
+    prompts = random_prompts(NUM_REQUESTS, PROMPT_LENGTH, vocab_size)
+    for label, lengths in (("equal lengths", [EQUAL_LENGTH] * NUM_REQUESTS), ("long tail", long_tailed_lengths())):
+        times = interleave(rounds, native_round(engine, prompts, lengths), generate_round(model, prompts, max(lengths)))
+        report(f"{name}: {label}, 64 requests", sum(lengths), *times)
+    if name == "toy":
+        few, short = random_prompts(16, 10, vocab_size), [8] * 16
+        times = interleave(3 * rounds, native_round(engine, few, short, n=16), generate_round(model, few, 8, n=16))
+        report("toy: 16 prompts x 16 samples x 8", 16 * 16 * 8, *times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"fp32, {args.threads} thread(s), median of {args.rounds} rounds")
+    columns = (
+        ("tokens", 7),
+        ("native ms", 10),
+        ("HF ms", 10),
+        ("native t/s", 10),
+        ("HF t/s", 10),
+        ("ratio", 8),
+        ("by CPU", 8),
+    )
+    print(f"{'workload':34s} " + " ".join(f"{title:>{width}s}" for title, width in columns))
+    for name in args.models:
+        compare(name, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

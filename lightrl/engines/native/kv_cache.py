@@ -1,0 +1,198 @@
+"""The keys and values of every running sequence: one row a sequence, and place j of a row holds its position j.
+
+Rows are left-aligned, so the place of a key is its position: a model's own mask rules (causal, sliding, chunked) apply
+to places as they stand. Transformers sees the cache as a `Cache`; what `update` does depends on the phase set before
+the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+_PLACES = 32  # storage grows, and decoding reads, in multiples of this: few distinct shapes
+
+
+def round_up(value: int, multiple: int = _PLACES) -> int:
+    """The least multiple that holds the value."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(slots=True)
+class LayerStorage:
+    """One attention layer. Latent-attention models have keys and values of different head sizes."""
+
+    keys: Tensor  # [rows, kv_heads, capacity, key_dim]
+    values: Tensor  # [rows, kv_heads, capacity, value_dim]
+
+    def resized(self, rows: int, capacity: int) -> LayerStorage:
+        return LayerStorage(_resized(self.keys, rows, capacity), _resized(self.values, rows, capacity))
+
+    def num_bytes(self) -> int:
+        return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
+
+    def free(self) -> None:
+        # Whoever still holds a view (a traceback, a captured graph) must not keep the memory alive.
+        self.keys.untyped_storage().resize_(0)
+        self.values.untyped_storage().resize_(0)
+
+
+def _resized(old: Tensor, rows: int, capacity: int) -> Tensor:
+    # Zeros, not empty: a masked place still enters "weight 0 times value", and 0 * NaN is NaN.
+    new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+    kept_rows, kept_places = min(rows, old.shape[0]), min(capacity, old.shape[2])
+    new[:kept_rows, :, :kept_places] = old[:kept_rows, :, :kept_places]
+    return new
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompts enter: row target_rows[j] receives the keys and values of prompt source_prompts[j]."""
+
+    target_rows: Tensor  # [m] int64
+    source_prompts: Tensor  # [m] int64
+
+
+@dataclass(slots=True)
+class Decode:
+    """One token a row: rows 0 .. len(positions) - 1 write at their position and read num_places places."""
+
+    positions: Tensor  # [n] int64
+    num_places: int
+
+
+class SlotCache(Cache):
+    """Row storage for every layer, made at the layer's first prefill and grown in rounded steps."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.storage: list[LayerStorage | None] = []
+        self.num_rows = 0
+        self.capacity = 0
+        self._phase: Prefill | Decode | None = None
+        self._write_index: dict[int, Tensor] = {}  # by number of kv heads; valid for one decode step
+
+    def reserve(self, rows: int, places: int, most_rows: int, most_places: int) -> None:
+        """Holds at least rows x places; grows by half at least, so that a long answer does not copy at every step."""
+        if rows <= self.num_rows and places <= self.capacity:
+            return
+        if rows > self.num_rows:
+            self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
+        if places > self.capacity:
+            self.capacity = round_up(min(most_places, max(places, self.capacity * 3 // 2)))
+        for index, layer in enumerate(self.storage):
+            if layer is not None:
+                self.storage[index] = layer.resized(self.num_rows, self.capacity)
+
+    def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
+        self._phase = Prefill(target_rows, source_prompts)
+
+    def begin_decode(self, positions: Tensor, highest_position: int) -> None:
+        places = min(round_up(highest_position + 1), self.capacity)
+        self._phase = Decode(positions, places)
+        self._write_index.clear()
+
+    @property
+    def decode_phase(self) -> Decode:
+        assert isinstance(self._phase, Decode)
+        return self._phase
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values [b, kv_heads, t, dim]; returns those that the queries may look at."""
+        if isinstance(self._phase, Prefill):
+            self._store_prompts(self._phase, key_states, value_states, layer_idx)
+            return key_states, value_states
+        return self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
+
+    def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Stores one token a row, [n, kv_heads, dim] each; returns views [n, kv_heads, num_places, dim]."""
+        phase = self.decode_phase
+        layer = self.layer(layer_idx)
+        num_rows, num_heads, key_dim = keys.shape
+        index = self._flat_index(phase, num_heads)
+        layer.keys.view(-1, key_dim).index_copy_(0, index, keys.reshape(-1, key_dim))
+        layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
+        return layer.keys[:num_rows, :, : phase.num_places], layer.values[:num_rows, :, : phase.num_places]
+
+    def layer(self, layer_idx: int) -> LayerStorage:
+        found = self.storage[layer_idx]
+        assert found is not None, f"layer {layer_idx} decodes before its first prefill"
+        return found
+
+    def move_rows(self, sources: Tensor, targets: Tensor, places: int) -> None:
+        """Copies the first places of rows; sources and targets share no row."""
+        for layer in filter(None, self.storage):
+            layer.keys[targets, :, :places] = layer.keys[sources, :, :places]
+            layer.values[targets, :, :places] = layer.values[sources, :, :places]
+
+    def read_row(self, row: int, places: int) -> list[LayerStorage | None]:
+        """A copy of the first places of one row."""
+        return [
+            layer
+            and LayerStorage(layer.keys[row : row + 1, :, :places].clone(), layer.values[row, None, :, :places].clone())
+            for layer in self.storage
+        ]
+
+    def write_rows(self, rows: slice, content: list[LayerStorage | None], places: int) -> None:
+        """Puts what read_row gave into each of the rows."""
+        for layer, copy in zip(self.storage, content, strict=True):
+            if layer is not None and copy is not None:
+                layer.keys[rows, :, :places] = copy.keys
+                layer.values[rows, :, :places] = copy.values
+
+    def free(self) -> int:
+        """Gives the storage back; returns its bytes."""
+        num_bytes = 0
+        for layer in filter(None, self.storage):
+            num_bytes += layer.num_bytes()
+            layer.free()
+        self.storage = []
+        self.num_rows = self.capacity = 0
+        self._phase = None
+        self._write_index.clear()
+        return num_bytes
+
+    def _store_prompts(self, phase: Prefill, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        self.storage.extend([None] * (layer_idx + 1 - len(self.storage)))
+        layer = self.storage[layer_idx]
+        if layer is None:
+            layer = LayerStorage(
+                keys.new_zeros(self.num_rows, keys.shape[1], self.capacity, keys.shape[3]),
+                values.new_zeros(self.num_rows, values.shape[1], self.capacity, values.shape[3]),
+            )
+            self.storage[layer_idx] = layer
+        places = keys.shape[2]
+        layer.keys[phase.target_rows, :, :places] = keys[phase.source_prompts]
+        layer.values[phase.target_rows, :, :places] = values[phase.source_prompts]
+
+    def _flat_index(self, phase: Decode, num_heads: int) -> Tensor:
+        """Where row r, head h, position p lies once rows, heads and places are one dimension. [n * heads]"""
+        index = self._write_index.get(num_heads)
+        if index is None:
+            positions = phase.positions
+            row_head = torch.arange(positions.shape[0] * num_heads, device=positions.device).view(-1, num_heads)
+            index = (row_head * self.capacity + positions[:, None]).view(-1)
+            self._write_index[num_heads] = index
+        return index
+
+    # What transformers asks of a cache, mostly to build masks.
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        places = self._phase.num_places if isinstance(self._phase, Decode) else query_length
+        return places, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._phase.num_places - 1 if isinstance(self._phase, Decode) else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        """One offset a row while decoding: the registered mask function (attention.py) knows what to do with it."""
+        return self._phase.positions if isinstance(self._phase, Decode) else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1

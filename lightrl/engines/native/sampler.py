@@ -1,0 +1,133 @@
+"""Draws one token a row by inverting the cumulative distribution, and says the token's logprob.
+
+The uniform numbers come in as an argument: the draw itself has no state. Not torch.multinomial, which costs ten times
+as much at a vocabulary of 32,000 and draws from a generator whose state depends on what else was drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_BLOCK = 256  # the distribution is searched block first, then within the block: only one block a row is accumulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """How each of n rows is sampled; None where no row asks for it, so that the common case skips the work."""
+
+    temperature: Tensor | None  # [n, 1] float32, 1 where greedy
+    is_greedy: Tensor | None  # [n] bool
+    all_greedy: bool
+    filtered_rows: Tensor | None  # [m] int64: the rows with a top-k or a top-p
+    top_k: Tensor | None  # [m, 1] int64, the vocabulary's size where off
+    top_p: Tensor | None  # [m, 1] float32
+
+
+def plan_sampling(
+    temperature: NDArray[np.float32],
+    top_p: NDArray[np.float32],
+    top_k: NDArray[np.int64],
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingPlan:
+    """The plan for rows with these parameters, [n] each."""
+    greedy = temperature == 0
+    scale = np.where(greedy, np.float32(1), temperature)
+    (filtered,) = np.nonzero(~greedy & ((top_p < 1) | (top_k > 0)))
+    kept = np.where(top_k > 0, top_k, vocab_size)[filtered]
+
+    def put(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return SamplingPlan(
+        temperature=put(scale[:, None]) if (scale != 1).any() else None,
+        is_greedy=put(greedy) if greedy.any() else None,
+        all_greedy=bool(greedy.all()),
+        filtered_rows=put(filtered) if filtered.size else None,
+        top_k=put(kept[:, None]) if filtered.size else None,
+        top_p=put(top_p[filtered][:, None]) if filtered.size else None,
+    )
+
+
+def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+    """Tokens [n] int64 and their logprobs [n] float32, of logits [n, vocab] and uniforms [n] float64 in [0, 1).
+
+    The logprob is that of the distribution the token came from: after temperature, top-k and top-p; for a greedy row
+    that of the temperature-1 distribution.
+    """
+    scores = logits.float()
+    if plan.temperature is not None:
+        scores = scores / plan.temperature
+    if plan.filtered_rows is not None:
+        assert plan.top_k is not None
+        assert plan.top_p is not None
+        kept = keep_top(scores[plan.filtered_rows], plan.top_k, plan.top_p)
+        scores = scores.index_copy(0, plan.filtered_rows, kept)
+    highest = scores.amax(-1, keepdim=True)
+    weights = (scores - highest).exp_()
+    cumulative = _block_sums(weights).cumsum(-1, dtype=torch.float64)
+    if plan.all_greedy:
+        tokens = scores.argmax(-1)
+    else:
+        tokens = _invert(weights, cumulative, uniforms)
+        if plan.is_greedy is not None:
+            tokens = torch.where(plan.is_greedy, scores.argmax(-1), tokens)
+    chosen = scores.gather(1, tokens[:, None]) - highest
+    return tokens, (chosen - cumulative[:, -1:].log()).squeeze(1).float()
+
+
+def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The scores [m, vocab] with -inf outside the top k and, of what those leave, outside the nucleus of mass p."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
+    probabilities = ordered.softmax(-1, dtype=torch.float64)
+    # A token stays if the mass before it is below p: the first always does.
+    mass_before = probabilities.cumsum(-1) - probabilities
+    ordered = ordered.masked_fill((mass_before >= top_p) & (rank > 0), float("-inf"))
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums of blocks of the last dimension, [n, blocks]; a small vocabulary is its own blocks of one."""
+    rows, vocab = weights.shape
+    if vocab <= 4 * _BLOCK:
+        return weights
+    whole = vocab // _BLOCK * _BLOCK
+    sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)
+    if whole == vocab:
+        return sums
+    return torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
+
+
+def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds uniform * total; never one of weight 0."""
+    target = _below(uniforms[:, None] * cumulative[:, -1:], cumulative[:, -1:])
+    block = _first_above(cumulative, target)
+    if cumulative.shape == weights.shape:
+        return block.squeeze(1)
+    before = cumulative.gather(1, (block - 1).clamp_min_(0)) * (block > 0)
+    first = block * _BLOCK
+    places = first + torch.arange(_BLOCK, device=weights.device)
+    past_end = places >= weights.shape[1]
+    inside = weights.gather(1, places.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
+    inside_cumulative = inside.cumsum(-1, dtype=torch.float64)
+    # A block's sum and the sum of its cumulative weights may round apart, so the target is held below the latter too.
+    target = _below(target - before, inside_cumulative[:, -1:])
+    return (first + _first_above(inside_cumulative, target)).squeeze(1)
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """The target, or the largest number below the total: past the last positive weight there is only rounding."""
+    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first place whose cumulative weight is above the target, [n, 1]; inside the row even for NaN."""
+    found = torch.searchsorted(cumulative, target.contiguous(), right=True)
+    return found.clamp_max_(cumulative.shape[1] - 1)

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from lightrl.engines.native.attention import decode_attention, native_attention, native_mask
+
+CPU = torch.device("cpu")
+
+
+def causal(row, head, query, place):
+    return place <= query
+
+
+def window_of_two(row, head, query, place):
+    return (place <= query) & (place > query - 2)
+
+
+def test_each_row_is_masked_at_its_own_position():
+    mask = native_mask(2, 1, 4, torch.tensor([0, 2]), mask_function=causal, device=CPU)
+    assert (mask[:, 0, 0] == 0).tolist() == [[True, False, False, False], [True, True, True, False]]
+
+
+def test_a_window_holds_in_prompts_and_rows():
+    prompt = native_mask(2, 3, 3, 0, mask_function=window_of_two, local_size=2, device=CPU)
+    assert (prompt[0, 0] == 0).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+    rows = native_mask(1, 1, 4, torch.tensor([3]), mask_function=window_of_two, local_size=2, device=CPU)
+    assert (rows[0, 0, 0] == 0).tolist() == [False, False, True, True]
+
+
+def test_a_plain_prompt_needs_no_mask():
+    assert native_mask(2, 3, 3, 0, mask_function=causal, device=CPU) is None
+    assert native_mask(2, 3, 3, 0, mask_function=window_of_two, local_size=3, device=CPU) is None
+
+
+def test_a_rule_that_indexes_tensors_is_taken_one_by_one():
+    image = torch.tensor([[0, 1, 1, 0]])
+
+    def rule(row, head, query, place):
+        return (place <= query) | (image[row, query] == image[row, place])
+
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    with TransformGetItemToIndex():
+        mask = native_mask(1, 4, 4, 0, mask_function=rule, use_vmap=True, allow_is_causal_skip=False, device=CPU)
+    assert (mask[0, 0, 1] == 0).tolist() == [True, True, True, False]
+
+
+def test_decoding_equals_attention_with_repeated_keys():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    mask = native_mask(2, 1, 5, torch.tensor([1, 4]), mask_function=causal, device=CPU)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    scores = torch.tanh(scores / 1.5) * 1.5 + mask
+    expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    assert_close(decode_attention(query, key, value, mask, 0.3, 1.5), expected, atol=1e-6, rtol=0)
+
+
+def test_sinks_without_an_eager_function_are_refused():
+    query = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(RuntimeError, match="no eager_attention_forward to fall back on"):
+        native_attention(nn.Linear(1, 1), query, query, query, None, s_aux=torch.zeros(1))

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from lightrl.engines.native.kv_cache import SlotCache, round_up
+
+
+def test_round_up():
+    assert [round_up(value) for value in (1, 32, 33)] == [32, 32, 64]
+
+
+def filled_cache():
+    """Two prompts of two tokens, in rows 2 and 0; one layer, one head of size one."""
+    cache = SlotCache()
+    cache.reserve(rows=3, places=2, most_rows=8, most_places=100)
+    keys = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 1, 2, 1)
+    cache.begin_prefill(torch.tensor([2, 0]), torch.tensor([0, 1]))
+    cache.update(keys, -keys, 0)
+    return cache
+
+
+def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
+    cache = filled_cache()
+    cache.begin_decode(torch.tensor([2, 0, 5]), highest_position=5)
+    keys, values = cache.append(torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1), torch.ones(3, 1, 1), 0)
+    assert keys[:, 0, :6, 0].tolist() == [[3, 4, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0], [1, 2, 0, 0, 0, 9]]
+    assert values[:, 0, :6, 0].tolist() == [[-3, -4, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [-1, -2, 0, 0, 0, 1]]
+    assert keys.shape[2] == 32
+
+
+def test_growth_keeps_what_is_stored_and_stays_within_the_bounds():
+    cache = filled_cache()
+    cache.reserve(rows=4, places=33, most_rows=4, most_places=40)
+    assert (cache.num_rows, cache.capacity) == (4, 64)
+    layer = cache.layer(0)
+    assert tuple(layer.keys.shape) == (4, 1, 64, 1)
+    assert layer.keys[2, 0, :3, 0].tolist() == [1, 2, 0]
+    cache.reserve(rows=1, places=1, most_rows=4, most_places=40)
+    assert (cache.num_rows, cache.capacity) == (4, 64)
+
+
+def test_rows_move_and_are_read_and_written_whole():
+    cache = filled_cache()
+    cache.move_rows(torch.tensor([2]), torch.tensor([1]), places=2)
+    assert cache.layer(0).keys[1, 0, :2, 0].tolist() == [1, 2]
+    copy = cache.read_row(0, places=2)
+    cache.write_rows(slice(1, 3), copy, places=2)
+    assert cache.layer(0).values[:, 0, :2, 0].tolist() == [[-3, -4]] * 3
+
+
+def test_free_returns_the_bytes_even_if_a_view_is_held():
+    cache = filled_cache()
+    held = cache.layer(0).keys[:1]
+    assert cache.free() == 2 * 3 * 32 * 4  # keys and values, rows, places, bytes
+    assert held.untyped_storage().nbytes() == 0
+    assert cache.free() == 0
+
+
+def test_decoding_before_a_prefill_is_a_bug():
+    cache = SlotCache()
+    cache.storage.append(None)
+    with pytest.raises(AssertionError, match="layer 0 decodes before its first prefill"):
+        cache.layer(0)

@@ -1,0 +1,61 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.kv_cache import SlotCache
+from lightrl.engines.native.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_prefill_gives_the_logits_after_each_prompt(family, tiny_model):
+    runner, reference = ModelRunner(tiny_model(family), CPU), tiny_model(family)
+    prompts, cache, rows = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]], SlotCache(), torch.arange(3)
+    with torch.inference_mode():
+        runner.verify(61)
+        cache.reserve(3, 8, 3, 8)
+        logits = runner.prefill(prompts, rows, rows, cache)
+        expected = torch.cat([reference(input_ids=torch.tensor([prompt])).logits[:, -1] for prompt in prompts])
+    assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert runner.prefill_tokens == 11
+    assert runner.uses_fused_forward == (family == "qwen3")
+
+
+def test_a_fused_forward_that_differs_is_dropped(tiny_model, caplog):
+    runner = ModelRunner(tiny_model("qwen3"), CPU)
+    runner._fused._scaling = 0.1
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        runner.verify(61)
+    assert not runner.uses_fused_forward
+    assert "fused forward of Qwen3ForCausalLM differs" in caplog.text
+
+
+def test_a_model_that_the_cache_cannot_drive_is_refused(tiny_model):
+    model = tiny_model("gpt2")
+
+    class ForgetsPositions(nn.Embedding):
+        def forward(self, places):
+            return super().forward(torch.arange(places.shape[1]).expand_as(places))
+
+    model.transformer.wpe = ForgetsPositions(128, 32)
+    engine = NativeEngine(model, eos_token_ids=(), device=CPU)
+    engine.submit([5, 6], SamplingParams())
+    with pytest.raises(RuntimeError, match="does not reproduce the logits of GPT2LMHeadModel"):
+        engine.step()
+
+
+def test_weights_that_are_still_unset_are_not_judged(tiny_model):
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    runner = ModelRunner(model, CPU)
+    with torch.inference_mode():
+        runner.verify(61)
+    assert not runner.uses_fused_forward

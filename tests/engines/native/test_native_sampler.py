@@ -1,0 +1,92 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightrl.engines.native.sampler import keep_top, plan_sampling, sample
+
+CPU = torch.device("cpu")
+LOG = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+
+
+def plan(rows, temperature=1.0, top_p=1.0, top_k=0, vocab=4):
+    def column(value, dtype):
+        return np.broadcast_to(np.array(value, dtype), rows).copy()
+
+    return plan_sampling(
+        column(temperature, np.float32), column(top_p, np.float32), column(top_k, np.int64), vocab, CPU
+    )
+
+
+def test_the_draw_inverts_the_cumulative_distribution():
+    # cumulative 0.1, 0.3, 0.6, 1: 0.05 is token 0, 0.25 token 1, 0.35 token 2, 0.95 token 3
+    uniforms = torch.tensor([0.05, 0.25, 0.35, 0.95], dtype=torch.float64)
+    tokens, logprobs = sample(LOG.expand(4, -1) + 5.0, uniforms, plan(4))
+    assert tokens.tolist() == [0, 1, 2, 3]
+    assert_close(logprobs, LOG[0], atol=1e-6, rtol=0)
+
+
+def test_temperature_reshapes_the_distribution():
+    # temperature 0.5 squares: 1, 4, 9, 16 over 30; cumulative 0.033, 0.167, 0.467, 1
+    tokens, logprobs = sample(LOG, torch.tensor([0.4], dtype=torch.float64), plan(1, temperature=0.5))
+    assert tokens.tolist() == [2]
+    assert_close(logprobs, torch.tensor([math.log(9 / 30)]), atol=1e-6, rtol=0)
+
+
+def test_top_k_and_then_top_p_on_what_it_leaves():
+    # top 3 of 0.1 .. 0.4 leave 0.4, 0.3, 0.2 over 0.9; the mass before the third is 0.7 / 0.9 = 0.78
+    kept = keep_top(LOG.expand(3, -1), torch.tensor([[3], [3], [4]]), torch.tensor([[0.75], [0.8], [0.05]]))
+    assert kept.isfinite().tolist() == [
+        [False, False, True, True],
+        [False, True, True, True],
+        [False, False, False, True],
+    ]
+
+
+def test_logprobs_of_filtered_rows_are_renormalised_and_other_rows_are_left_alone():
+    uniforms = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, top_k=[2, 0]))
+    assert tokens.tolist() == [2, 0]
+    assert_close(logprobs, torch.tensor([math.log(3 / 7), math.log(0.1)]), atol=1e-6, rtol=0)
+
+
+def test_greedy_rows_stand_beside_sampled_ones():
+    uniforms = torch.tensor([0.05, 0.05], dtype=torch.float64)
+    tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, temperature=[0.0, 1.0], top_k=[2, 0]))
+    assert tokens.tolist() == [3, 0]
+    assert_close(logprobs, torch.tensor([math.log(0.4), math.log(0.1)]), atol=1e-6, rtol=0)
+    tokens, _ = sample(LOG, torch.tensor([0.05], dtype=torch.float64), plan(1, temperature=0.0))
+    assert tokens.tolist() == [3]
+
+
+@pytest.mark.parametrize("vocab", [5, 1024, 1025, 3000, 5120])
+def test_a_token_of_zero_probability_is_never_drawn(vocab):
+    # Mass on a few tokens only, never on the last: uniforms at both ends must not fall on a neighbour.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((64, vocab), float("-inf"))
+    for row in logits:
+        row[torch.randint(0, vocab - 1, (3,), generator=generator)] = torch.randn(3, generator=generator)
+    for uniform in (0.0, 0.5, 1 - 2**-24, 1 - 2**-53):
+        tokens, logprobs = sample(logits, torch.full((64,), uniform, dtype=torch.float64), plan(64, vocab=vocab))
+        assert logits.gather(1, tokens[:, None]).isfinite().all()
+        assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [98, 1025, 3000])
+def test_searching_by_blocks_equals_one_search(vocab):
+    logits = torch.randn(200, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    uniforms = torch.rand(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    tokens, logprobs = sample(logits, uniforms, plan(200, vocab=vocab))
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms[:, None], right=True).squeeze(1)
+    assert torch.equal(tokens, expected)
+    chosen = logits.double().log_softmax(-1).gather(1, expected[:, None]).squeeze(1).float()
+    assert_close(logprobs, chosen, atol=1e-5, rtol=0)
+
+
+def test_frequencies_follow_the_distribution():
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    tokens, _ = sample(LOG.expand(1000, -1), uniforms, plan(1000))
+    assert tokens.bincount().tolist() == [100, 200, 300, 400]
