@@ -1,0 +1,43 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightrl.builtin.model import tiny_model
+from lightrl.config import StrategyOptions
+from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.build import build_native_engine, empty_copy
+
+CPU = torch.device("cpu")
+
+
+def test_the_copy_has_the_buffers_and_no_weight_of_the_source() -> None:
+    source, _ = tiny_model()
+    copy = empty_copy(source, torch.bfloat16, CPU)
+    assert {name: p.shape for name, p in copy.named_parameters()} == {n: p.shape for n, p in source.named_parameters()}
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in copy.parameters())
+    buffers = dict(source.named_buffers())
+    assert buffers
+    for name, buffer in copy.named_buffers():
+        assert_close(buffer, buffers[name], atol=0, rtol=0)
+        assert buffer.dtype == buffers[name].dtype  # rotary frequencies stay float32
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    mine = {p.untyped_storage().data_ptr() for p in copy.parameters()}
+    assert not mine & {p.untyped_storage().data_ptr() for p in source.parameters()}
+
+
+def test_a_built_engine_generates_once_weights_have_come() -> None:
+    source, tokenizer = tiny_model()
+    engine = build_native_engine(source=source, tokenizer=tokenizer, options=StrategyOptions(), device=CPU)
+    engine.load_weights(((name, p.detach()) for name, p in source.named_parameters()), version=3)
+    ids = tokenizer("12+34=")["input_ids"]
+    (found,) = engine.generate([ids], [SamplingParams(max_new_tokens=4, temperature=0)])
+    logits = source(torch.tensor([[*ids, *found.output_token_ids]])).logits[0, len(ids) - 1 : -1]
+    assert logits.argmax(-1).tolist() == list(found.output_token_ids)
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(found.output_token_ids)[:, None])[:, 0]
+    assert_close(torch.tensor(found.logprobs), chosen.detach(), atol=1e-5, rtol=0)
+    assert set(found.versions) == {3}
+
+
+def test_it_needs_the_actor() -> None:
+    with pytest.raises(ValueError, match="needs the actor"):
+        build_native_engine(source=None, tokenizer=None, options=StrategyOptions(), device=CPU)

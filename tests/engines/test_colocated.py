@@ -1,0 +1,177 @@
+"""The state machine around an engine, over a scripted one that keeps a record of what it was asked."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+
+from lightrl.engines import check_engine_name, create_engine
+from lightrl.engines.base import Completion, InferenceEngine, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine, EngineStatus
+
+
+class RecordingEngine(InferenceEngine):
+    max_model_len = 8
+    vocab_size = 10
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, tuple[int, ...]]] = []
+        self.calls: list[str] = []
+        self.fails = False
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+        self.waiting.append((len(self.calls), tuple(prompt_token_ids)))
+        self.calls.append("submit")
+        return self.waiting[-1][0]
+
+    def step(self) -> list[Completion]:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        done = [
+            Completion(
+                request_id=request_id,
+                sample_index=0,
+                prompt_token_ids=prompt,
+                output_token_ids=(1,),
+                logprobs=(-1.0,),
+                versions=(0,),
+                finish_reason="stop",
+            )
+            for request_id, prompt in reversed(self.waiting)
+        ]
+        self.waiting = []
+        return done
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting)
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        self.calls.append("abort")
+        self.waiting = []
+        return []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        for name, _ in weights:
+            if name == "unknown":
+                raise ValueError("unknown weight 'unknown'")
+
+    def sleep(self) -> int:
+        self.calls.append("sleep")
+        return 100
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+TWO = SamplingParams(max_new_tokens=2)
+
+
+@pytest.fixture
+def ready() -> ColocatedEngine:
+    engine = ColocatedEngine(RecordingEngine())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    return engine
+
+
+def calls(engine: ColocatedEngine) -> list[str]:
+    assert isinstance(engine.engine, RecordingEngine)
+    return engine.engine.calls
+
+
+def test_transitions_are_idempotent_and_report_what_was_freed(ready: ColocatedEngine) -> None:
+    assert ready.status is EngineStatus.WAKEUP
+    assert (ready.sleep(), ready.sleep()) == (100, 0)
+    assert ready.status is EngineStatus.SLEEPED
+    with pytest.raises(RuntimeError, match="The engine is asleep"):
+        ready.generate([[1]], [TWO])
+    ready.wake()
+    ready.wake()
+    assert calls(ready) == ["sleep", "wake"]
+    assert len(ready.generate([[1]], [TWO])) == 1
+
+
+def test_completions_come_in_the_order_of_the_prompts(ready: ColocatedEngine) -> None:
+    found = ready.generate([[1], [2], [3]], [TWO] * 3)
+    assert [item.prompt_token_ids for item in found] == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "prompt 1 is empty"),
+        ([3, 10], "prompt 1 holds token id 10, outside the model's vocabulary of 10"),
+        ([-1], "prompt 1 holds token id -1"),
+        ([1] * 7, "prompt 1 has 7 tokens; with max_new_tokens 2 that is beyond the context of 8"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_anything_is_submitted(
+    ready: ColocatedEngine, prompt: list[int], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        ready.generate([[1], prompt], [SamplingParams(max_new_tokens=2)] * 2)
+    assert calls(ready) == []
+
+
+def test_no_weights_no_generation() -> None:
+    engine = ColocatedEngine(RecordingEngine())
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.generate([[1]], [TWO])
+
+
+def test_a_sync_reports_its_bytes_and_a_broken_one_leaves_no_usable_version(ready: ColocatedEngine) -> None:
+    report = ready.update_weights([("a", torch.zeros(2, 3)), ("b", torch.zeros(1, dtype=torch.bfloat16))], version=5)
+    assert (report.version, report.num_bytes, ready.version) == (5, 2 * 3 * 4 + 2, 5)
+    with pytest.raises(ValueError, match="unknown weight"):
+        ready.update_weights([("unknown", torch.zeros(1))], version=6)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        ready.generate([[1]], [TWO])
+
+
+def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
+    engine = ready.engine
+    assert isinstance(engine, RecordingEngine)
+    engine.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ready.generate([[1]], [TWO])
+    engine.fails = False
+    assert len(ready.generate([[2]], [TWO])) == 1
+    engine.submit([1], SamplingParams())
+    with pytest.raises(RuntimeError, match="still has requests"):
+        ready.generate([[2]], [TWO])
+    assert ready.sleep() == 100  # aborts them first
+
+
+def make_engine(**_: object) -> InferenceEngine:
+    return RecordingEngine()
+
+
+def make_nothing(**_: object) -> None:
+    return None
+
+
+def test_an_engine_of_ones_own_by_import_path() -> None:
+    settings = {"source": None, "tokenizer": None, "options": None, "device": torch.device("cpu")}
+    made = create_engine(f"{__name__}:make_engine", **settings)  # type: ignore[arg-type]
+    assert type(made).__name__ == "RecordingEngine"
+    with pytest.raises(ValueError, match="which is not a lightrl InferenceEngine"):
+        create_engine(f"{__name__}:make_nothing", **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Unknown engine 'nativ'. Did you mean native?"):
+        check_engine_name("nativ")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"n": 0}, "n is 0"),
+    ],
+)
+def test_sampling_params_are_checked(values: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SamplingParams(**values)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Collector and Evaluator on a real strategy and engine in one process."""
+
+import pytest
+import torch
+
+from lightrl.builtin.model import tiny_model
+from lightrl.config import GRPOConfig
+from lightrl.models.policy import Policy
+from lightrl.records import Prompt, Sample
+from lightrl.rollout.collector import Collector
+from lightrl.rollout.evaluator import Evaluator
+from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
+
+
+def length_reward(sample: Sample) -> float:
+    return float(len(sample.response_ids))
+
+
+@pytest.fixture(scope="module")
+def strategy() -> StrategyBase:
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
+    model, tokenizer = tiny_model()
+    policy = strategy.prepare(Policy(model))
+    strategy.tokenizer = tokenizer
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    return strategy
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, Prompt]]:
+    _, tokenizer = tiny_model()
+    texts = ["1+2=", "33+44=", "5+5="]
+    return [
+        (place, Prompt(index=10 + place, text=text, token_ids=tuple(tokenizer(text)["input_ids"]), answer="0"))
+        for place, text in enumerate(texts)
+    ]
+
+
+def collector(strategy: StrategyBase, seed: int = 0) -> Collector:
+    return Collector(strategy, length_reward, seed=seed, max_new_tokens=6)
+
+
+def sample(strategy: StrategyBase, prompts: list[tuple[int, Prompt]], **changes: int) -> list[Sample]:
+    settings = {"step": 1, "group_size": 2, **changes}
+    seed = settings.pop("seed", 0)
+    return collector(strategy, seed).sample(prompts, temperature=1.0, **settings)  # type: ignore[arg-type]
+
+
+def test_groups_are_adjacent_and_complete(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    samples = sample(strategy, prompts)
+    assert [(s.position, s.sample_index, s.prompt.index) for s in samples] == [
+        (0, 0, 10), (0, 1, 10), (1, 0, 11), (1, 1, 11), (2, 0, 12), (2, 1, 12)
+    ]  # fmt: skip
+    for item in samples:
+        assert len(item.response_ids) == len(item.sampler_logprobs) == len(item.versions) <= 6
+    assert strategy.engine is not None
+    assert strategy.engine.status is EngineStatus.SLEEPED
+
+
+def test_draws_hang_on_seed_step_and_position_alone(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    first = [s.response_ids for s in sample(strategy, prompts)]
+    # As another rank would see them: one prompt less, in the same positions.
+    assert [s.response_ids for s in sample(strategy, prompts[1:])] == first[2:]
+    assert [s.response_ids for s in sample(strategy, prompts, step=2)] != first
+    assert [s.response_ids for s in sample(strategy, prompts, seed=1)] != first
+
+
+def test_experience_has_group_advantages(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    mine = collector(strategy)
+    samples = sample(strategy, prompts)
+    found = mine.experience(samples, [1.0, 3.0, 2.0, 2.0, 0.0, 1.0], group_size=2, normalize_std=False)
+    assert [item.advantage for item in found] == [-1.0, 1.0, 0.0, 0.0, -0.5, 0.5]
+    assert [item.reward for item in found] == [1.0, 3.0, 2.0, 2.0, 0.0, 1.0]
+    assert mine.experience([], [], group_size=2, normalize_std=True) == []
+    assert mine.score(samples) == [float(len(s.response_ids)) for s in samples]
+
+
+def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    evaluator = Evaluator(strategy, collector(strategy), [prompt for _, prompt in prompts], temperature=1.0)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = evaluator.evaluate()
+    assert first == evaluator.evaluate()  # the same draws at every step
+    assert torch.equal(before, torch.get_rng_state())
+    assert first["eval/reward"] == first["eval/response_tokens"]
+    assert first["eval/accuracy"] == 1.0  # every response has at least one token

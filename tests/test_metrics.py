@@ -1,0 +1,30 @@
+import time
+
+from lightrl.comm import Comm
+from lightrl.metrics import Statistics, Stopwatch, memory_in_use
+
+
+def test_means_are_of_sums_over_calls() -> None:
+    statistics = Statistics()
+    statistics.mean("loss", 6.0, 2)
+    statistics.mean("loss", 0.0, 1)
+    statistics.mean("never", 0.0, 0)
+    statistics.add("tokens", 3)
+    statistics.add("tokens", 4)
+    statistics.highest("longest", 2)
+    statistics.highest("longest", 1)
+    assert statistics.reduce(Comm()) == {"loss": 2.0, "longest": 2.0, "never": 0.0, "tokens": 7.0}  # (6 + 0) / (2 + 1)
+    assert statistics.reduce(Comm()) == {}
+
+
+def test_a_stopwatch_adds_up_and_starts_anew() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.measure("a"):
+            time.sleep(0.01)
+    assert watch.take()["a"] >= 0.02
+    assert watch.take() == {}
+
+
+def test_memory_in_use_is_that_of_this_process() -> None:
+    assert 0.01 < memory_in_use()["memory/host_gb"] < 100

@@ -1,0 +1,25 @@
+import pytest
+
+from lightrl.trainers.console import RunConsole
+
+METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunConsole(enabled=True, first_step=0, max_steps=40) as console:
+        for step in range(1, 5):
+            console.step_done(step, METRICS)
+        console.evaluated(4, {"eval/accuracy": 0.75, "eval/reward": 0.5})
+        console.final_table([{"step": 4, "eval/accuracy": 0.75, "reward/mean": 0.5, "time/step": 2.0}])
+    out = capsys.readouterr().out
+    assert "step 2/40  reward 0.500  1,234 tokens/s  entropy 0.250" in out
+    assert "step 3/40" not in out
+    assert "step 4  eval/accuracy 0.750" in out
+    assert "###############" in out  # 15 of 20 for 0.75
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunConsole(enabled=False, first_step=0, max_steps=2) as console:
+        console.say("hello")
+        console.step_done(2, METRICS)
+    assert capsys.readouterr().out == ""

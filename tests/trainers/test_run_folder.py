@@ -1,0 +1,86 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import GRPOConfig
+from lightrl.records import Experience, Prompt, Sample
+from lightrl.trainers.run_folder import RunFolder, find_checkpoint
+
+
+def used(tmp_path: Path, **changes: object) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.open(GRPOConfig(**changes), 0)  # type: ignore[arg-type]
+    return folder
+
+
+def test_a_new_or_empty_folder_is_fine(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "new").check(GRPOConfig())
+    RunFolder(tmp_path).check(GRPOConfig())
+
+
+def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    folder.check(GRPOConfig(max_steps=500, strategy="fsdp", micro_batch_size=2))
+    with pytest.raises(ValueError, match="belongs to another run: lr was 0.0001, now 0.1; seed was 0, now 3"):
+        folder.check(GRPOConfig(lr=0.1, seed=3))
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    for step in range(5):
+        folder.append_metrics(step, {"loss": float(step)})
+    with (folder.root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    folder.open(GRPOConfig(), 3)
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
+    folder.open(GRPOConfig(), 0)  # from the beginning
+    assert folder.metrics() == []
+
+
+def test_rows_are_plain_json(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    folder.append_metrics(1, {"loss": math.nan, "tokens": 5e6, "lr": 1e-4})
+    sample = Sample(
+        prompt=Prompt(index=0, text="1+1=", token_ids=(1,), answer="2"),
+        position=3,
+        sample_index=1,
+        response_ids=(4,),
+        sampler_logprobs=(-0.5,),
+        versions=(7,),
+        finish_reason="stop",
+        text="2",
+    )
+    folder.append_samples(1, [Experience(sample=sample, reward=1.0, advantage=0.5)])
+    assert folder.metrics() == [{"step": 1, "loss": None, "tokens": 5_000_000, "lr": 1e-4}]
+    row = json.loads((folder.root / "samples.jsonl").read_text())
+    assert (row["prompt"], row["response"], row["reward"], row["advantage"], row["version"]) == (
+        "1+1=",
+        "2",
+        1.0,
+        0.5,
+        7,
+    )
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    directory = CheckpointDirectory(root, keep=5)
+    (directory.begin(step) / "file").write_text("x")
+    return directory.commit(step)
+
+
+def test_what_resume_finds(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    assert find_checkpoint(GRPOConfig(), root) is None
+    first, second = checkpoint(root, 1), checkpoint(root, 2)
+    assert find_checkpoint(GRPOConfig(), root) == second
+    assert find_checkpoint(GRPOConfig(resume="never"), root) is None
+    for path in (tmp_path / "run", root):
+        assert find_checkpoint(GRPOConfig(resume=str(path)), tmp_path) == second
+    assert find_checkpoint(GRPOConfig(resume=str(first)), tmp_path) == first
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        find_checkpoint(GRPOConfig(resume="nowhere"), root)
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        find_checkpoint(GRPOConfig(resume=str(tmp_path)), root)
