@@ -1,0 +1,238 @@
+"""Log-probabilities of chosen tokens, and the entropy, without ever building a [tokens, vocabulary] matrix.
+
+The logits are made a tile at a time, once in forward and once more in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rows and columns of a tile of logits: in float32, 16 MiB on a CPU and 128 MiB on an accelerator. Smaller tiles are a
+# few per cent faster on one quiet thread, but several threads on a busy machine pay for each operation they meet in.
+_CPU_TILE = (1024, 4096)
+_ACCELERATOR_TILE = (2048, 16384)
+
+
+def chosen_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and entropy, under softmax of the logits hidden @ weight.T + bias.
+
+    The logits are multiplied by logit_scale, then capped as softcap * tanh(logits / softcap), then divided by the
+    temperature. Both results are at least float32 and have gradients for hidden, weight and bias.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H].
+        targets: [N] int64 in [0, V).
+        bias: [V].
+        softcap: None does not cap.
+        with_entropy: False leaves the entropy out: it is then NaN, so that nothing can take it for a value.
+
+    Returns:
+        The log-probabilities, [N], and the entropies, [N].
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}: log-probabilities need one above 0.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}: it must be above 0, or None for no cap.")
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    transform = _LogitTransform(scale=logit_scale, softcap=softcap, temperature=temperature)
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if bias is None else bias.to(dtype)
+        result: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden.to(dtype), weight.to(dtype), bias, targets, transform, with_entropy
+        )
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogitTransform:
+    """What stands between the output of the matrix product and the softmax."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    @property
+    def slope_at_zero(self) -> float:
+        """Derivative of a final logit by the output of the product, where nothing caps it."""
+        return self.scale / self.temperature
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The final logits of a tile, [rows, columns], in dtype."""
+        factor = self.slope_at_zero if self.softcap is None else self.scale / self.softcap
+        no_bias = hidden.new_zeros(1)  # beta = 0 leaves it unread; the product is scaled on its way out at no cost
+        beta = 0.0 if bias is None else factor
+        logits = torch.addmm(no_bias if bias is None else bias, hidden, weight.T, beta=beta, alpha=factor).to(dtype)
+        return logits if self.softcap is None else logits.tanh_().mul_(self.softcap / self.temperature)
+
+    def slope_of_cap(self, logits: Tensor) -> Tensor | None:
+        """Derivative of the cap at each final logit, 1 - tanh^2; None where there is no cap."""
+        if self.softcap is None:
+            return None
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: _LogitTransform,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logsumexp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        chosen = torch.empty_like(logsumexp)
+        entropy = torch.full_like(logsumexp, float("nan"))
+        for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
+            summary = _RowSummary(targets[rows], dtype, with_entropy)
+            for columns in _slices(weight.shape[0], _tile(hidden)[1]):
+                tile_bias = None if bias is None else bias[columns]
+                summary.add(transform.logits(hidden[rows], weight[columns], tile_bias, dtype), columns.start)
+            logsumexp[rows], chosen[rows] = summary.logsumexp(), summary.chosen
+            if with_entropy:
+                entropy[rows] = summary.entropy()
+        ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
+        ctx.transform = transform
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - logsumexp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
+        if all(grad is None for grad in grads):
+            return (None,) * 6
+        slope = ctx.transform.slope_at_zero
+        grad_logprobs, grad_entropy = (None if grad is None else grad * slope for grad in grads)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dtype = logsumexp.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        for columns in _slices(weight.shape[0], _tile(hidden)[1]):
+            tile_weight = weight[columns]
+            tile_bias = None if bias is None else bias[columns]
+            weight_sum = torch.zeros_like(tile_weight, dtype=dtype) if needs_weight else None
+            bias_sum = torch.zeros_like(bias[columns], dtype=dtype) if needs_bias else None
+            for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
+                logits = ctx.transform.logits(hidden[rows], tile_weight, tile_bias, dtype)
+                slope_of_cap = ctx.transform.slope_of_cap(logits)
+                grad = _logit_gradient(
+                    logits,
+                    targets[rows] - columns.start,
+                    logsumexp[rows],
+                    entropy[rows],
+                    None if grad_logprobs is None else grad_logprobs[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                )
+                grad = (grad if slope_of_cap is None else grad.mul_(slope_of_cap)).to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] += grad @ tile_weight
+                if weight_sum is not None:
+                    weight_sum += grad.T @ hidden[rows]
+                if bias_sum is not None:
+                    bias_sum += grad.sum(0, dtype=dtype)
+            if grad_weight is not None and weight_sum is not None:
+                grad_weight[columns] = weight_sum
+            if grad_bias is not None and bias_sum is not None:
+                grad_bias[columns] = bias_sum
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+class _RowSummary:
+    """What a few rows of logits come to, gathered one tile of the vocabulary at a time."""
+
+    def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
+        self.targets = targets
+        self.with_entropy = with_entropy
+        self.chosen = torch.zeros(targets.shape[0], dtype=dtype, device=targets.device)
+        self.maximum = torch.full_like(self.chosen, float("-inf"))
+        self.total = torch.zeros_like(self.chosen)  # sum of exp(logit - maximum)
+        self.moment = torch.zeros_like(self.chosen)  # sum of exp(logit - maximum) * (logit - maximum)
+
+    def add(self, logits: Tensor, first_column: int) -> None:
+        """Takes in a tile of logits, which it overwrites."""
+        place = self.targets - first_column
+        is_inside = (place >= 0) & (place < logits.shape[1])
+        here = logits.gather(1, place.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        self.chosen = torch.where(is_inside, here, self.chosen)
+
+        maximum = torch.maximum(self.maximum, logits.amax(1))
+        shift = self.maximum - maximum
+        scale = shift.exp()
+        shifted = logits.sub_(maximum[:, None])
+        weights = shifted.exp()
+        if self.with_entropy:
+            # The first tile shifts by minus infinity, from a sum of zero.
+            shift = torch.where(self.total > 0, shift, 0)
+            self.moment = scale * (self.moment + shift * self.total) + (weights * shifted).sum(1)
+        self.total = scale * self.total + weights.sum(1)
+        self.maximum = maximum
+
+    def logsumexp(self) -> Tensor:
+        return self.maximum + self.total.log()
+
+    def entropy(self) -> Tensor:
+        return self.total.log() - self.moment / self.total
+
+
+def _logit_gradient(
+    logits: Tensor,
+    place: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient of a tile's final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
+
+    Overwrites the logits.
+    """
+    logp = logits.sub_(logsumexp[:, None])
+    if grad_entropy is None:
+        assert grad_logprobs is not None
+        grad = logp.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        probs = logp.exp()
+        constant = -grad_entropy * entropy
+        if grad_logprobs is not None:
+            constant = constant - grad_logprobs
+        grad = probs.mul_(logp.mul_(-grad_entropy[:, None]).add_(constant[:, None]))
+    if grad_logprobs is not None:
+        is_inside = (place >= 0) & (place < logits.shape[1])
+        at_target = torch.where(is_inside, grad_logprobs, 0)[:, None]
+        grad.scatter_add_(1, place.clamp(0, logits.shape[1] - 1)[:, None], at_target)
+    return grad
+
+
+def _tile(hidden: Tensor) -> tuple[int, int]:
+    """Rows and columns of a tile of logits."""
+    return _CPU_TILE if hidden.device.type == "cpu" else _ACCELERATOR_TILE
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))

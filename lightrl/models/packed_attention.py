@@ -1,0 +1,282 @@
+"""Attention for transformers models over sequences laid end to end in one row, without padding and without a mask.
+
+Registered with transformers as "lightrl_packed". Where the sequences begin travels beside the hidden states, as a
+keyword argument of the model's forward, so that gradient checkpointing recomputes each layer with its own boundaries.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+ATTENTION_NAME = "lightrl_packed"
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_LAYOUT_KEYWORD = "packed_layout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """Where the sequences of a pack begin and end."""
+
+    cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
+    runs: tuple[tuple[int, int], ...]  # (number of sequences, their length): adjacent sequences of equal length
+    boundaries: Tensor | None  # cu_seqlens as int32 on the device, for the flash-attention kernel
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @property
+    def max_length(self) -> int:
+        return max(length for _, length in self.runs)
+
+
+_CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
+
+
+def packed_layout(cu_seqlens: tuple[int, ...], device: torch.device) -> PackedLayout:
+    """The layout of a pack from its boundaries."""
+    lengths = (end - start for start, end in pairwise(cu_seqlens))
+    return PackedLayout(
+        cu_seqlens=cu_seqlens,
+        runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
+        boundaries=torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if device.type == "cuda" else None,
+    )
+
+
+def use_packed_attention(decoder: PreTrainedModel) -> None:
+    """Makes a decoder run on packs; raises ValueError for one whose layers would mix the sequences."""
+    config = decoder.config
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        raise ValueError(
+            f"{config.model_type} has layers of type {', '.join(unknown)}, which would mix the sequences of a pack. "
+            "Choose a model whose layers are full or sliding-window attention."
+        )
+    decoder.set_attn_implementation(ATTENTION_NAME)
+    if decoder.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"{config.model_type} does not let its attention be replaced (transformers' AttentionInterface), so it "
+            "cannot be trained on packed sequences. Choose a model that uses the interface."
+        )
+
+
+def packed_hidden_states(
+    decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seqlens: tuple[int, ...]
+) -> Tensor:
+    """Last hidden states, [T, H], of sequences laid end to end. The decoder must have had use_packed_attention.
+
+    Args:
+        input_ids: [T] int64.
+        position_ids: [T] int64, from 0 in each sequence.
+        cu_seqlens: the boundaries of the sequences, from 0 to T.
+    """
+    if cu_seqlens[-1] != input_ids.shape[0]:
+        raise ValueError(f"cu_seqlens ends at {cu_seqlens[-1]} for {input_ids.shape[0]} tokens: they must agree.")
+    layout = packed_layout(cu_seqlens, input_ids.device)
+    by_keyword = {_LAYOUT_KEYWORD: layout} if _takes_any_keyword(decoder) else {}
+    token = _CURRENT_LAYOUT.set(layout)
+    try:
+        output = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **by_keyword)
+    finally:
+        _CURRENT_LAYOUT.reset(token)
+    hidden: Tensor = output[0]
+    return hidden.squeeze(0)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each attention layer: causal attention within each sequence of the pack.
+
+    Args:
+        query: [1, num_heads, T, head_dim]; key and value may have fewer heads (grouped-query attention).
+        attention_mask: what packed_mask() gave.
+        sliding_window: a token sees itself and the sliding_window - 1 before it.
+        softcap: attention scores become softcap * tanh(scores / softcap).
+        s_aux: [num_heads] attention sinks, a score per head that takes weight and gives no value.
+
+    Returns:
+        The output, [1, T, num_heads, head_dim], and no attention weights.
+    """
+    layout = kwargs.get(_LAYOUT_KEYWORD) or _CURRENT_LAYOUT.get()
+    if layout is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without the boundaries of the pack. Run the model by "
+            "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand "
+            "keyword arguments to its attention: turn gradient checkpointing off, or choose another model."
+        )
+    _check_call(module, query, key, attention_mask, dropout, layout, kwargs)
+    scoring = _Scoring(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=attention_mask if sliding_window is None else sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    attend = _attend_by_flash if _flash_serves(query, value, scoring) else _attend_by_runs
+    return attend(query, key, value, layout, scoring), None
+
+
+def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> int | None:
+    """What transformers calls to make a mask: none, or the window's size for sliding layers.
+
+    Some models (Qwen2-MoE) tell their attention of the window by its mask alone.
+    """
+    if attention_mask is not None:
+        raise ValueError(f"{ATTENTION_NAME} takes no attention_mask: lay the sequences end to end without padding.")
+    return local_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scoring:
+    """How queries score keys."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: int | None,
+    dropout: float,
+    layout: PackedLayout,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if (query.shape[0], query.shape[2], key.shape[2]) != (1, layout.num_tokens, layout.num_tokens):
+        raise ValueError(
+            f"{name} was called with queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)} for a "
+            f"pack of {layout.num_tokens} tokens: give one row of just these tokens, without a key-value cache."
+        )
+    if isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None:
+        raise ValueError(f"{name} adds a mask or a position bias of its own, which {ATTENTION_NAME} cannot honour.")
+    if dropout != 0:
+        raise ValueError(f"{name} has attention dropout {dropout}: set it to 0, since the loss compares two passes.")
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{name} is not causal: {ATTENTION_NAME} is for decoders.")
+
+
+def _takes_any_keyword(decoder: nn.Module) -> bool:
+    parameters = inspect.signature(decoder.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _stack_sequences(part: Tensor, count: int, length: int) -> Tensor:
+    """[1, heads, count * length, dim] as [count, heads, length, dim], without a copy."""
+    return part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1)
+
+
+def _repeat_heads(part: Tensor, num_heads: int) -> Tensor:
+    repeats = num_heads // part.shape[1]
+    return part if repeats == 1 else part.repeat_interleave(repeats, dim=1)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool, True where the row's token sees the column's."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal if window is None else causal.triu(1 - window)
+
+
+def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
+    """One call for each run of sequences of equal length."""
+    attend = _sdpa if scoring.softcap is None and scoring.sinks is None else _eager
+    num_tokens = [count * length for count, length in layout.runs]
+    # split, not slices: its backward is one concatenation, while each slice's would be a full tensor of zeros.
+    pieces = zip(*(part.split(num_tokens, dim=2) for part in (query, key, value)), strict=True)
+    outputs = []
+    for (count, length), run in zip(layout.runs, pieces, strict=True):
+        run_query, run_key, run_value = (_stack_sequences(part, count, length) for part in run)
+        output = attend(run_query, run_key, run_value, scoring)
+        outputs.append(output.transpose(1, 2).reshape(1, count * length, query.shape[1], value.shape[-1]))
+    return torch.cat(outputs, dim=1)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    sees_all = scoring.window is None or scoring.window >= query.shape[2]
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if sees_all else _visible(query.shape[2], scoring.window, query.device),
+        is_causal=sees_all,
+        scale=scoring.scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    """Attention with what SDPA has not: soft-capped scores (Gemma 2) and sinks (gpt-oss)."""
+    count, num_heads, length, _ = query.shape
+    scores = query @ _repeat_heads(key, num_heads).transpose(2, 3) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~_visible(length, scoring.window, query.device), float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(count, num_heads, length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return weights[..., :length] @ _repeat_heads(value, num_heads)
+
+
+@lru_cache(maxsize=1)
+def _has_flash_attention() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def _flash_serves(query: Tensor, value: Tensor, scoring: _Scoring) -> bool:
+    """flash-attention 2 wants half precision and one head size, and would drop the sinks."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
+    return query.is_cuda and is_half and takes_shape and _has_flash_attention()
+
+
+def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
+    """The variable-length kernel of flash-attention, by transformers' own call of it."""
+    boundaries: Any = layout.boundaries  # declared LongTensor there, but the kernel wants int32
+    output: Tensor = _flash_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None,
+        query_length=query.shape[2],
+        is_causal=True,
+        softmax_scale=scoring.scale,
+        sliding_window=scoring.window,
+        softcap=scoring.softcap,
+        cu_seq_lens_q=boundaries,
+        cu_seq_lens_k=boundaries,
+        max_length_q=layout.max_length,
+        max_length_k=layout.max_length,
+        attn_implementation="flash_attention_2",
+    )
+    return output
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, packed_mask)
