@@ -26,11 +26,20 @@ def round_up(value: int, multiple: int = _PLACES) -> int:
 class LayerStorage:
     """One attention layer. Latent-attention models have keys and values of different head sizes."""
 
-    keys: Tensor  # [rows, kv_heads, capacity, key_dim]
+    keys: Tensor  # [rows, kv_heads, capacity, key_dim], a view of storage whose places lie side by side
     values: Tensor  # [rows, kv_heads, capacity, value_dim]
 
     def resized(self, rows: int, capacity: int) -> LayerStorage:
-        return LayerStorage(_resized(self.keys, rows, capacity), _resized(self.values, rows, capacity))
+        num_heads, key_dim, value_dim = self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
+        # Zeros, not empty: a masked place still enters "weight 0 times value", and 0 * NaN is NaN.
+        grown = LayerStorage(
+            new_key_storage(self.keys, rows, num_heads, capacity, key_dim),
+            self.values.new_zeros(rows, num_heads, capacity, value_dim),
+        )
+        kept_rows, kept_places = min(rows, self.keys.shape[0]), min(capacity, self.keys.shape[2])
+        grown.keys[:kept_rows, :, :kept_places] = self.keys[:kept_rows, :, :kept_places]
+        grown.values[:kept_rows, :, :kept_places] = self.values[:kept_rows, :, :kept_places]
+        return grown
 
     def num_bytes(self) -> int:
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
@@ -41,12 +50,12 @@ class LayerStorage:
         self.values.untyped_storage().resize_(0)
 
 
-def _resized(old: Tensor, rows: int, capacity: int) -> Tensor:
-    # Zeros, not empty: a masked place still enters "weight 0 times value", and 0 * NaN is NaN.
-    new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
-    kept_rows, kept_places = min(rows, old.shape[0]), min(capacity, old.shape[2])
-    new[:kept_rows, :, :kept_places] = old[:kept_rows, :, :kept_places]
-    return new
+def new_key_storage(like: Tensor, rows: int, num_heads: int, capacity: int, key_dim: int) -> Tensor:
+    """Zeros [rows, heads, capacity, dim] stored as [rows, heads, dim, capacity].
+
+    A query of one token then meets rows of consecutive places, which takes half the time of a product with short rows.
+    """
+    return like.new_zeros(rows, num_heads, key_dim, capacity).transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class SlotCache(Cache):
         self.num_rows = 0
         self.capacity = 0
         self._phase: Prefill | Decode | None = None
-        self._write_index: dict[int, Tensor] = {}  # by number of kv heads; valid for one decode step
+        self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
 
     def reserve(self, rows: int, places: int, most_rows: int, most_places: int) -> None:
         """Holds at least rows x places; grows by half at least, so that a long answer does not copy at every step."""
@@ -116,7 +125,7 @@ class SlotCache(Cache):
         layer = self.layer(layer_idx)
         num_rows, num_heads, key_dim = keys.shape
         index = self._flat_index(phase, num_heads)
-        layer.keys.view(-1, key_dim).index_copy_(0, index, keys.reshape(-1, key_dim))
+        layer.keys.transpose(2, 3).put_(self._flat_index(phase, num_heads * key_dim), keys)
         layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
         return layer.keys[:num_rows, :, : phase.num_places], layer.values[:num_rows, :, : phase.num_places]
 
@@ -163,7 +172,7 @@ class SlotCache(Cache):
         layer = self.storage[layer_idx]
         if layer is None:
             layer = LayerStorage(
-                keys.new_zeros(self.num_rows, keys.shape[1], self.capacity, keys.shape[3]),
+                new_key_storage(keys, self.num_rows, keys.shape[1], self.capacity, keys.shape[3]),
                 values.new_zeros(self.num_rows, values.shape[1], self.capacity, values.shape[3]),
             )
             self.storage[layer_idx] = layer
@@ -171,14 +180,14 @@ class SlotCache(Cache):
         layer.keys[phase.target_rows, :, :places] = keys[phase.source_prompts]
         layer.values[phase.target_rows, :, :places] = values[phase.source_prompts]
 
-    def _flat_index(self, phase: Decode, num_heads: int) -> Tensor:
-        """Where row r, head h, position p lies once rows, heads and places are one dimension. [n * heads]"""
-        index = self._write_index.get(num_heads)
+    def _flat_index(self, phase: Decode, num_lines: int) -> Tensor:
+        """Where each row's position lies in storage of num_lines lines of places a row. [n * num_lines]"""
+        index = self._write_index.get(num_lines)
         if index is None:
             positions = phase.positions
-            row_head = torch.arange(positions.shape[0] * num_heads, device=positions.device).view(-1, num_heads)
-            index = (row_head * self.capacity + positions[:, None]).view(-1)
-            self._write_index[num_heads] = index
+            lines = torch.arange(positions.shape[0] * num_lines, device=positions.device).view(-1, num_lines)
+            index = (lines * self.capacity + positions[:, None]).view(-1)
+            self._write_index[num_lines] = index
         return index
 
     # What transformers asks of a cache, mostly to build masks.
