@@ -1,0 +1,61 @@
+"""SPMD reinforcement learning for language models, launched by torchrun.
+
+Names are loaded when they are first used (PEP 562), so that importing one light module does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.config import GRPOConfig
+    from lightrl.engines.base import InferenceEngine, SamplingParams
+    from lightrl.records import Experience, Prompt, Sample
+    from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor
+    from lightrl.trainers.grpo import GRPOTrainer
+
+    __version__: str
+
+__all__ = [
+    "EngineStatus",
+    "Experience",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "InferenceEngine",
+    "Prompt",
+    "Sample",
+    "SamplingParams",
+    "StrategyBase",
+    "__version__",
+    "create_strategy",
+    "is_actor",
+]
+
+_HOMES = {
+    "EngineStatus": "lightrl.strategy",
+    "Experience": "lightrl.records",
+    "GRPOConfig": "lightrl.config",
+    "GRPOTrainer": "lightrl.trainers.grpo",
+    "InferenceEngine": "lightrl.engines.base",
+    "Prompt": "lightrl.records",
+    "Sample": "lightrl.records",
+    "SamplingParams": "lightrl.engines.base",
+    "StrategyBase": "lightrl.strategy",
+    "create_strategy": "lightrl.strategy",
+    "is_actor": "lightrl.strategy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("lightrl")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next use finds it at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,6 @@ REQUIRED_FLAGS = (
 )  # fmt: skip
 
 
-
 def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as stop:
         parse_config(GRPOConfig, argv)
