@@ -1,0 +1,51 @@
+"""Fails unless a wheel holds every file of the package and nothing else: python scripts/check_wheel.py dist/*.whl"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lightrl"
+
+
+def source_files(package: Path) -> set[str]:
+    """Every module, as a wheel names it: lightrl/strategy/fsdp.py."""
+    return {path.relative_to(package.parent).as_posix() for path in package.rglob("*.py")}
+
+
+def wheel_files(wheel: Path) -> set[str]:
+    """All files but the metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    return {name for name in names if not name.endswith("/") and not name.split("/")[0].endswith(".dist-info")}
+
+
+def problems(wheel: Path, package: Path = PACKAGE) -> list[str]:
+    """What is wrong with the wheel, a line each."""
+    expected, found = source_files(package), wheel_files(wheel)
+    folders = sorted({str(Path(name).parent) for name in expected} - {str(Path(name).parent) for name in found})
+    lines = [f"sub-package {folder} is absent" for folder in folders]
+    lines += [f"{name} is absent" for name in sorted(expected - found) if str(Path(name).parent) not in folders]
+    return lines + [f"{name} is in the wheel but not in the source" for name in sorted(found - expected)]
+
+
+def main(wheels: list[str]) -> int:
+    if len(wheels) != 1:
+        print(f"Give exactly one wheel; {len(wheels)} were given.", file=sys.stderr)
+        return 2
+    wheel = Path(wheels[0])
+    lines = problems(wheel)
+    for line in lines:
+        print(f"{wheel.name}: {line}", file=sys.stderr)
+    if lines:
+        return 1
+    files = wheel_files(wheel)
+    for folder in sorted({str(Path(name).parent) for name in files}):
+        print(f"{folder}: {sum(str(Path(name).parent) == folder for name in files)} files")
+    print(f"{wheel.name} holds all of the package.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

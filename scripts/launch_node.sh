@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Starts this node's ranks of a run over several nodes. The same command goes on every node:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh --strategy fsdp
+# with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm the first four come from srun:
+#   srun --nodes 2 --ntasks-per-node 1 bash scripts/launch_node.sh --strategy fsdp
+# Arguments: a script and its options, or only options for scripts/train_grpo.py.
+# NPROC_PER_NODE is the ranks on this node: by default one a GPU, or one where there is no GPU.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    printf '[launch] error: %s\n' "$*" >&2
+    exit 2
+}
+
+first_slurm_host() {
+    local hosts
+    command -v scontrol >/dev/null || fail "SLURM_JOB_NODELIST is set but scontrol is not on PATH. Set MASTER_ADDR."
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot read '$SLURM_JOB_NODELIST'."
+    printf '%s' "${hosts%%$'\n'*}"
+}
+
+read_slurm() { # what is set by hand wins
+    NNODES=${NNODES:-${SLURM_NNODES:-}}
+    NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
+    if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
+        MASTER_ADDR=$(first_slurm_host)
+    fi
+    if [[ -z ${MASTER_PORT:-} && -n ${SLURM_JOB_ID:-} ]]; then
+        MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # the same on every node, another for each job on a shared host
+    fi
+}
+
+check_variables() {
+    local name missing=()
+    for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do
+        [[ -n ${!name:-} ]] || missing+=("$name")
+    done
+    if ((${#missing[@]})); then
+        fail "not set: ${missing[*]}. Example for the first of two nodes:
+  NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh --strategy fsdp"
+    fi
+    for name in NNODES NODE_RANK MASTER_PORT NPROC_PER_NODE; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name is '${!name}': it must be a whole number."
+    done
+    ((NODE_RANK < NNODES)) || fail "NODE_RANK is $NODE_RANK: with NNODES $NNODES it must be 0 to $((NNODES - 1))."
+}
+
+count_gpus() {
+    local count=0
+    if [[ ${CUDA_VISIBLE_DEVICES-unset} == "" ]]; then
+        count=0
+    elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+            count=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+        else
+            count=$(nvidia-smi -L | grep -c '^GPU' || true)
+        fi
+    fi
+    printf '%d' "$count"
+}
+
+find_torchrun() { # an activated environment, then the repository's own, then whatever is on PATH
+    local candidate
+    for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/torchrun}" "$root/.venv/bin/torchrun"; do
+        if [[ -n $candidate && -x $candidate ]]; then
+            printf '%s' "$candidate"
+            return
+        fi
+    done
+    command -v torchrun || fail "there is no torchrun. Run 'bash scripts/setup_env.sh' in the repository first."
+}
+
+read_slurm
+num_gpus=$(count_gpus)
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((num_gpus > 0 ? num_gpus : 1))}
+check_variables
+if ((num_gpus == 0)); then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks that share the cores must not each start a thread per core
+fi
+if (($# == 0)) || [[ $1 == --* ]]; then
+    set -- "$root/scripts/train_grpo.py" "$@"
+fi
+torchrun=$(find_torchrun)
+printf '[launch] node %s of %s at %s:%s, %s rank(s) here\n' \
+    "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE"
+exec "$torchrun" --nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" \
+    --master_port "$MASTER_PORT" --nproc_per_node "$NPROC_PER_NODE" "$@"

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# From a fresh clone to a model that learns: makes .venv if need be and trains by GRPO on two ranks.
+#   bash scripts/quickstart.sh [options of scripts/train_grpo.py, such as --max_steps 50]
+# Each run gets a new folder under runs/, unless --output_dir names one.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup_env.sh
+
+option() { # the value of an option among the arguments, spelt in any of the ways that the trainer takes
+    local name=$1 value=""
+    shift
+    while (($#)); do
+        case $1 in
+            --"$name" | --"${name//_/-}") value=${2:-} ;;
+            --"$name"=* | --"${name//_/-}"=*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    printf '%s' "$value"
+}
+
+num_gpus=0
+if command -v nvidia-smi >/dev/null; then
+    num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+fi
+num_ranks=2
+if ((num_gpus == 1)); then
+    num_ranks=1 # a rank needs a GPU of its own
+elif ((num_gpus == 0)); then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks that share the cores must not each start a thread per core
+fi
+
+output_dir=$(option output_dir "$@")
+if [[ -z $output_dir ]]; then
+    output_dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)
+    set -- --output_dir "$output_dir" "$@"
+fi
+
+printf '[quickstart] GRPO on %s ranks; run folder: %s\n' "$num_ranks" "$output_dir"
+status=0
+.venv/bin/python -m torch.distributed.run --standalone --nproc_per_node "$num_ranks" \
+    scripts/train_grpo.py --strategy fsdp "$@" || status=$?
+if ((status)); then
+    printf '[quickstart] the run failed with exit code %s; its messages stand above\n' "$status" >&2
+elif [[ -d $output_dir ]]; then
+    printf '[quickstart] done: metrics, samples, checkpoints and the trained model are in %s\n' "$(cd "$output_dir" && pwd)"
+    printf '[quickstart] curves: .venv/bin/tensorboard --logdir %s\n' "$output_dir"
+fi
+exit "$status"

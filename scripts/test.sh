@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# From a fresh clone to a verdict: makes .venv if need be, then checks, then the whole CPU suite.
+#   bash scripts/test.sh [options of pytest, such as -k advantages]
+# The exit code is that of the first check that fails, else pytest's.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup_env.sh dev
+bash scripts/check.sh
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests start several ranks that share the cores
+exec .venv/bin/python -m pytest -m "not gpu" "$@"

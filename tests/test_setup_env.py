@@ -1,0 +1,100 @@
+"""scripts/setup_env.sh: what it asks of pip, in which order, and when it asks nothing. Python and pip are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Makes an environment that holds itself, logs what pip is asked, and fingerprints pyproject.toml for real.
+PYTHON = r"""#!/usr/bin/env bash
+case "$1 ${2:-}" in
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") [[ $3 == install ]] && echo "${@:4}" >>"$PIP_LOG"; exit 0 ;;
+    "- "*) cksum "$2/pyproject.toml" ;;
+    "--version "*) echo "Python 3.11.0" ;;
+    *) exit "${PYTHON_IS_OLD:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The script and a pyproject.toml in a path with a space, and commands that stand in for the machine's."""
+    clone = tmp_path / "a clone"
+    (clone / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup_env.sh", clone / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    write_command(tmp_path / "bin" / "python3.11", PYTHON)
+    write_command(tmp_path / "bin" / "nvidia-smi", "#!/usr/bin/env bash\nexit ${HAS_NO_GPU:-9}\n")
+    return clone
+
+
+def write_command(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def set_up(clone: Path, *args: str, **variables: str) -> tuple[int, list[str], str]:
+    """Exit code, the new calls of pip install, and everything that was said."""
+    log = clone.parent / "pip.log"
+    log.write_text("")
+    path = f"{clone.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(clone / "scripts" / "setup_env.sh"), *args],
+        env={"PATH": path, "PIP_LOG": str(log), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, log.read_text().splitlines(), done.stdout
+
+
+def test_torch_comes_first_and_alone_without_a_gpu_and_not_at_all_with_one(clone: Path) -> None:
+    assert set_up(clone)[:2] == (0, ["--quiet torch==2.13.0", f"--quiet --editable {clone}"])
+    shutil.rmtree(clone / ".venv")
+    assert set_up(clone, HAS_NO_GPU="0")[:2] == (0, [f"--quiet --editable {clone}"])
+
+
+def test_nothing_is_installed_twice_until_pyproject_changes(clone: Path) -> None:
+    assert len(set_up(clone)[1]) == 2
+    code, asked, said = set_up(clone)
+    assert (code, asked) == (0, [])
+    assert "is up to date" in said
+    with (clone / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert len(set_up(clone)[1]) == 2
+
+
+def test_the_environment_for_tests_holds_what_training_needs(clone: Path) -> None:
+    assert set_up(clone, "dev")[1] == ["--quiet torch==2.13.0", f"--quiet --editable {clone}[dev]"]
+    assert set_up(clone)[1] == []
+    shutil.rmtree(clone / ".venv")
+    assert len(set_up(clone)[1]) == 2
+    assert len(set_up(clone, "dev")[1]) == 2
+
+
+def test_no_usable_python_is_an_error_that_says_what_to_do(clone: Path, tmp_path: Path) -> None:
+    for name in ("python3.12", "python3.13", "python3.10", "python3", "python"):
+        write_command(tmp_path / "bin" / name, PYTHON)
+    code, asked, said = set_up(clone, PYTHON_IS_OLD="1")
+    assert (code, asked) == (1, [])
+    assert "no Python >= 3.10 with the venv module was found" in said
+    assert "PYTHON=" in said
+
+
+def test_an_interpreter_may_be_named(clone: Path, tmp_path: Path) -> None:
+    write_command(tmp_path / "mine", PYTHON.replace("3.11.0", "3.10.7"))
+    assert "Python 3.10.7" in set_up(clone, PYTHON=str(tmp_path / "mine"))[2]
+    shutil.rmtree(clone / ".venv")
+    code, _, said = set_up(clone, PYTHON=str(tmp_path / "absent"))
+    assert code == 1
+    assert "absent': it must be a Python >= 3.10 with the venv module." in said
