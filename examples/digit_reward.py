@@ -1,0 +1,12 @@
+"""A reward of your own: --reward examples/digit_reward.py:digit_reward"""
+
+from __future__ import annotations
+
+from lightrl import Sample
+
+
+def digit_reward(sample: Sample) -> float:
+    """The share of characters that stand where the answer has them: 128 for 127 earns 2/3, and only 127 earns 1."""
+    answer, response = str(sample.prompt.answer), sample.text.strip()
+    right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
+    return right / max(len(answer), len(response))
