@@ -163,7 +163,7 @@ def main() -> None:
             tenth = max(1, len(rewards) // 10)
             first, last = statistics.mean(rewards[:tenth]), statistics.mean(rewards[-tenth:])
             print(
-                f"round {turn + 1} {system:8s} median step {found[-1] * 1e3:6.1f} ms  reward {first:.2f} -> {last:.2f} ",
+                f"round {turn + 1} {system:8s} median step {found[-1] * 1e3:6.1f} ms reward {first:.2f} -> {last:.2f} ",
                 *(f"{name[5:]} {seconds * 1e3:.1f}" for name, seconds in result.get("phases", {}).items()),
                 flush=True,
             )

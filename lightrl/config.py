@@ -120,6 +120,8 @@ class LogConfig:
 class DistributedConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes a GPU if there is one."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time; slower on a GPU, and an operation that has none is an error."""
     timeout_s: float = 1800.0
     """A rank that waits longer than this for another stops the run and says where both were."""
 

@@ -180,6 +180,7 @@ class StrategyBase(ABC):
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(self.options.distributed.deterministic)
 
     def random_stream(self, role: str, per_rank: bool = True) -> torch.Generator:
         """A CPU generator of its own for (seed, role, rank)."""

@@ -225,6 +225,19 @@ def test_random_streams_differ_by_role_and_repeat() -> None:
     assert draws[0] == draws[2] != draws[1]
 
 
+def test_seeds_and_the_deterministic_mode() -> None:
+    strategy = single(distributed={"deterministic": True})
+    try:
+        strategy.set_seed(5)
+        assert torch.are_deterministic_algorithms_enabled()
+        first = torch.rand(1)
+        single().set_seed(5)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.equal(first, torch.rand(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_print_says_it_once_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     StrategyBase.print("hello", 3)
     assert capsys.readouterr().out.rstrip().endswith("] hello 3")

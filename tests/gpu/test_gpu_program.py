@@ -1,0 +1,97 @@
+"""What only a GPU can show: NCCL, device memory really freed, the same run as on the CPU. Run by `make test-gpu`."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_training import adamw, plain_training
+
+from lightrl.builtin.model import tiny_model
+from lightrl.config import StrategyOptions
+from lightrl.engines.base import SamplingParams
+from lightrl.models.policy import Policy
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing import run_program, run_spmd
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def single_on_gpu() -> SingleStrategy:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
+    strategy.setup_distributed()
+    assert strategy.device.type == "cuda"
+    return strategy
+
+
+def test_nccl_training_equals_plain_training(tmp_path: Path) -> None:
+    world = min(2, torch.cuda.device_count())
+    program = ROOT / "tests" / "programs" / "parity_program.py"
+    run_spmd(program, "fsdp", str(tmp_path / "out.json"), world_size=world, timeout_s=280)
+    results = json.loads((tmp_path / "out.json").read_text())
+    losses, norms, _ = plain_training(adamw, 1.0)
+    for variant in ("all at once", "micro-batches of 1", "a rank without samples"):
+        assert results[variant]["losses"] == pytest.approx(losses, abs=1e-4)
+        assert results[variant]["norms"] == pytest.approx(norms, rel=1e-3)
+
+
+def test_a_run_on_the_gpu_starts_as_on_the_cpu(tmp_path: Path) -> None:
+    flags = ["--max_steps", "2", "--checkpoint.every", "0", "--eval.every", "0"]
+    rows = {}
+    for device in ("cpu", "cuda"):
+        folder = tmp_path / device
+        command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), *flags, "--output_dir", str(folder)]
+        run_program([*command, "--distributed.device", device], timeout_s=280)
+        rows[device] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = {device: found[0] for device, found in rows.items()}
+    assert first["cuda"]["reward/mean"] == pytest.approx(first["cpu"]["reward/mean"], abs=0.02)
+    assert first["cuda"]["mismatch/max_abs"] < 1e-3
+    assert math.isfinite(first["cuda"]["grad_norm"])
+    assert first["cuda"]["memory/device_gb"] > 0
+
+
+def test_sleep_gives_the_cache_back_to_the_device() -> None:
+    strategy = single_on_gpu()
+    model, tokenizer = tiny_model()
+    strategy.tokenizer = tokenizer
+    policy = strategy.prepare(Policy(model))
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    strategy.maybe_sleep_inference_engine()
+    before = torch.cuda.memory_allocated()
+    params = SamplingParams(max_new_tokens=100, n=64, ignore_eos=True)
+    strategy.gather_and_generate(params, all_prompt_token_ids=[[3, 12, 3, 13]], sleep_engine=False)
+    awake = torch.cuda.memory_allocated()
+    assert strategy.engine is not None
+    freed = strategy.engine.sleep()
+    assert freed > 0
+    assert awake - torch.cuda.memory_allocated() >= freed
+    assert torch.cuda.memory_allocated() - before < freed / 10
+    strategy.close()
+
+
+def test_offload_frees_the_shards() -> None:
+    strategy = single_on_gpu()
+    model, _ = tiny_model(hidden_size=512, intermediate_size=2048)
+    policy = strategy.prepare(Policy(model))
+    optimizer = strategy.create_optimizer(policy)
+    strategy.register(policy, optimizer)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    shards = sum(parameter.numel() * 4 for parameter in policy.parameters())
+    before = torch.cuda.memory_allocated()
+    strategy.offload_param_and_grad()
+    strategy.offload_optimizer()
+    freed = before - torch.cuda.memory_allocated()
+    assert freed == pytest.approx(3 * shards, rel=0.05)  # weights and two moments
+    strategy.load_param_and_grad()
+    strategy.load_optimizer()
+    assert torch.cuda.memory_allocated() == pytest.approx(before, rel=0.05)
+    strategy.close()
