@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-_PLACES = 32  # storage grows, and decoding reads, in multiples of this: few distinct shapes
+_PLACES = 32  # storage grows in multiples of this
+_PLACES_READ = 8  # decoding reads in multiples of this: a larger one wastes memory bandwidth, which is what bounds it
 
 
 def round_up(value: int, multiple: int = _PLACES) -> int:
@@ -101,7 +102,7 @@ class SlotCache(Cache):
         self._phase = Prefill(target_rows, source_prompts)
 
     def begin_decode(self, positions: Tensor, highest_position: int) -> None:
-        places = min(round_up(highest_position + 1), self.capacity)
+        places = min(round_up(highest_position + 1, _PLACES_READ), self.capacity)
         self._phase = Decode(positions, places)
         self._write_index.clear()
 

@@ -24,7 +24,7 @@ def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     keys, values = cache.append(torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1), torch.ones(3, 1, 1), 0)
     assert keys[:, 0, :6, 0].tolist() == [[3, 4, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0], [1, 2, 0, 0, 0, 9]]
     assert values[:, 0, :6, 0].tolist() == [[-3, -4, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [-1, -2, 0, 0, 0, 1]]
-    assert keys.shape[2] == 32
+    assert keys.shape[2] == 8
 
 
 def test_growth_keeps_what_is_stored_and_stays_within_the_bounds():
