@@ -19,7 +19,7 @@ from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine
 
 NUM_REQUESTS = 64
-PROMPT_LENGTH = 32
+PROMPT_LENGTH = 8  # short: this times decoding, and a prompt costs both sides the same
 EQUAL_LENGTH = 64
 LONGEST = 256
 

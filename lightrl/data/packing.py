@@ -115,6 +115,8 @@ def split_micro_batches(
     ordered = sorted(experiences, key=lambda item: (-item.num_tokens, sample_key(item.sample)))
     fewest = _first_fit(ordered, max_tokens, max_samples)
     num = max(min(min_num, len(ordered)), len(fewest))
+    if num == min_num == 1:
+        return fewest
 
     def fits(batches: list[list[Experience]]) -> bool:
         return all(_fits(batch, max_tokens, max_samples) for batch in batches)

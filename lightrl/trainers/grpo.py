@@ -115,7 +115,8 @@ class GRPOTrainer(Trainer):
         with self.strategy.comm.phase("micro-batches", local=True):
             parts = split_micro_batches(experience, max_tokens=max_tokens, max_samples=max_samples)
         count = self.strategy.comm.max_int(max(1, len(parts)))
-        parts = split_micro_batches(experience, max_tokens=max_tokens, max_samples=max_samples, min_num=count)
+        if len(parts) < count:
+            parts = split_micro_batches(experience, max_tokens=max_tokens, max_samples=max_samples, min_num=count)
         temperature = self.config.temperature
         packs = [
             pack(part, temperature=temperature, old_logprobs=old, ref_logprobs=ref)
