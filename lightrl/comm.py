@@ -11,7 +11,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -65,6 +65,7 @@ class Comm:
         timeout: timedelta = timedelta(minutes=30),
         control_group: dist.ProcessGroup | None = None,
         store: Store | None = None,
+        owns_group: bool = False,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.timeout = timeout
@@ -73,6 +74,7 @@ class Comm:
         self.world = dist.get_world_size() if self.is_distributed else 1
         self._control = control_group
         self._store = store
+        self._owns_group = owns_group
         self._phases = ["start"]
 
     @property
@@ -114,8 +116,12 @@ class Comm:
         self._tell_phase()
 
     def _tell_phase(self) -> None:
+        self._tell(f"lightrl/phase/{self.rank}", f"{self.phase_name}|{time.time():.1f}")
+
+    def _tell(self, key: str, text: str) -> None:
         if self._store is not None:
-            self._store.set(f"lightrl/phase/{self.rank}", f"{self.phase_name}|{time.time():.1f}")
+            with suppress(RuntimeError):  # the store's host is gone: the error that this rank has says more
+                self._store.set(key, text)
 
     def _raise_everywhere(self, error: Exception | None) -> None:
         if not self.any(error is not None):
@@ -137,7 +143,7 @@ class Comm:
         if self._store is None or isinstance(error, RankError):
             return
         if not _is_lost_peer(error):
-            self._store.set(f"lightrl/error/{self.rank}", _describe(error))
+            self._tell(f"lightrl/error/{self.rank}", _describe(error))
             return
         failures = self._published_errors()
         if failures:
@@ -256,7 +262,8 @@ class Comm:
     def all_gather(self, data: T) -> T:
         """Concatenates along dim 0 in rank order; lengths may differ. Numbers become a tensor [world]."""
         if isinstance(data, Mapping):
-            return cast(T, {key: self.all_gather(data[key]) for key in data})
+            gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
+            return cast(T, {key: gathered_by_key[key] for key in data})
         tensor = _as_tensor(data).detach()
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         if self.world == 1:
@@ -332,10 +339,10 @@ class Comm:
         return mine
 
     def close(self) -> None:
-        """Leaves the process group that connect() made."""
-        if self.is_distributed and dist.is_initialized():
+        """Leaves the process group if connect() made it; who this rank was stays known."""
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        self.is_distributed, self.rank, self.world = False, 0, 1
+        self._owns_group = False
         self._control = self._store = None
 
 
@@ -359,7 +366,7 @@ def _connect(device: torch.device, timeout: timedelta) -> Comm:
             )
         return Comm(device=device, timeout=timeout)
     store = _join(device, timeout)
-    return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store)
+    return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store, owns_group=True)
 
 
 def _join(device: torch.device, timeout: timedelta) -> Store:
@@ -372,7 +379,7 @@ def _join(device: torch.device, timeout: timedelta) -> Store:
     store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend_for(device),
         store=store,
         rank=rank,
         world_size=world,
@@ -380,6 +387,11 @@ def _join(device: torch.device, timeout: timedelta) -> Store:
         **options,
     )
     return store
+
+
+def backend_for(device: torch.device) -> str:
+    """Both on a GPU: with offload to the host, FSDP's collectives are of CPU tensors."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:

@@ -436,7 +436,7 @@ class StrategyOptions:
             names = [item.name for item in dataclasses.fields(cls) if hasattr(args, item.name)]
             return cls(exact_batches=True, **{name: getattr(args, name) for name in names})
         options = cls()
-        given = dict(args) if isinstance(args, Mapping) else dict(vars(args)) if args is not None else {}
+        given = _as_mapping(args)
         unknown = [name for name, value in given.items() if not options.set_option(name, value)]
         if unknown:
             logger.warning("Strategy options that lightrl does not read: %s.", ", ".join(sorted(unknown)))
@@ -451,8 +451,29 @@ class StrategyOptions:
         target: Any = self
         for group in groups:
             target = getattr(target, group)
+        if path == "optim.schedule":
+            value = _schedule_name(value)
         current = getattr(target, last)
         if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
             value = dataclasses.replace(current, **value)  # type: ignore[type-var]
         setattr(target, last, value)
         return True
+
+
+def _as_mapping(args: Any) -> dict[str, Any]:
+    if args is None:
+        return {}
+    if isinstance(args, Mapping):
+        return dict(args)
+    if dataclasses.is_dataclass(args):
+        return {item.name: getattr(args, item.name) for item in dataclasses.fields(args)}
+    return dict(vars(args))
+
+
+def _schedule_name(name: str) -> str:
+    """Ours, or the name that transformers gives to the same curve."""
+    known = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+    known |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+    if name not in known:
+        raise ValueError(f"Unknown learning-rate schedule {name!r}. Choose one of {', '.join(known)}.")
+    return known[name]

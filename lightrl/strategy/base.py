@@ -180,7 +180,9 @@ class StrategyBase(ABC):
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(self.options.distributed.deterministic)
+        if self.options.distributed.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+            torch.use_deterministic_algorithms(True)
 
     def random_stream(self, role: str, per_rank: bool = True) -> torch.Generator:
         """A CPU generator of its own for (seed, role, rank)."""
@@ -480,6 +482,8 @@ class StrategyBase(ABC):
         engine = create_engine(
             engine_type, source=source, tokenizer=self.tokenizer, options=options, device=self.device
         )
+        if self.engine is not None:
+            self.engine.close()
         self.engine = ColocatedEngine(engine)
         if actor is not None:
             self.update_engine_weights(actor)
@@ -613,17 +617,26 @@ class StrategyBase(ABC):
                 self._offloader(f"gradients {id(entry.model)}").offload(offload.gradient_tensors(entry.model))
 
     def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> None:
-        """Brings the weights back, and with load_grad the gradients."""
+        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped."""
         for entry in self._trained:
             self._offloader(f"parameters {id(entry.model)}").restore()
+            gradients = self._offloader(f"gradients {id(entry.model)}")
             if load_grad:
-                self._offloader(f"gradients {id(entry.model)}").restore()
+                gradients.restore()
+            elif gradients.is_offloaded:
+                gradients.discard()
+                for parameter in entry.model.parameters():
+                    parameter.grad = None
 
     def require_loaded(self, model: nn.Module) -> None:
         """Reading an emptied storage would crash the process; this says what to do instead."""
         offloader = self._offloaded.get(f"parameters {id(model)}")
         if offloader is not None and offloader.is_offloaded:
             raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+
+    def require_loaded_optimizer(self, optimizer: Optimizer) -> None:
+        if self._offloader(f"optimizer {id(optimizer)}").is_offloaded:
+            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
 
     def _offloader(self, key: str) -> offload.StorageOffloader:
         return self._offloaded.setdefault(key, offload.StorageOffloader())
@@ -640,10 +653,21 @@ class StrategyBase(ABC):
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
         """Writes a HF folder that from_pretrained loads; every rank must call it, rank 0 writes."""
         full = {name: tensor.cpu() if self.comm.is_main else None for name, tensor in self.full_parameters(model)}
+        unwrapped: Any = self.unwrap_model(model)
+        full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
         if self.comm.is_main:
-            unwrapped: Any = self.unwrap_model(model)
             unwrapped.save_pretrained(path, state_dict=full)
         self.comm.barrier()
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, buffer) of those that belong to a saved model, sorted by name."""
+    found = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return sorted(found, key=lambda item: item[0])
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
@@ -663,13 +687,14 @@ def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world
 
 
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
-    """This process's device; with several GPUs the one of its local rank."""
+    """This process's device; with several GPUs the one of LOCAL_RANK, or without that of RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = min(num_gpu_per_node, torch.cuda.device_count())
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % num_gpu_per_node))
+    visible = torch.cuda.device_count()
     if local_rank >= visible:
         raise ValueError(
             f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightrl.comm import Comm
+from lightrl.comm import Comm, backend_for
 from lightrl.strategy.bucketed_gather import gather_in_buckets
 from lightrl.strategy.offload import local
 from lightrl.strategy.single import enable_gradient_checkpointing
@@ -30,9 +30,8 @@ class FSDPStrategy(TorchStrategy):
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         super().setup_distributed(timeout, num_gpu_per_node)
         if not dist.is_initialized():  # FSDP needs a group even in one process without torchrun
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-            self.comm = Comm(device=self.device)
+            dist.init_process_group(backend_for(self.device), store=HashStore(), rank=0, world_size=1)
+            self.comm = Comm(device=self.device, owns_group=True)
         self.mesh = self._build_mesh()
 
     def _build_mesh(self) -> DeviceMesh:
@@ -59,10 +58,11 @@ class FSDPStrategy(TorchStrategy):
         enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
         settings = self._sharding()
-        for block in transformer_blocks(model):
+        for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
             fully_shard(block, **settings)
         fully_shard(model, **settings)
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
+        _move_buffers(model, self.device)  # they meet activations, wherever the parameters wait
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
@@ -103,10 +103,16 @@ class FSDPStrategy(TorchStrategy):
 
     # ---- Whole tensors -----------------------------------------------------------------------------------------
 
-    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        self.after_forward_only(model)
-        named = [(name, parameter.detach()) for name, parameter in self.named_parameters_of(model)]
+    def gather_named(
+        self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         return gather_in_buckets(named, dtype=dtype, device=self.device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -18,6 +18,8 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_
     if kind == "constant":
         return 1.0
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind not in ("linear", "cosine"):
+        raise ValueError(f"Unknown learning-rate schedule {kind!r}. Choose one of constant, linear, cosine.")
     shape = 1 - progress if kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return min_ratio + (1 - min_ratio) * shape
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,21 +24,10 @@ class SingleStrategy(TorchStrategy):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
-        return model.to(self.device)
-
-    def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        return self._compute_dtype()
-
-    @torch.no_grad()
-    def forward(self, data: Any, *, model: nn.Module | None = None) -> list[Any]:
-        with self._compute_dtype():
-            return super().forward(data, model=model)
-
-    @contextmanager
-    def _compute_dtype(self) -> Iterator[None]:
-        is_bfloat16 = self.options.dtype == "bfloat16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_bfloat16):
-            yield
+        model = model.to(self.device)
+        if self.options.dtype == "bfloat16":  # whoever calls the model, as under FSDP's mixed precision
+            model.forward = torch.autocast(self.device.type, dtype=torch.bfloat16)(model.forward)
+        return model
 
 
 def enable_gradient_checkpointing(model: Any, wanted: bool) -> None:

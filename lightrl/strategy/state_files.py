@@ -72,5 +72,6 @@ def optimizer_state_tensors(
     """(parameter name / state key, whole tensor) for every tensor state, in one order on all ranks."""
     for name, state in states:
         for key in sorted(state):
-            if torch.is_tensor(state[key]):
-                yield f"{name}/{key}", gather(state[key])
+            if not torch.is_tensor(state[key]):
+                raise ValueError(f"The optimizer's state {key!r} of {name} is no tensor, so it cannot be saved.")
+            yield f"{name}/{key}", gather(state[key])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.checkpoint import CheckpointDirectory
+from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
 from lightrl.strategy import state_files
-from lightrl.strategy.base import OptimizerStep, StrategyBase
+from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.offload import local
 
@@ -51,9 +55,10 @@ class TorchStrategy(StrategyBase):
         if weight is not None:
             (loss * (weight * self.averaging_ranks)).backward()
             return
-        pending = self._pending_micro_batches.get(optimizer, 0)
-        with self.before_micro_batch(model, (pending + 1) % self.accumulation_steps == 0):
+        # Reduced at every call: where the accumulation ends is known only when optimizer_step is called.
+        with self.before_micro_batch(model, True):
             (loss / self.accumulation_steps).backward()
+        self._pending_micro_batches[optimizer] = self._pending_micro_batches.get(optimizer, 0) + 1
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
@@ -62,15 +67,17 @@ class TorchStrategy(StrategyBase):
         if kwargs:
             raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
         lr_list = [float(group["lr"]) for group in optimizer.param_groups]
+        pending = self._pending_micro_batches.get(optimizer, 0)  # 0: the gradient came by train_batch or from outside
         if is_boundary is None:
-            pending = self._pending_micro_batches.get(optimizer, 0) + 1
-            self._pending_micro_batches[optimizer] = pending % self.accumulation_steps
-            if pending < self.accumulation_steps:
-                return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
+            is_boundary = pending == 0 or pending >= self.accumulation_steps
+        if not is_boundary:
+            return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
         self.require_loaded(model)
-        if self._offloader(f"optimizer {id(optimizer)}").is_offloaded:
-            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before the step.")
+        self.require_loaded_optimizer(optimizer)
+        self._pending_micro_batches[optimizer] = 0
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if 0 < pending < self.accumulation_steps:  # the mean over the micro-batches that there were
+            _scale_gradients(parameters, self.accumulation_steps / pending)
         grad_norm = float(clip_gradients(parameters, self.max_norm))
         is_finite = self.comm.agree(math.isfinite(grad_norm))
         if is_finite:
@@ -88,8 +95,14 @@ class TorchStrategy(StrategyBase):
         return sorted(self.unwrap_model(model).named_parameters())
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named_parameters_of(model):
-            tensor = parameter.detach()
+        self.after_forward_only(model)
+        return self.gather_named([(name, item.detach()) for name, item in self.named_parameters_of(model)], dtype)
+
+    def gather_named(
+        self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) in the order given; every rank must iterate to the end."""
+        for name, tensor in named:
             # Cast before the gather: half the bytes travel.
             yield name, self.gather_whole(tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
 
@@ -116,9 +129,11 @@ class TorchStrategy(StrategyBase):
         """
         chosen = model if model is not None else self._trained_entry(None).model
         self.after_forward_only(chosen)
-        named = self.named_parameters_of(chosen)
-        tensors = {name: self.gather_whole(p.detach()) if full_state_dict else local(p.detach()) for name, p in named}
-        return {name: t.to("cpu", copy=True) for name, t in tensors.items()} if cpu_offload else tensors
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters_of(chosen):
+            tensor = self.gather_whole(parameter.detach()) if full_state_dict else local(parameter.detach())
+            found[name] = tensor.to("cpu", copy=True) if cpu_offload else tensor
+        return found
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -132,37 +147,42 @@ class TorchStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """A tag is a folder of its own under save_dir, with its own rotation."""
+        """A tag is a folder of its own under save_dir; at most max_num tags are kept."""
+        client_state = _checked_client_state(client_state or {})
         root = Path(save_dir) / tag if tag else Path(save_dir)
         directory = CheckpointDirectory(root, keep=max_num, max_bytes=max_mem * _MEGABYTE)
         with self.comm.phase("checkpoint", local=True):
             temporary = directory.begin(self.global_step) if self.comm.is_main else None
         path = self.comm.broadcast_object(temporary)
         assert path is not None
-        self.write_state(path, model, client_state or {})
-        self.comm.barrier()
+        with self.comm.phase("checkpoint"):
+            self.write_state(path, model, client_state)
+            self.comm.barrier()
         with self.comm.phase("checkpoint", local=True):
             if self.comm.is_main:
                 directory.commit(self.global_step, is_latest=save_latest)
+                if tag:
+                    _drop_old_tags(Path(save_dir), max_num)
 
     def write_state(self, path: Path, model: nn.Module, client_state: dict[str, Any]) -> None:
         """Everything a run needs to go on; every rank calls it, each writes files of its own name."""
         self.after_forward_only(model)
-        state_files.write_tensors(path, "model", self.full_parameters(model), self.comm)
+        self.require_loaded(model)
+        state_files.write_tensors(path, "model", self.gather_named(_saved_tensors(model)), self.comm)
         misc: dict[str, Any] = {"global_step": self.global_step, "client_state": client_state}
         entry = next((entry for entry in self._trained if entry.model is model), None)
         if entry is not None:
+            self.require_loaded_optimizer(entry.optimizer)
             states = state_files.optimizer_state_tensors(self._named_states(model, entry.optimizer), self.gather_whole)
             state_files.write_tensors(path, "optimizer", states, self.comm)
             misc["has_optimizer"] = True
-            misc["param_group_lrs"] = [float(group["lr"]) for group in entry.optimizer.param_groups]
             misc["scheduler"] = _plain_state(entry.scheduler) if entry.scheduler is not None else None
         torch.save(_rng_state(), path / f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt")
         if self.comm.is_main:
             torch.save(misc, path / "state.pt")
 
     def _named_states(self, model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-        named = self.named_parameters_of(model)
+        named = sorted(model.named_parameters())
         return [(name, optimizer.state[parameter]) for name, parameter in named if parameter in optimizer.state]
 
     def load_ckpt(
@@ -179,7 +199,7 @@ class TorchStrategy(StrategyBase):
         path = self._checkpoint_path(Path(load_dir), tag)
         if path is None:
             return None, None
-        misc = torch.load(path / "state.pt", weights_only=True)
+        misc = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
         self._read_model(path, model, strict=load_module_strict)
         if load_module_only:
             return path, misc["client_state"]
@@ -191,11 +211,11 @@ class TorchStrategy(StrategyBase):
                 raise ValueError(
                     f"{path} holds no learning-rate schedule. Pass load_lr_scheduler_states=False to go on."
                 )
-            entry.scheduler.load_state_dict(misc["scheduler"])
+            _restore_scheduler(entry.scheduler, misc["scheduler"])
         self.global_step = misc["global_step"]
         rng = path / f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt"
         if rng.exists():  # at another world size the streams of the ranks are others anyway
-            _set_rng_state(torch.load(rng, weights_only=True))
+            _set_rng_state(torch.load(rng, weights_only=True, map_location="cpu"))
         return path, misc["client_state"]
 
     def _checkpoint_path(self, load_dir: Path, tag: str | None) -> Path | None:
@@ -208,29 +228,38 @@ class TorchStrategy(StrategyBase):
 
     def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
         reader = state_files.TensorReader(path, "model")
-        named = dict(self.named_parameters_of(model))
+        self.require_loaded(model)
+        self.after_forward_only(model)
+        named = dict(_saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
             raise ValueError(
                 f"{path} does not fit the model: missing {missing[:5] or 'nothing'}, "
                 f"unknown {unknown[:5] or 'nothing'}."
             )
-        self.after_forward_only(model)
         for name in sorted(set(named) & reader.names):
-            self.copy_whole(named[name], reader[name])
+            whole = reader[name]
+            if whole.shape != named[name].shape:
+                raise ValueError(
+                    f"{path}: {name} has shape {list(whole.shape)}, the model's {list(named[name].shape)}."
+                )
+            self.copy_whole(named[name], whole)
 
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, misc: dict[str, Any]) -> None:
         if not misc.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
+        self.require_loaded_optimizer(optimizer)
         reader = state_files.TensorReader(path, "optimizer")
         optimizer.state.clear()
-        for name, parameter in self.named_parameters_of(model):
+        for name, parameter in sorted(model.named_parameters()):
             keys = sorted(item.rpartition("/")[2] for item in reader.names if item.rpartition("/")[0] == name)
             for key in keys:
                 whole = reader[f"{name}/{key}"]
-                optimizer.state[parameter][key] = self._like_parameter(whole, parameter) if whole.dim() else whole
-        for group, lr in zip(optimizer.param_groups, misc["param_group_lrs"], strict=True):
-            group["lr"] = lr
+                is_alike = whole.shape == parameter.shape
+                # A step counter lives where a fused kernel reads it: beside the parameter.
+                optimizer.state[parameter][key] = (
+                    self._like_parameter(whole, parameter) if is_alike else whole.to(local(parameter).device)
+                )
 
     def _like_parameter(self, whole: Tensor, parameter: Tensor) -> Tensor:
         state = torch.zeros_like(parameter, dtype=whole.dtype)
@@ -239,15 +268,76 @@ class TorchStrategy(StrategyBase):
 
 
 def _find_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
-    """A tag is what save_ckpt was given, or the name of one step's folder."""
+    """A tag is what save_ckpt was given, or the name of one step's folder; None takes the newest of all."""
     if tag is None:
-        return CheckpointDirectory(load_dir, keep=1).latest()
-    if tag.removeprefix("step-").isdigit():
-        return CheckpointDirectory(load_dir, keep=1).path(int(tag.removeprefix("step-")))
+        own = CheckpointDirectory(load_dir, keep=1).latest()
+        return max([*([own] if own else []), *_tagged_checkpoints(load_dir)], key=_commit_time, default=None)
     path = CheckpointDirectory(load_dir / tag, keep=1).latest()
-    if path is None:
-        raise FileNotFoundError(f"{load_dir / tag} holds no complete checkpoint of the tag {tag!r}.")
-    return path
+    if path is not None:
+        return path
+    if tag.startswith("step-") and tag.removeprefix("step-").isdigit():
+        return CheckpointDirectory(load_dir, keep=1).path(int(tag.removeprefix("step-")))
+    raise FileNotFoundError(f"{load_dir} holds no complete checkpoint of the tag {tag!r}.")
+
+
+def _tagged_checkpoints(root: Path) -> list[Path]:
+    """The newest complete checkpoint of every tag, the oldest first."""
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    found = [CheckpointDirectory(folder, keep=1).latest() for folder in folders if not _is_step(folder)]
+    return sorted((path for path in found if path is not None), key=_commit_time)
+
+
+def _is_step(folder: Path) -> bool:
+    return folder.name.startswith(("step-", "."))
+
+
+def _commit_time(checkpoint: Path) -> int:
+    return (checkpoint / MARKER_NAME).stat().st_mtime_ns
+
+
+def _drop_old_tags(root: Path, max_num: int) -> None:
+    for checkpoint in _tagged_checkpoints(root)[:-max_num]:
+        shutil.rmtree(checkpoint.parent)
+
+
+def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All that a checkpoint holds of a model: every parameter once, and the persistent buffers."""
+    named = [(name, parameter.detach()) for name, parameter in sorted(model.named_parameters())]
+    return [*named, *persistent_buffers(model)]
+
+
+def _scale_gradients(parameters: list[Tensor], factor: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _checked_client_state(client_state: dict[str, Any]) -> dict[str, Any]:
+    """Refuses now what could never be loaded again without running code from the file."""
+    for name, value in client_state.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"client_state[{name!r}] is a {type(value).__name__}, which cannot be loaded safely. Give tensors, "
+                "numbers, text, and lists or dicts of them."
+            ) from error
+    return client_state
+
+
+def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """How far it is, not what it is: the peak rate and the length are those that this run was given."""
+    if not isinstance(scheduler, LambdaLR):
+        scheduler.load_state_dict(state)
+        return
+    scheduler.last_epoch, scheduler._step_count = state["last_epoch"], state["_step_count"]
+    rates = [base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def _plain_state(scheduler: Any) -> dict[str, Any]:

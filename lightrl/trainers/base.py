@@ -53,6 +53,8 @@ class Trainer(ABC):
         self.watch = Stopwatch()
         with self.strategy.comm.phase("set-up", local=True):
             self.folder, self._checkpoint = self._open_folder()
+            if self._checkpoint is not None and not self._checkpoint.is_dir():
+                raise FileNotFoundError(f"{self._checkpoint} is not there for every rank: use a folder that all see.")
             train_records, eval_records = self._records()
         self._model_path = self._find_model()
         with self.strategy.comm.phase("set-up", local=True):
@@ -62,10 +64,11 @@ class Trainer(ABC):
         self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
         self.policy, self.optimizer, self.scheduler, self.reference = self._models()
         self.strategy.tokenizer = self.tokenizer
-        self._resume()
-        self.strategy.set_global_step(self.step_index)
-        self.strategy.setup_inference_engine(config, config.engine, actor=self.policy)
-        self.strategy.maybe_sleep_inference_engine()
+        with self.strategy.comm.phase("set-up"):
+            self._resume()
+            self.strategy.set_global_step(self.step_index)
+            self.strategy.setup_inference_engine(config, config.engine, actor=self.policy)
+            self.strategy.maybe_sleep_inference_engine()
         self.collector = Collector(self.strategy, reward, seed=config.seed, max_new_tokens=config.max_new_tokens)
         self.evaluator = Evaluator(
             self.strategy, self.collector, self.eval_prompts, temperature=config.eval.temperature
@@ -80,9 +83,10 @@ class Trainer(ABC):
     def _open_folder(self) -> tuple[RunFolder, Path | None]:
         """Every rank looks; rank 0's name for a new folder holds for all."""
         root = Path(self.config.output_dir) if self.config.output_dir else new_run_path("grpo")
-        folder = RunFolder(self.strategy.comm.broadcast_object(root))
+        folder = RunFolder(self.strategy.comm.broadcast_object(root.absolute()))
         folder.check(self.config)
-        return folder, find_checkpoint(self.config, folder.checkpoints)
+        # Rank 0 decides: loading is a collective, and a shared file system may show ranks different things.
+        return folder, self.strategy.comm.broadcast_object(find_checkpoint(self.config, folder.checkpoints))
 
     def _records(self) -> tuple[list[Any], list[Any]]:
         train = load_records(self.config.train_data)
@@ -119,12 +123,16 @@ class Trainer(ABC):
         config, strategy = self.config, self.strategy
         with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
             policy = self._load(is_reference=False)
-            reference = self._load(is_reference=True) if config.algorithm.kl_coef > 0 else None
         total_updates = config.max_steps * config.optimizer_steps_per_step
-        (actor, optimizer, scheduler), _, _, frozen = strategy.prepare_models_and_optimizers(
-            policy, None, None, reference, strategy.args, total_updates
+        (actor, optimizer, scheduler), *_ = strategy.prepare_models_and_optimizers(
+            policy, None, None, None, strategy.args, total_updates
         )
-        return actor, optimizer, scheduler, frozen
+        if config.algorithm.kl_coef == 0:
+            return actor, optimizer, scheduler, None
+        # Only now: before the policy was sharded, rank 0 would have held both models whole.
+        with strategy.comm.phase("loading the reference model", local=True):
+            reference = self._load(is_reference=True)
+        return actor, optimizer, scheduler, strategy.prepare(reference, is_rlhf=True)
 
     def _load(self, *, is_reference: bool) -> Policy:
         policy = load_policy(

@@ -162,8 +162,11 @@ class GRPOTrainer(Trainer):
         )
         loss_sum, kl_sum = policy.loss_sum, torch.zeros(())
         if batch.ref_logprobs is not None and algorithm.kl_coef > 0:
-            kl = kl_estimate(policy=scores.logprobs, reference=batch.ref_logprobs, kind=algorithm.kl_estimator)
-            kl_sum = torch.where(mask, kl, 0.0).sum()
+            # Masked before the estimate: exp of a masked token may overflow, and 0 * inf in the backward is NaN.
+            policy_logprobs, ref_logprobs = (
+                torch.where(mask, logprobs, 0.0) for logprobs in (scores.logprobs, batch.ref_logprobs)
+            )
+            kl_sum = kl_estimate(policy=policy_logprobs, reference=ref_logprobs, kind=algorithm.kl_estimator).sum()
             loss_sum = loss_sum + algorithm.kl_coef * kl_sum
         count = int(policy.num_tokens)
         self.statistics.mean("clip_fraction", float(policy.clip_count), count)

@@ -58,11 +58,14 @@ class RunFolder:
             )
 
     def open(self, config: GRPOConfig, steps_done: int) -> None:
-        """Saves the config and drops what an interrupted run logged after the checkpoint that is continued."""
+        """Saves the config; what an interrupted run logged after the checkpoint that is continued is dropped."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
         for path in (self._metrics, self._samples):
-            _keep_steps(path, steps_done)
+            if steps_done:
+                _keep_steps(path, steps_done)
+            elif path.exists():
+                path.rename(_unused_name(path))  # a run that starts over leaves what the last one logged
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -117,11 +120,18 @@ def _keep_steps(path: Path, steps_done: int) -> None:
             row = json.loads(line)
         except ValueError:
             continue  # the line that a kill cut short
-        if steps_done and row["step"] <= steps_done:
+        if row["step"] <= steps_done:
             kept.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     temporary.replace(path)
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:

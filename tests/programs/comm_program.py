@@ -56,6 +56,9 @@ def check_all_gather(comm):
     assert_close(comm.all_gather(rows), torch.ones(3, 2))
     assert_close(comm.all_gather(torch.tensor(rank)), torch.tensor([0, 1]))
     assert_close(comm.all_gather(rank + 5), torch.tensor([5, 6]))
+    other_order = {"a": torch.tensor([1]), "b": torch.tensor([2])}
+    other_order = other_order if rank == 0 else dict(reversed(other_order.items()))
+    assert {key: value.tolist() for key, value in comm.all_gather(other_order).items()} == {"a": [1, 1], "b": [2, 2]}
     gathered = comm.all_gather({"x": torch.arange(rank + 1)})
     assert gathered["x"].tolist() == [0, 0, 1]
     assert comm.all_gather(torch.zeros(0, 4)).shape == (0, 4)

@@ -253,7 +253,7 @@ def check_checkpoint(strategy):
     strategy.save_ckpt(policy, folder, tag="best", max_mem=0)
 
     other, optimizer = fresh(strategy, seed=5)
-    path, client_state = strategy.load_ckpt(other, folder)
+    path, client_state = strategy.load_ckpt(other, folder, tag="step-000002")
     assert client_state == {"cursor": [1, 2], "name": "x"}
     assert Path(path).name == "step-000002"
     assert strategy.global_step == 2

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from lightrl.config import GRPOConfig, StrategyOptions
+from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor, strategy_class
+from lightrl.strategy.schedules import build_lr_scheduler
 from lightrl.strategy.single import SingleStrategy
 from lightrl.testing import run_program, run_spmd
 
@@ -212,6 +214,117 @@ def test_multimodal_inputs_in_both_formats() -> None:
         build(["p", "q"], ["a", "b", "c"], None, None, None)
 
 
+def test_foreign_schedules_and_dataclass_args() -> None:
+    assert StrategyOptions.from_args(Namespace(lr_scheduler="cosine_with_min_lr")).optim.schedule == "cosine"
+    with pytest.raises(ValueError, match="Unknown learning-rate schedule 'polynomial'"):
+        StrategyOptions.from_args(Namespace(lr_scheduler="polynomial"))
+    assert StrategyOptions.from_args(Own(lr=0.5)).lr == 0.5
+
+
+@dataclass(slots=True)
+class Own:
+    """A user's own options; with slots it has no __dict__."""
+
+    lr: float
+
+
+def test_a_flush_takes_the_mean_of_what_was_accumulated() -> None:
+    strategy = SingleStrategy(0, 0.0, 1, 4)
+    assert strategy.accumulation_steps == 4
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for value in (1.0, 3.0):
+        strategy.backward(model(torch.tensor([[value]])).sum(), model, optimizer)
+    step = strategy.optimizer_step(optimizer, model, None, is_boundary=True)
+    assert step.grad_norm == 2.0  # (1 + 3) / 2, not / 4
+    done = []
+    for value in (1.0, 3.0, 5.0, 7.0):
+        strategy.backward(model(torch.tensor([[value]])).sum(), model, optimizer)
+        done.append(strategy.optimizer_step(optimizer, model, None))
+    assert [step.stepped for step in done] == [False, False, False, True]
+    assert done[-1].grad_norm == 4.0  # (1 + 3 + 5 + 7) / 4
+    strategy.backward(model(torch.tensor([[1.0]])).sum(), model, optimizer)
+    assert not strategy.optimizer_step(optimizer, model, None, is_boundary=False).stepped
+
+
+class WithHead(torch.nn.Module):
+    """A critic's shape: an inner model, a head beside it, and a buffer that belongs to the saved state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hf = torch.nn.Linear(2, 2)
+        self.value_head = torch.nn.Linear(2, 1)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.value_head(self.hf(batch))
+        return result
+
+
+def test_a_checkpoint_holds_heads_and_buffers_and_tags_round_trip(tmp_path: Path) -> None:
+    strategy = single()
+
+    def trained() -> WithHead:
+        model = WithHead()
+        strategy.register(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        return model
+
+    model = trained()
+    strategy.train_batch([torch.ones(1, 2)], lambda out, mb: out.sum(), len, model=model)
+    model.count.fill_(3.0)
+    for tag in ("100", "global_step4", "best"):
+        strategy.save_ckpt(model, str(tmp_path), tag=tag, max_num=2, max_mem=0, client_state={"tag": tag})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "global_step4"]
+    other = trained()
+    _, client_state = strategy.load_ckpt(other, str(tmp_path))
+    assert client_state == {"tag": "best"}
+    for name, value in model.state_dict().items():
+        assert_close(other.state_dict()[name], value, atol=0, rtol=0)
+    strategy.train_batch([torch.ones(1, 2)], lambda out, mb: out.sum(), len, model=other)
+    strategy.train_batch([torch.ones(1, 2)], lambda out, mb: out.sum(), len, model=model)
+    assert_close(other.value_head.weight, model.value_head.weight, atol=0, rtol=0)  # its moments came too
+    strategy.save_ckpt(model, str(tmp_path), tag="100", max_num=3, max_mem=0)
+    assert strategy.load_ckpt(other, str(tmp_path), tag="100")[0].parent.name == "100"
+    with pytest.raises(ValueError, match=r"client_state\['where'\] is a PosixPath, which cannot be loaded safely"):
+        strategy.save_ckpt(model, str(tmp_path), client_state={"where": tmp_path})
+    strategy.offload_optimizer()
+    with pytest.raises(RuntimeError, match="optimizer's states are offloaded"):
+        strategy.save_ckpt(model, str(tmp_path))
+
+
+def test_a_resumed_schedule_is_that_of_the_new_options(tmp_path: Path) -> None:
+    strategy = single()
+    rates = []
+    for lr in (1.0, 2.0):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        scheduler = build_lr_scheduler(optimizer, OptimConfig(schedule="linear"), total_steps=4)
+        strategy.register(model, optimizer, scheduler)
+        if rates:
+            strategy.load_ckpt(model, str(tmp_path))
+        strategy.train_batch([torch.ones(1, 1)], lambda out, mb: out.sum(), len, model=model)
+        rates.append(optimizer.param_groups[0]["lr"])
+        strategy.save_ckpt(model, str(tmp_path))
+    assert rates == [0.75, 1.0]  # 1 x 3/4 after one step, 2 x 2/4 after the second
+
+
+def test_gradients_left_offloaded_are_dropped() -> None:
+    strategy = single()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.register(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    strategy.offload_param_and_grad(offload_grad=True)
+    strategy.load_param_and_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    strategy.offload_param_and_grad(offload_grad=True)
+    strategy.load_param_and_grad(load_grad=True)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
 def test_is_actor() -> None:
     model = torch.nn.Linear(1, 1)
     assert not is_actor(model)
@@ -232,7 +345,7 @@ def test_seeds_and_the_deterministic_mode() -> None:
         assert torch.are_deterministic_algorithms_enabled()
         first = torch.rand(1)
         single().set_seed(5)
-        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()  # another strategy leaves the user's own setting alone
         assert torch.equal(first, torch.rand(1))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -36,8 +36,12 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
         file.write('{"step": 5, "lo')
     folder.open(GRPOConfig(), 3)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
-    folder.open(GRPOConfig(), 0)  # from the beginning
-    assert folder.metrics() == []
+    for _ in range(2):
+        folder.open(GRPOConfig(), 0)  # from the beginning: what was logged is kept aside
+        assert folder.metrics() == []
+        folder.append_metrics(1, {"loss": 9.0})
+    assert len((folder.root / "metrics.old-1.jsonl").read_text().splitlines()) == 4
+    assert len((folder.root / "metrics.old-2.jsonl").read_text().splitlines()) == 1
 
 
 def test_rows_are_plain_json(tmp_path: Path) -> None:
