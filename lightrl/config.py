@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -200,7 +201,9 @@ class GRPOConfig:
     """Processes and devices."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_batches(self)
+        _check_numbers(self)
         _check_ranges(self)
 
     @property
@@ -228,6 +231,24 @@ def describe_batches(config: GRPOConfig, world_size: int) -> str:
     )
 
 
+def _check_types(config: Any, prefix: str = "") -> None:
+    """What the command line's parser checks, for those who build a config in Python."""
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        name, hint, value = f"{prefix}{item.name}", hints[item.name], getattr(config, item.name)
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):  # type: ignore[arg-type]
+                raise TypeError(f"{name} must be a {hint.__name__}, not {value!r}.")  # type: ignore[union-attr]
+            _check_types(value, f"{name}.")
+        elif get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
+        elif hint in (bool, int, float, str):
+            is_right = isinstance(value, int | float if hint is float else hint)
+            if not is_right or (isinstance(value, bool) and hint is not bool):
+                raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
+
+
 def _check_batches(config: GRPOConfig) -> None:
     for name in ("num_prompts", "num_minibatches", "num_epochs", "max_new_tokens", "max_tokens_per_microbatch"):
         if getattr(config, name) < 1:
@@ -252,6 +273,19 @@ def nearest_multiples(value: int, divisor: int, name: str) -> str:
     low = value // divisor * divisor
     options = [low, low + divisor] if low else [divisor]
     return f"Nearest valid {name}: {' or '.join(map(str, options))}."
+
+
+def _check_numbers(config: GRPOConfig) -> None:
+    for name, value in {"lr": config.lr, "temperature": config.temperature}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"--{name} is {value}: it must be a finite number.")
+    if not all(0 <= beta < 1 for beta in config.optim.betas) or not config.optim.eps > 0:
+        raise ValueError(
+            f"--optim.betas {config.optim.betas} and --optim.eps {config.optim.eps}: the betas must be in [0, 1) and "
+            "eps above 0."
+        )
+    if not -(2**63) <= config.seed < 2**63:
+        raise ValueError(f"--seed {config.seed}: it must fit in 64 bits.")
 
 
 def _check_ranges(config: GRPOConfig) -> None:
@@ -293,8 +327,8 @@ def _check_ranges(config: GRPOConfig) -> None:
             f"--temperature is {config.temperature}: it must be above 0, since greedy samples of a prompt are all the "
             "same and teach nothing. For a greedy evaluation use --eval.temperature 0."
         )
-    if not config.distributed.timeout_s > 0:
-        raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0 seconds.")
+    if not 0 < config.distributed.timeout_s <= 1e7:
+        raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
 
 
 ConfigT = TypeVar("ConfigT", bound=GRPOConfig)
@@ -313,12 +347,16 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
 
 
 def exit_with_user_error(error: BaseException) -> NoReturn:
+    tell_user_error(error)
+    raise SystemExit(2) from error
+
+
+def tell_user_error(error: BaseException) -> None:
     """Every rank says it, since torchrun stops the others as soon as the first one leaves."""
     rank = os.environ.get("RANK")
     where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     sys.stderr.write(f"{where}error: {error}\n")
     sys.stderr.flush()
-    raise SystemExit(2) from error
 
 
 def _config_path(args: Sequence[str]) -> str:
@@ -339,7 +377,7 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         raise FileNotFoundError(f"--config {path}: there is no such file.")
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
@@ -348,6 +386,8 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
     for name, value in _flatten(content):
         if name not in known:
             raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, known)}")
+        if value is None:
+            raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
         if name == "config":
             continue  # the path that this very run was started with
         values = value if isinstance(value, list) else [value]

@@ -70,6 +70,9 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--temperature", "0"], "--temperature is 0.0: it must be above 0"),
         (["--algorithm.clip_low", "2"], "--algorithm.clip_low is 2.0: it must be between 0 and 1"),
         (["--lr", "-1"], "--lr is -1.0: it must be 0 or above"),
+        (["--lr", "inf"], "--lr is inf: it must be a finite number"),
+        (["--optim.betas", "2", "3"], "the betas must be in [0, 1)"),
+        (["--seed", "99999999999999999999999"], "it must fit in 64 bits"),
         (["--checkpoint.keep", "0"], "--checkpoint.keep is 0: it must be at least 1"),
     ],
 )
@@ -86,6 +89,7 @@ def test_a_mistake_ends_with_code_2_and_says_what_to_do(
         ("- a\n- b\n", "must hold `option: value` lines, not a list"),
         ("lr: [1\n", "is not valid YAML"),
         ("lr: fast\n", "Error parsing --lr"),
+        ("output_dir:\n", "output_dir has no value. Give one, or leave the line out"),
     ],
 )
 def test_a_mistake_in_the_yaml_names_the_file(
@@ -95,6 +99,21 @@ def test_a_mistake_in_the_yaml_names_the_file(
     path.write_text(content)
     message = fail(capsys, "--config", str(path))
     assert text in message
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_steps": 1.5}, "max_steps must be int, not 1.5"),
+        ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
+        ({"lr": "1e-4"}, "lr must be float, not '1e-4'"),
+        ({"optim": {"eps": 1}}, "optim must be a OptimConfig"),
+        ({"train_data": None}, "train_data must be str, not None"),
+    ],
+)
+def test_a_config_built_in_python_is_checked_too(values: dict[str, object], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        GRPOConfig(**values)  # type: ignore[arg-type]
 
 
 def test_a_missing_yaml(capsys: pytest.CaptureFixture[str]) -> None:

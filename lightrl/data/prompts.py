@@ -137,7 +137,7 @@ def _load_directory(path: Path) -> list[LocatedRecord]:
     is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by save_to_disk
     try:
         loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
     return _locate(_train_split(loaded, path), path)
 
@@ -152,7 +152,7 @@ def _load_from_hub(source: str) -> list[LocatedRecord]:
     datasets = _import_datasets(source)
     try:
         return _locate(datasets.load_dataset(owner_and_name, config, split=split or "train"), source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
         ) from error
@@ -194,7 +194,7 @@ def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, An
             return field, record[field]
     raise ValueError(
         f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field that "
-        "holds the prompt by --prompt_field."
+        "holds the prompt by --data.prompt_field."
     )
 
 
@@ -214,7 +214,7 @@ def _tokenize(
     if not has_template:
         raise ValueError(
             f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
-            "has one, or give the prompt as a string with --chat_template never."
+            "has one, or give the prompt as a string with --data.chat_template never."
         )
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -13,14 +13,19 @@ BUILTIN_ENGINES = {"native": "lightrl.engines.native.build:build_native_engine"}
 
 
 def check_engine_name(name: str) -> None:
-    """ValueError unless it is a built-in name or an import path; imports no engine."""
-    if ":" not in name and name not in BUILTIN_ENGINES:
+    """ValueError unless it is a built-in name, which imports nothing, or a user's own that can be imported."""
+    if name not in BUILTIN_ENGINES:
         load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
 
 
 def create_engine(name: str, *, source: Any, tokenizer: Any, options: Any, device: torch.device) -> InferenceEngine:
     """Calls the engine's class or factory with the trainer's unwrapped model, the tokenizer and the options."""
     factory = load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+    missing = sorted(getattr(factory, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(f"Engine {name!r} does not implement {', '.join(missing)}.")
+    if isinstance(factory, type) and not issubclass(factory, InferenceEngine):
+        raise ValueError(f"Engine {name!r} is no subclass of lightrl.InferenceEngine.")
     engine = factory(source=source, tokenizer=tokenizer, options=options, device=device)
     if not isinstance(engine, InferenceEngine):
         raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")

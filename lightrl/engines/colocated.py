@@ -47,10 +47,23 @@ class ColocatedEngine:
             raise RuntimeError("The engine has no weights yet. Call update_engine_weights(actor) before generating.")
         self._check_prompts(prompts, params)
         try:
-            return self.engine.generate(prompts, params)
+            completions = self.engine.generate(prompts, params)
         except BaseException:
             self.engine.abort()  # left-over requests would join the next call
             raise
+        self._check_completions(completions, sum(param.n for param in params))
+        return completions
+
+    def _check_completions(self, completions: Sequence[Completion], wanted: int) -> None:
+        name = type(self.engine).__name__
+        if len(completions) != wanted:
+            raise RuntimeError(f"{name} gave {len(completions)} completions for {wanted} samples.")
+        for place, item in enumerate(completions):
+            lengths = (len(item.output_token_ids), len(item.logprobs), len(item.versions))
+            if len(set(lengths)) > 1:
+                raise RuntimeError(
+                    f"{name}: completion {place} has tokens, logprobs and versions of lengths {lengths}."
+                )
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
         if len(prompts) != len(params):

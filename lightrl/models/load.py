@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from lightrl.models.policy import Policy
 
 disable_progress_bar()  # every rank would draw one; the run has its own
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def check_model_folder(path: str) -> None:
+    """Says what a local folder lacks before transformers takes it for the name of a repository."""
+    folder = Path(path).expanduser()
+    looks_local = path.startswith(("/", ".", "~")) or folder.exists()
+    if not path or (":" in path and not folder.exists()):
+        raise ValueError(f"--model {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
+    if not looks_local:
+        return
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--model {path}: there is no such folder.")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"--model {path}: the folder has no config.json, so it holds no Hugging Face model.")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise FileNotFoundError(f"--model {path}: the folder has no tokenizer. Save it there with save_pretrained().")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -29,7 +50,10 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int:
 def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
     """The model in float32. materialize=False builds it on the meta device, for ranks that get its weights later."""
     if materialize:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except SafetensorError as error:
+            raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
     else:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta") if not materialize else nullcontext():

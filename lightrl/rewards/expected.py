@@ -9,5 +9,7 @@ def expected_answer(sample: Sample) -> str:
     """The prompt's answer as text, stripped; a ValueError if it has none, since a reward of 0 would hide that."""
     answer = sample.prompt.answer
     if answer is None or not str(answer).strip():
-        raise ValueError("the prompt has no answer to compare with. Name the field that holds it by --answer_field")
+        raise ValueError(
+            "the prompt has no answer to compare with. Name the field that holds it by --data.answer_field"
+        )
     return str(answer).strip()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightrl.checkpoint import load_json, save_json, save_tensors
@@ -61,8 +61,12 @@ class TensorReader:
         return set(self._files)
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._directory / self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        path = self._directory / self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}). Continue another step with --resume PATH.") from error
         return tensor
 
 

@@ -16,7 +16,7 @@ from lightrl.data.prompts import build_prompts, load_records
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines import check_engine_name
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
-from lightrl.models.load import context_length, load_policy, load_tokenizer
+from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Experience, Prompt
 from lightrl.rewards import AnyReward, load_reward
@@ -82,8 +82,11 @@ class Trainer(ABC):
 
     def _open_folder(self) -> tuple[RunFolder, Path | None]:
         """Every rank looks; rank 0's name for a new folder holds for all."""
-        root = Path(self.config.output_dir) if self.config.output_dir else new_run_path("grpo")
-        folder = RunFolder(self.strategy.comm.broadcast_object(root.absolute()))
+        if self.config.output_dir:
+            root = Path(self.config.output_dir).absolute()
+        else:
+            root = new_run_path("grpo").absolute() if self.strategy.comm.is_main else Path()
+        folder = RunFolder(self.strategy.comm.broadcast_object(root))
         folder.check(self.config)
         # Rank 0 decides: loading is a collective, and a shared file system may show ranks different things.
         return folder, self.strategy.comm.broadcast_object(find_checkpoint(self.config, folder.checkpoints))
@@ -98,6 +101,8 @@ class Trainer(ABC):
     def _find_model(self) -> str:
         """The path or name to load; the built-in model is made by rank 0 while the others wait."""
         if self.config.model != BUILTIN_MODEL:
+            with self.strategy.comm.phase("set-up", local=True):
+                check_model_folder(self.config.model)
             return self.config.model
         path = ""
         with self.strategy.comm.phase("building the built-in model", local=True):
@@ -110,7 +115,12 @@ class Trainer(ABC):
             return []
         config = self.config
         context = context_length(self._model_path, trust_remote_code=config.trust_remote_code)
-        return build_prompts(
+        if context <= config.max_new_tokens:
+            raise ValueError(
+                f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+                f"{context} tokens."
+            )
+        prompts = build_prompts(
             records,
             self.tokenizer,
             prompt_field=config.data.prompt_field,
@@ -118,6 +128,13 @@ class Trainer(ABC):
             max_prompt_tokens=context - config.max_new_tokens,
             chat_template=config.data.chat_template,
         )
+        longest = max(len(prompt.token_ids) for prompt in prompts) + config.max_new_tokens
+        if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
+            raise ValueError(
+                f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
+                f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
+            )
+        return prompts
 
     def _models(self) -> tuple[Policy, Any, Any, Policy | None]:
         config, strategy = self.config, self.strategy

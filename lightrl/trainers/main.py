@@ -6,9 +6,10 @@ import logging
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 from lightrl.comm import RankError
-from lightrl.config import GRPOConfig, exit_with_user_error
+from lightrl.config import GRPOConfig, tell_user_error
 from lightrl.trainers.base import Trainer
 
 
@@ -22,6 +23,9 @@ def run_trainer(trainer_class: type[Trainer], config: GRPOConfig) -> None:
     except RankError as error:
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
         _exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command with this --output_dir goes on from the newest checkpoint\n")
+        _exit(130)
     except Exception:
         traceback.print_exc()
         _exit(1)
@@ -31,11 +35,12 @@ def _build(trainer_class: type[Trainer], config: GRPOConfig) -> Trainer:
     """What is wrong with the options, the data or the folder shows here, before anything is trained or written."""
     try:
         return trainer_class(config)
-    except (ValueError, OSError) as error:
-        exit_with_user_error(error)
+    except (ValueError, OSError, ImportError, SyntaxError) as error:
+        tell_user_error(error)
+        _exit(2)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     """At once: tearing a broken process group down can wait for a peer that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()

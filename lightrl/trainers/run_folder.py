@@ -36,9 +36,13 @@ class RunFolder:
 
     def check(self, config: GRPOConfig) -> None:
         """Refuses a folder that holds something else; changes nothing."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"--output_dir {self.root} is a file. Name a folder.")
         if not self.root.exists() or not any(self.root.iterdir()):
             return
         saved = self.root / "config.yaml"
+        if saved.exists() and not self._metrics.exists() and not self.checkpoints.exists():
+            return  # that run ended before its first step
         if not saved.exists():
             raise ValueError(
                 f"--output_dir {self.root} is not empty and is no run of lightrl (it has no config.yaml). "
@@ -49,7 +53,7 @@ class RunFolder:
                 f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
                 "this one, or continue it with --resume auto."
             )
-        different = _differences(yaml.safe_load(saved.read_text()), as_dict(config))
+        different = _differences(_read_config(saved), as_dict(config))
         if different:
             listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
             raise ValueError(
@@ -81,7 +85,26 @@ class RunFolder:
 
 
 def new_run_path(kind: str) -> Path:
-    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    """Makes a folder that no other run has, even one started in the same second."""
+    name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Choose another --output_dir.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
+    return content
 
 
 def find_checkpoint(config: GRPOConfig, checkpoints: Path) -> Path | None:

@@ -144,6 +144,25 @@ def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     assert ready.sleep() == 100  # aborts them first
 
 
+def test_an_engine_that_loses_samples_or_logprobs_is_named(
+    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="RecordingEngine gave 1 completions for 2 samples"):
+        ready.generate([[1]], [SamplingParams(max_new_tokens=2, n=2)])
+    short = Completion(
+        request_id=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        output_token_ids=(1, 2),
+        logprobs=(-1.0,),
+        versions=(0, 0),
+        finish_reason="stop",
+    )
+    monkeypatch.setattr(ready.engine, "generate", lambda prompts, params: [short])
+    with pytest.raises(RuntimeError, match=r"completion 0 has tokens, logprobs and versions of lengths \(2, 1, 2\)"):
+        ready.generate([[1]], [TWO])
+
+
 def make_engine(**_: object) -> InferenceEngine:
     return RecordingEngine()
 

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
-from lightrl.models.load import context_length, load_policy, load_tokenizer
+from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +41,27 @@ def test_a_reference_is_no_actor(folder: str) -> None:
 def test_tokenizer_and_context(folder: str) -> None:
     assert load_tokenizer(folder)("1+1=")["input_ids"] == [3, 12, 3, 13]
     assert context_length(folder) == tiny_model()[0].config.max_position_embeddings
+
+
+def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path) -> None:
+    check_model_folder(folder)
+    check_model_folder("Qwen/Qwen2.5-0.5B")  # a name: transformers looks it up
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        check_model_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        check_model_folder(str(tmp_path))
+    for name in ("", "builtin:subtraction"):
+        with pytest.raises(ValueError, match="neither a folder, nor a Hugging Face name"):
+            check_model_folder(name)
+
+
+def test_damaged_weights_are_told(folder: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match="its weights cannot be read"):
+        load_policy(str(copy), materialize=True)

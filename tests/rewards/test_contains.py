@@ -39,6 +39,6 @@ def test_the_answer_counts_wherever_it_stands(text: str, answer: Any, reward: fl
 @pytest.mark.parametrize("answer", [None, "", " "])
 def test_a_prompt_without_an_answer_is_refused(answer: Any) -> None:
     with pytest.raises(
-        ValueError, match="has no answer to compare with. Name the field that holds it by --answer_field"
+        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
     ):
         contains(answered("None", answer))

@@ -41,6 +41,6 @@ def test_only_the_whole_answer_counts(text: str, answer: Any, reward: float) -> 
 @pytest.mark.parametrize("answer", [None, "", " "])
 def test_a_prompt_without_an_answer_is_refused(answer: Any) -> None:
     with pytest.raises(
-        ValueError, match="has no answer to compare with. Name the field that holds it by --answer_field"
+        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
     ):
         exact_match(answered("None", answer))

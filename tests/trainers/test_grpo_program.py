@@ -197,6 +197,7 @@ def test_bad_inputs_are_told_before_a_model_is_loaded(toy: Path, toy_flags: list
     long_prompt = tmp_path / "long.jsonl"
     long_prompt.write_text(json.dumps({"prompt": "1" * 600, "answer": "2"}) + "\n")
     no_model = [*toy_flags, "--model", str(tmp_path / "no_model")]
+    (tmp_path / "broken.py").write_text("def reward(sample)\n")
     cases = [
         ([*no_model, "--train_data", "nowhere.jsonl"], "nowhere.jsonl"),
         ([*no_model, "--train_data", str(bad_line)], f"{bad_line}:2"),
@@ -204,7 +205,12 @@ def test_bad_inputs_are_told_before_a_model_is_loaded(toy: Path, toy_flags: list
         ([*no_model, "--engine", "vlm"], "Unknown engine 'vlm'"),
         ([*no_model, "--reward", "exact_mtch"], "exact_match"),
         ([*no_model, "--resume", "nowhere"], "--resume nowhere: there is no such folder"),
+        (no_model, f"--model {tmp_path / 'no_model'}: there is no such folder"),
+        ([*no_model, "--reward", f"{tmp_path / 'broken.py'}:reward"], "broken.py"),
+        ([*no_model, "--engine", "nowhere.mine:Engine"], "there is no module 'nowhere'"),
         ([*toy_flags, "--train_data", str(long_prompt)], f"{long_prompt}:1"),
+        ([*toy_flags, "--max_new_tokens", "100000"], "leaves no room for a prompt in the model's context"),
+        ([*toy_flags, "--max_tokens_per_microbatch", "9"], "raise it to at least 14"),
     ]
     for flags, text in cases:
         assert text in fail(flags, tmp_path / "run", code=2), flags

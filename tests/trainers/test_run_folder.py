@@ -7,7 +7,7 @@ import pytest
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.run_folder import RunFolder, find_checkpoint
+from lightrl.trainers.run_folder import RunFolder, find_checkpoint, new_run_path
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:
@@ -21,8 +21,31 @@ def test_a_new_or_empty_folder_is_fine(tmp_path: Path) -> None:
     RunFolder(tmp_path).check(GRPOConfig())
 
 
+def test_a_folder_that_never_got_to_a_step_is_taken_over(tmp_path: Path) -> None:
+    used(tmp_path).check(GRPOConfig(lr=0.1))
+
+
+def test_new_folders_are_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [new_run_path("grpo") for _ in range(3)]  # in the same second, more often than not
+    assert len(set(paths)) == 3
+    assert all(path.is_dir() for path in paths)
+
+
+def test_a_damaged_config_and_a_file_are_told(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    folder.append_metrics(1, {})
+    (folder.root / "config.yaml").write_text("")
+    with pytest.raises(ValueError, match="config.yaml is damaged"):
+        folder.check(GRPOConfig())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file. Name a folder"):
+        RunFolder(tmp_path / "file").check(GRPOConfig())
+
+
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
     folder = used(tmp_path)
+    folder.append_metrics(1, {})
     folder.check(GRPOConfig(max_steps=500, strategy="fsdp", micro_batch_size=2))
     with pytest.raises(ValueError, match="belongs to another run: lr was 0.0001, now 0.1; seed was 0, now 3"):
         folder.check(GRPOConfig(lr=0.1, seed=3))
