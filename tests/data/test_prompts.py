@@ -269,7 +269,7 @@ MESSAGE = {"role": "user", "content": "add"}
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "add"}, r"neither 'prompt' nor 'messages', only \['text'\]. Name the field .* by --data.prompt_field"),
+        ({"text": "add"}, r"neither 'prompt' nor 'messages', only \['text'\]. .* by --data.prompt_field"),
         ({"prompt": None}, "neither 'prompt' nor 'messages'"),
         ({"prompt": " \n"}, "'prompt' is empty"),
         ({"prompt": 3}, "'prompt' is a int. It must be a string, or a list of messages"),
