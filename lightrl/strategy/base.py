@@ -605,6 +605,7 @@ class StrategyBase(ABC):
             self.maybe_offload_optimizer(entry.optimizer)
 
     def load_optimizer(self, device_id: Any = None) -> None:
+        """Brings all states back to the device they left, whatever device_id says."""
         for entry in self._trained:
             self.maybe_load_optimizer(entry.optimizer)
 
@@ -617,7 +618,10 @@ class StrategyBase(ABC):
                 self._offloader(f"gradients {id(entry.model)}").offload(offload.gradient_tensors(entry.model))
 
     def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> None:
-        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped."""
+        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
+
+        They return to the device they left, whatever device_id says.
+        """
         for entry in self._trained:
             self._offloader(f"parameters {id(entry.model)}").restore()
             gradients = self._offloader(f"gradients {id(entry.model)}")

@@ -148,10 +148,10 @@ class TorchStrategy(StrategyBase):
         save_latest: bool = True,
     ) -> None:
         """A tag is a folder of its own under save_dir; at most max_num tags are kept."""
-        client_state = _checked_client_state(client_state or {})
         root = Path(save_dir) / tag if tag else Path(save_dir)
         directory = CheckpointDirectory(root, keep=max_num, max_bytes=max_mem * _MEGABYTE)
         with self.comm.phase("checkpoint", local=True):
+            client_state = _checked_client_state(client_state or {})
             temporary = directory.begin(self.global_step) if self.comm.is_main else None
         path = self.comm.broadcast_object(temporary)
         assert path is not None

@@ -51,8 +51,8 @@ class Trainer(ABC):
         self.step_index = 0
         self.statistics = Statistics()
         self.watch = Stopwatch()
+        self.folder, self._checkpoint = self._open_folder()
         with self.strategy.comm.phase("set-up", local=True):
-            self.folder, self._checkpoint = self._open_folder()
             if self._checkpoint is not None and not self._checkpoint.is_dir():
                 raise FileNotFoundError(f"{self._checkpoint} is not there for every rank: use a folder that all see.")
             train_records, eval_records = self._records()
@@ -81,15 +81,21 @@ class Trainer(ABC):
     # ---- Set-up ------------------------------------------------------------------------------------------------
 
     def _open_folder(self) -> tuple[RunFolder, Path | None]:
-        """Every rank looks; rank 0's name for a new folder holds for all."""
-        if self.config.output_dir:
-            root = Path(self.config.output_dir).absolute()
-        else:
-            root = new_run_path("grpo").absolute() if self.strategy.comm.is_main else Path()
-        folder = RunFolder(self.strategy.comm.broadcast_object(root))
-        folder.check(self.config)
-        # Rank 0 decides: loading is a collective, and a shared file system may show ranks different things.
-        return folder, self.strategy.comm.broadcast_object(find_checkpoint(self.config, folder.checkpoints))
+        """Rank 0 looks and decides, and what is wrong is raised on all: ranks may see different files."""
+        comm = self.strategy.comm
+        found: tuple[Path, Path | None] | str = ""
+        if comm.is_main:
+            try:
+                root = Path(self.config.output_dir) if self.config.output_dir else new_run_path("grpo")
+                folder = RunFolder(root.absolute())
+                folder.check(self.config)
+                found = folder.root, find_checkpoint(self.config, folder.checkpoints)
+            except (ValueError, OSError) as error:
+                found = str(error)
+        found = comm.broadcast_object(found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return RunFolder(found[0]), found[1]
 
     def _records(self) -> tuple[list[Any], list[Any]]:
         train = load_records(self.config.train_data)

@@ -227,6 +227,9 @@ def test_a_folder_of_another_run_is_left_alone(
     assert "belongs to another run: lr was 0.001, now 0.005" in message
     message = fail([*toy_flags, *VARIANTS["one update"], "--resume", "never"], folder, code=2)
     assert "already holds a run and --resume is never" in message
+    message = fail([*toy_flags, "--lr", "5e-3", *VARIANTS["one update"], "--strategy", "fsdp"], folder, code=2, world=2)
+    assert "belongs to another run" in message  # rank 0 looks, both ranks leave with it
+    assert "failed in phase" not in message
     (tmp_path / "mine.txt").write_text("x")
     assert "is no run of lightrl" in fail(toy_flags, tmp_path, code=2)
     assert (folder / "metrics.jsonl").read_text() == before
