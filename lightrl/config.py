@@ -139,7 +139,21 @@ class GRPOConfig:
     """How the model is spread: single, fsdp, or your own class as package.module:MyStrategy. auto is single in one
     process, else fsdp."""
     engine: str = "native"
-    """What generates: native, or your own class as package.module:MyEngine."""
+    """What generates: native, vllm, sglang, or your own class as package.module:MyEngine."""
+    engine_tp_size: int = 1
+    """Consecutive ranks that share one engine by tensor parallelism."""
+    engine_mem_fraction: float = 0.4
+    """Share of a GPU's memory for the engine's weights and KV cache while it is awake (vllm, sglang)."""
+    engine_args: tuple[str, ...] = ()
+    """More of the engine's own arguments as name=value, for vllm those of LLM(), for sglang those of Engine()."""
+    engine_sleep_level: Literal[1, 2] = 1
+    """What the engine gives up while the model trains: 1 the KV cache (vllm moves its weights to host memory), 2 the
+    weights too, which the next weight sync brings back."""
+    sync_bucket_mb: int = 512
+    """Whole weights that a weight sync holds at a time, beyond those of trainer and engine."""
+    canary_every: int = 50
+    """Weight syncs between comparisons of a few logprobs, engine against trainer; the first sync is always compared.
+    0 never compares."""
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
     eval_data: str = ""
@@ -302,11 +316,14 @@ def _check_ranges(config: GRPOConfig) -> None:
         "eval.max_prompts": config.eval.max_prompts,
         "checkpoint.every": config.checkpoint.every,
         "log.samples_per_step": config.log.samples_per_step,
+        "canary_every": config.canary_every,
     }
     for name, value in not_negative.items():
         if not value >= 0:
             raise ValueError(f"--{name} is {value}: it must be 0 or above.")
     at_least_one = {
+        "engine_tp_size": config.engine_tp_size,
+        "sync_bucket_mb": config.sync_bucket_mb,
         "checkpoint.keep": config.checkpoint.keep,
         "native.max_num_seqs": config.native.max_num_seqs,
         "fsdp.replicate_size": config.fsdp.replicate_size,
@@ -327,8 +344,24 @@ def _check_ranges(config: GRPOConfig) -> None:
             f"--temperature is {config.temperature}: it must be above 0, since greedy samples of a prompt are all the "
             "same and teach nothing. For a greedy evaluation use --eval.temperature 0."
         )
+    if not 0 < config.engine_mem_fraction < 1:
+        raise ValueError(f"--engine_mem_fraction is {config.engine_mem_fraction}: it must be between 0 and 1.")
+    engine_arguments(config)
     if not 0 < config.distributed.timeout_s <= 1e7:
         raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
+
+
+def engine_arguments(config: Any) -> dict[str, Any]:
+    """--engine_args as a dict; the values are read as YAML, so 4, 0.5, true and [a, b] are what they look like."""
+    found: dict[str, Any] = {}
+    for item in config.engine_args:
+        name, separator, value = item.partition("=")
+        if not separator or not name.isidentifier():
+            raise ValueError(f"--engine_args {item!r}: it must be name=value, as in max_num_seqs=64.")
+        if name in found:
+            raise ValueError(f"--engine_args: {name} is given twice.")
+        found[name] = yaml.safe_load(value)
+    return found
 
 
 ConfigT = TypeVar("ConfigT", bound=GRPOConfig)
@@ -447,7 +480,6 @@ _FOREIGN_NAMES = {
     "lr_warmup_steps": "optim.warmup_steps",
     "lr_scheduler": "optim.schedule",
     "engine_type": "engine",
-    "engine_tp_size": "engine_group_size",
 }
 
 
@@ -460,7 +492,13 @@ class StrategyOptions:
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     engine: str = "native"
-    engine_group_size: int = 1
+    engine_tp_size: int = 1
+    engine_mem_fraction: float = 0.4
+    engine_args: tuple[str, ...] = ()
+    engine_sleep_level: int = 1
+    sync_bucket_mb: int = 512
+    canary_every: int = 50
+    trust_remote_code: bool = False
     exact_batches: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

@@ -4,11 +4,60 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from lightrl.comm import Comm
 from lightrl.records import FinishReason
+
+T = TypeVar("T")
+EnginePart = Literal["weights", "kv_cache"]  # what wakes up by itself
+
+
+class WeightSyncError(ValueError):
+    """The engine does not hold the trainer's weights; the message names the parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrompt:
+    """What one request starts from."""
+
+    token_ids: tuple[int, ...]  # ONE placeholder per image or video, however many tokens the model makes of it
+    images: tuple[Any, ...] = ()  # PIL images, in the order of their placeholders
+    videos: tuple[Any, ...] = ()  # uint8 arrays [frames, height, width, 3]
+
+
+AnyPrompt = EnginePrompt | Sequence[int]
+
+
+def as_prompt(prompt: AnyPrompt) -> EnginePrompt:
+    """Plain token ids are a prompt too."""
+    if isinstance(prompt, EnginePrompt):
+        return prompt
+    return EnginePrompt(token_ids=tuple(int(token) for token in prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """The consecutive ranks that drive one engine together (tensor parallelism); a group of one by default."""
+
+    comm: Comm = field(default_factory=Comm)
+    handle: Any = None  # gloo process group, None for one rank
+    size: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank % self.size
+
+    def broadcast(self, item: T) -> T:
+        """The first rank's item on every rank of the group."""
+        return self.gather(item if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def gather(self, item: T) -> list[T]:
+        """Every rank's item, in rank order."""
+        return [item] if self.size == 1 else self.comm.all_gather_object(item, self.handle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +70,8 @@ class SamplingParams:
     top_k: int = 0  # 0 keeps the whole vocabulary
     n: int = 1  # samples for the prompt
     seed: int = 0
+    first_sample: int = 0  # index i of the first of the n samples
+    first_token: int = 0  # index t of the first draw: above 0 where a sample goes on that was stopped half way
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
 
@@ -51,13 +102,21 @@ class Completion:
 
 
 class InferenceEngine(ABC):
-    """An engine that lives in the trainer's process. The caller guards its state (see colocated.py)."""
+    """An engine that lives in the trainer's processes. The caller guards its state (see colocated.py).
+
+    Every rank of the engine's group calls each method at the same point with the same arguments and gets the same
+    result, whether its engine runs on every rank or only on the first.
+    """
 
     max_model_len: int  # prompt + new tokens
     vocab_size: int
+    image_token_id: int | None = None  # placeholder of an image in a prompt; None: takes no images
+    video_token_id: int | None = None
+    sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
+    wake_hint: str = ""  # the option to lower when there is no memory to wake up
 
     @abstractmethod
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
         """Queues a request and returns its id; ids count up from 0 in the order of submission."""
 
     @abstractmethod
@@ -74,21 +133,29 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Consumes (HF name, full tensor) pairs; raises ValueError naming any name missing, unknown or misshapen."""
+        """Consumes (HF name, full tensor) pairs to the end and drops every cache that older weights filled.
+
+        WeightSyncError names any parameter that is missing, unknown, misshapen, or that the engine does not hold
+        afterwards as it was given. Requests under way go on with the keys and values that they have.
+        """
 
     @abstractmethod
-    def sleep(self) -> int:
-        """Frees the KV cache; returns the bytes freed. Refused while requests are unfinished."""
+    def sleep(self, level: int = 1) -> int:
+        """Frees memory; returns the bytes freed. After level 2 all weights must be loaded again. No request may run."""
 
     @abstractmethod
-    def wake(self) -> None:
-        """Makes the engine ready to generate again."""
+    def wake(self, part: EnginePart) -> None:
+        """Gets the memory of a part back. "weights" comes first, "kv_cache" after the weights were loaded."""
 
     @abstractmethod
     def close(self) -> None:
         """Frees everything; the engine cannot be used after."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+    def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        """Places that the prompt takes in the context; more than its ids where an image becomes several tokens."""
+        return len(prompt.token_ids)
+
+    def generate(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Completion]:
         """Runs the prompts to their end: n completions a prompt, flattened in the order given."""
         order = {self.submit(prompt, param): i for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))}
         done: list[Completion] = []

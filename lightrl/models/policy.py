@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -106,6 +107,33 @@ def _logit_scale(model: PreTrainedModel) -> float:
     scale = _text_value(model, "logit_scale") or 1.0
     divisor = _text_value(model, "logits_scaling") or 1.0
     return scale * divisor if "hyperclovax" in model.config.model_type else scale / divisor
+
+
+def response_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> PackedBatch:
+    """A pack that scores the responses of (prompt, response) pairs of token ids and trains nothing."""
+    lengths = [len(prompt) + len(response) for prompt, response in pairs]
+    starts = [0, *accumulate(lengths)]
+    targets = torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64)
+    places = [
+        torch.arange(start + len(prompt) - 1, start + len(prompt) + len(response) - 1)
+        for start, (prompt, response) in zip(starts, pairs, strict=False)
+    ]
+    zeros = torch.zeros(len(targets))
+    return PackedBatch(
+        input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=tuple(starts),
+        score_index=torch.cat(places),
+        targets=targets,
+        sequence_index=torch.arange(len(pairs)).repeat_interleave(
+            torch.tensor([len(response) for _, response in pairs])
+        ),
+        loss_mask=zeros.bool(),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        temperature=temperature,
+        keys=tuple((0, place) for place in range(len(pairs))),
+    )
 
 
 def _random_tokens(model: PreTrainedModel, device: torch.device, seed: int = 0) -> list[Tensor]:

@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,13 @@ from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines import check_engine_name, create_engine
+from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
+from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
 from lightrl.strategy import generation, offload, schedules
+from lightrl.strategy.canary import Canary
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,10 @@ class StrategyBase(ABC):
         self.tokenizer: generation.Decoder | None = None  # gives gather_and_generate its text
         self.global_step = 0
         self.last_sync: SyncReport | None = None
-        self._engine_group: Any = None
+        self._engine_group = EngineGroup()
+        self._engine_actor: nn.Module | None = None  # whose weights the engine gets
+        self._num_syncs = 0
+        self._canary = Canary()
         self._trained: list[_Trained] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._offloaded: dict[str, offload.StorageOffloader] = {}
@@ -195,8 +201,16 @@ class StrategyBase(ABC):
         self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
         wait = timeout or timedelta(seconds=self.options.distributed.timeout_s)
         self.comm = comm_module.connect(self.device, wait)
-        self._engine_group = self.comm.new_groups(self.options.engine_group_size)
+        self._check_engine_groups()
+        size = self.options.engine_tp_size
+        self._engine_group = EngineGroup(self.comm, self.comm.new_groups(size), size)
         self.set_seed(self.seed)
+
+    def _check_engine_groups(self) -> None:
+        size, world = self.options.engine_tp_size, self.comm.world
+        if size < 1 or world % size:
+            valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepares each item: None, a module, (module, optimizer) or (module, optimizer, scheduler).
@@ -479,12 +493,18 @@ class StrategyBase(ABC):
         check_engine_name(engine_type)
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
         source = self.unwrap_model(actor) if actor is not None else None
-        engine = create_engine(
-            engine_type, source=source, tokenizer=self.tokenizer, options=options, device=self.device
-        )
         if self.engine is not None:
             self.engine.close()
-        self.engine = ColocatedEngine(engine)
+            self.engine = None
+        engine = create_engine(
+            engine_type,
+            source=source,
+            tokenizer=self.tokenizer,
+            options=options,
+            device=self.device,
+            group=self._engine_group,
+        )
+        self.engine, self._engine_actor, self._num_syncs = ColocatedEngine(engine), None, 0
         if actor is not None:
             self.update_engine_weights(actor)
         return engine
@@ -505,9 +525,10 @@ class StrategyBase(ABC):
             given = "neither" if prompt_token_ids is None else "both"
             raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
         if prompt_token_ids is not None:
-            prompts = generation.as_prompt_list(prompt_token_ids)
+            inputs = [{"prompt": ids} for ids in generation.as_prompt_list(prompt_token_ids)]
         else:
-            prompts = generation.tokenize_inputs(multi_modal_inputs or [], self.tokenizer)
+            inputs = multi_modal_inputs or []
+        prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
         params = generation.params_for_each(sampling_params, len(prompts), first_position=0)
         completions = self._require_engine().generate(prompts, params)
         return [generation.as_item(completion, self.tokenizer) for completion in completions]
@@ -525,41 +546,47 @@ class StrategyBase(ABC):
     ) -> list[EasyDict]:
         """Samples this rank's prompts (any number, also none) on the engine that its group shares.
 
-        Shared sampling_params draw by the prompt's place among those of all ranks, so results do not hang on the world
-        size; give one SamplingParams per prompt to set each seed. An error on one rank is raised on all.
+        Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
+        draw by the prompt's place among those of all ranks, so results do not hang on the world size; give one
+        SamplingParams per prompt to set each seed. An error on one rank is raised on all.
         """
         self._require_engine()
         with self.comm.phase("generate", local=True):
             if (all_prompt_token_ids is None) == (all_prompts is None):
                 raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
-            if all_prompt_token_ids is not None:
-                inputs = generation.as_prompt_list(all_prompt_token_ids)
-            else:
-                media = self._build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
-                inputs = generation.tokenize_inputs(media, self.tokenizer)
-        counts = self.comm.all_gather_object(len(inputs))
+            texts = all_prompts if all_prompts is not None else generation.as_prompt_list(all_prompt_token_ids or [])
+            inputs = self._build_multimodal_inputs(texts, all_images, images_num, all_videos, videos_num)
+            prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
+        counts = self.comm.all_gather_object(len(prompts))
         with self.comm.phase("generate", local=True):
-            params = generation.params_for_each(sampling_params, len(inputs), sum(counts[: self.comm.rank]))
+            params = generation.params_for_each(sampling_params, len(prompts), sum(counts[: self.comm.rank]))
         try:
+            with self.comm.phase("generate"):
+                self._restore_weights()
             with self.comm.phase("generate", local=True):
                 self.wakeup_inference_engine()
-            shared = self.comm.all_gather_object((inputs, params), self._engine_group) if self._engine_group else None
+            parts = self._engine_group.gather((prompts, params))
             with self.comm.phase("generate", local=True):
-                return self._generate_share(inputs, params, shared)
+                return self._generate_share(parts)
         finally:
             if sleep_engine:
                 self.maybe_sleep_inference_engine()
 
-    def _generate_share(self, inputs: list[Any], params: list[Any], shared: Any) -> list[EasyDict]:
+    def _generate_share(self, parts: list[tuple[list[EnginePrompt], list[SamplingParams]]]) -> list[EasyDict]:
         """The group's prompts go through the engine together; this rank keeps the completions of its own."""
-        parts = shared or [(inputs, params)]
-        own = self.comm.rank % len(parts)
-        all_inputs = [item for part, _ in parts for item in part]
-        all_params = [item for _, part in parts for item in part]
-        completions = self._require_engine().generate(all_inputs, all_params)
+        own = self._engine_group.rank
+        prompts = [item for part, _ in parts for item in part]
+        params = [item for _, part in parts for item in part]
+        completions = self._require_engine().generate(prompts, params)
+        self._canary.keep(prompts)
         before = sum(param.n for _, part in parts[:own] for param in part)
-        count = sum(param.n for param in params)
+        count = sum(param.n for param in parts[own][1])
         return [generation.as_item(item, self.tokenizer) for item in completions[before : before + count]]
+
+    def _placeholder_ids(self) -> set[int]:
+        """Ids that stand for an image or a video in a prompt."""
+        engine = self._require_engine().engine
+        return {token for token in (engine.image_token_id, engine.video_token_id) if token is not None}
 
     @classmethod
     def _build_multimodal_inputs(
@@ -568,10 +595,31 @@ class StrategyBase(ABC):
         return generation.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def update_engine_weights(self, actor: nn.Module) -> None:
-        """Sends the actor's weights to the engine, stamped with the global step."""
+        """Sends the actor's weights to the engine, stamped with the global step, and proves that they are there.
+
+        A sleeping engine wakes up to hold weights only; where the canary is due it generates, and is awake after that.
+        """
         engine = self._require_engine()
         dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
-        self.last_sync = engine.update_weights(self.full_parameters(actor, dtype), self.global_step)
+        expected = self.weight_fingerprints(actor, dtype)
+        report = engine.update_weights(self.full_parameters(actor, dtype), self.global_step, expected=expected)
+        self._engine_actor = actor
+        every = self.options.canary_every
+        if every and self._num_syncs % every == 0:
+            with self.comm.phase("canary", local=True):
+                engine.wake()
+            report = replace(report, canary=self._canary.check(self, actor, dtype))
+        self._num_syncs += 1
+        self.last_sync = report
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
+        """Of every tensor that full_parameters yields, worked out from the shards; None proves nothing."""
+        return None
+
+    def _restore_weights(self) -> None:
+        """After a sleep of level 2 the engine holds none; a collective if so, and so on every rank or on none."""
+        if self._require_engine().needs_weights and self._engine_actor is not None:
+            self.update_engine_weights(self._engine_actor)
 
     def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
         self.update_engine_weights(actor if actor is not None else self._trained_entry(None).model)
@@ -579,7 +627,7 @@ class StrategyBase(ABC):
     def maybe_sleep_inference_engine(self) -> None:
         """Frees the engine's cache if there is an engine; calling it twice does nothing more."""
         if self.engine is not None:
-            self.engine.sleep()
+            self.engine.sleep(self.options.engine_sleep_level)
 
     def wakeup_inference_engine(self) -> None:
         """Makes the engine ready to generate if there is one; calling it twice does nothing more."""

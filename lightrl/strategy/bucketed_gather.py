@@ -13,18 +13,20 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lightrl.comm import all_gather_flat
 
-_BUCKET_BYTES = 64 << 20  # of whole tensors; small models go in one collective, large tensors make buckets of their own
-
 
 def gather_in_buckets(
-    named: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device
+    named: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor) in the order given; every rank must iterate to the end."""
+    """Yields (name, whole tensor) in the order given; every rank must iterate to the end.
+
+    bucket_bytes bounds the whole tensors held at a time; a larger tensor makes a bucket of its own.
+    """
+    bucket_bytes //= 2  # the gathered bucket, and the reordered copy of a tensor of it
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
         num_bytes = tensor.numel() * (dtype.itemsize if dtype else tensor.element_size())
-        if bucket and (size + num_bytes > _BUCKET_BYTES or not _fits_together(bucket[0][1], tensor)):
+        if bucket and (size + num_bytes > bucket_bytes or not _fits_together(bucket[0][1], tensor)):
             yield from _gather(bucket, dtype, device)
             bucket, size = [], 0
         bucket.append((name, tensor))

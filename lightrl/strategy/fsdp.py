@@ -106,7 +106,8 @@ class FSDPStrategy(TorchStrategy):
     def gather_named(
         self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        return gather_in_buckets(named, dtype=dtype, device=self.device)
+        bucket_bytes = self.options.sync_bucket_mb << 20
+        return gather_in_buckets(named, dtype=dtype, device=self.device, bucket_bytes=bucket_bytes)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from easydict import EasyDict
 
-from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.seeding import mix_seed
 
 
@@ -50,14 +50,36 @@ def as_prompt_list(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
     return [list(prompt) for prompt in prompt_token_ids]
 
 
-def tokenize_inputs(inputs: Sequence[Mapping[str, Any]], tokenizer: Decoder | None) -> list[list[int]]:
-    """Token ids of text inputs; images and videos need an engine that takes them."""
-    for place, item in enumerate(inputs):
-        if item.get("multi_modal_data"):
-            raise ValueError(f"prompt {place} comes with images or videos, which this engine does not take.")
-    if tokenizer is None:
-        raise ValueError("Text prompts need a tokenizer: set strategy.tokenizer, or pass prompt_token_ids.")
-    return [list(tokenizer.encode(item["prompt"])) for item in inputs]
+def engine_prompts(
+    inputs: Sequence[Mapping[str, Any]], tokenizer: Decoder | None, placeholder_ids: Collection[int] = ()
+) -> list[EnginePrompt]:
+    """What the engine is asked, from dicts of "prompt" (a text or token ids) and perhaps "multi_modal_data".
+
+    A run of one placeholder id, as a processor leaves it in place of an image, is one placeholder again: the engine
+    expands it itself and would expand each of them.
+    """
+    made = []
+    for item in inputs:
+        prompt, media = item["prompt"], item.get("multi_modal_data") or {}
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError("Text prompts need a tokenizer: set strategy.tokenizer, or pass prompt_token_ids.")
+            prompt = tokenizer.encode(prompt)
+        ids = _without_runs(prompt, placeholder_ids) if media else prompt
+        made.append(
+            EnginePrompt(
+                token_ids=tuple(int(token) for token in ids),
+                images=tuple(media.get("image", ())),
+                videos=tuple(media.get("video", ())),
+            )
+        )
+    return made
+
+
+def _without_runs(ids: Sequence[int], placeholder_ids: Collection[int]) -> list[int]:
+    return [
+        token for place, token in enumerate(ids) if not (token in placeholder_ids and place and ids[place - 1] == token)
+    ]
 
 
 def as_item(completion: Completion, tokenizer: Decoder | None) -> EasyDict:
@@ -75,13 +97,13 @@ def as_item(completion: Completion, tokenizer: Decoder | None) -> EasyDict:
 
 
 def build_multimodal_inputs(
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     images: Sequence[Any] | None,
     images_num: Sequence[int] | None,
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """One dict per prompt: "prompt", and "multi_modal_data" where it has images or videos."""
+    """One dict per prompt, a text or token ids: "prompt", and "multi_modal_data" where it has images or videos."""
     image_lists = _per_prompt(prompts, images, images_num, "image")
     video_lists = _per_prompt(prompts, videos, videos_num, "video")
     inputs = []
@@ -92,7 +114,7 @@ def build_multimodal_inputs(
 
 
 def _per_prompt(
-    prompts: Sequence[str], items: Sequence[Any] | None, counts: Sequence[int] | None, kind: str
+    prompts: Sequence[Any], items: Sequence[Any] | None, counts: Sequence[int] | None, kind: str
 ) -> list[list[Any]]:
     """Nested lists are taken as they are, flat ones are cut by the counts; without counts one item a prompt."""
     if items is None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
+from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.strategy import state_files
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
@@ -97,6 +98,25 @@ class TorchStrategy(StrategyBase):
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self.after_forward_only(model)
         return self.gather_named([(name, item.detach()) for name, item in self.named_parameters_of(model)], dtype)
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint]:
+        """Every rank sums over the shards that it holds, on which the gather of full_parameters has no part."""
+        self.after_forward_only(model)
+        named = self.named_parameters_of(model)
+        sums = torch.zeros(len(named), len(Fingerprint._fields), dtype=torch.float64)
+        for row, (_, parameter) in enumerate(named):
+            shard = local(parameter).detach()
+            own = fingerprint(shard.to(dtype) if dtype and shard.is_floating_point() else shard)
+            sums[row] = torch.tensor(own, dtype=torch.float64) / self._holders(parameter)
+        total = self.comm.all_reduce(sums, "sum")
+        return {name: Fingerprint(*row) for (name, _), row in zip(named, total.tolist(), strict=True)}
+
+    def _holders(self, parameter: Tensor) -> int:
+        """Ranks that hold the same values of it as this one."""
+        if not isinstance(parameter, DTensor):
+            return self.comm.world
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        return math.prod(size for placement, size in sizes if placement.is_replicate())
 
     def gather_named(
         self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None

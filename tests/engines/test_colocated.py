@@ -1,12 +1,12 @@
 """The state machine around an engine, over a scripted one that keeps a record of what it was asked."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import Completion, InferenceEngine, SamplingParams
+from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 
@@ -19,8 +19,8 @@ class RecordingEngine(InferenceEngine):
         self.calls: list[str] = []
         self.fails = False
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
-        self.waiting.append((len(self.calls), tuple(prompt_token_ids)))
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
+        self.waiting.append((len(self.calls), as_prompt(prompt).token_ids))
         self.calls.append("submit")
         return self.waiting[-1][0]
 
@@ -55,12 +55,12 @@ class RecordingEngine(InferenceEngine):
             if name == "unknown":
                 raise ValueError("unknown weight 'unknown'")
 
-    def sleep(self) -> int:
-        self.calls.append("sleep")
+    def sleep(self, level: int = 1) -> int:
+        self.calls.append(f"sleep {level}")
         return 100
 
-    def wake(self) -> None:
-        self.calls.append("wake")
+    def wake(self, part: EnginePart) -> None:
+        self.calls.append(f"wake {part}")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -89,7 +89,7 @@ def test_transitions_are_idempotent_and_report_what_was_freed(ready: ColocatedEn
         ready.generate([[1]], [TWO])
     ready.wake()
     ready.wake()
-    assert calls(ready) == ["sleep", "wake"]
+    assert calls(ready) == ["sleep 1", "wake weights", "wake kv_cache"]
     assert len(ready.generate([[1]], [TWO])) == 1
 
 
@@ -138,7 +138,7 @@ def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
         ready.generate([[1]], [TWO])
     engine.fails = False
     assert len(ready.generate([[2]], [TWO])) == 1
-    engine.submit([1], SamplingParams())
+    ready.submit([1], TWO)
     with pytest.raises(RuntimeError, match="still has requests"):
         ready.generate([[2]], [TWO])
     assert ready.sleep() == 100  # aborts them first
@@ -158,8 +158,8 @@ def test_an_engine_that_loses_samples_or_logprobs_is_named(
         versions=(0, 0),
         finish_reason="stop",
     )
-    monkeypatch.setattr(ready.engine, "generate", lambda prompts, params: [short])
-    with pytest.raises(RuntimeError, match=r"completion 0 has tokens, logprobs and versions of lengths \(2, 1, 2\)"):
+    monkeypatch.setattr(ready.engine, "step", lambda: [short])
+    with pytest.raises(RuntimeError, match=r"a completion has tokens, logprobs and versions of lengths \(2, 1, 2\)"):
         ready.generate([[1]], [TWO])
 
 

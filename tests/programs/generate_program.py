@@ -52,7 +52,9 @@ def check_errors(strategy):
     rank, world = strategy.comm.rank, strategy.comm.world
     last = rank == world - 1
     prompts = [[1, 10_000]] if last else [[1, 2]]
-    both = (ValueError, "prompt") if last and not strategy._engine_group else ((ValueError, RankError), "10000")
+    both = (
+        (ValueError, "prompt") if last and not strategy._engine_group.size > 1 else ((ValueError, RankError), "10000")
+    )
     expect(*both, lambda: strategy.gather_and_generate({"max_tokens": 2}, all_prompt_token_ids=prompts))
     assert strategy.engine.status is EngineStatus.SLEEPED  # by the finally
     expect((ValueError, RankError), "exactly one", lambda: strategy.gather_and_generate({}))
@@ -76,7 +78,7 @@ def check_status(strategy):
 
 if __name__ == "__main__":
     output, group_size = sys.argv[1], int(sys.argv[2])
-    options = StrategyOptions(engine_group_size=group_size, exact_batches=True)
+    options = StrategyOptions(engine_tp_size=group_size, exact_batches=True)
     cls = SingleStrategy if len(sys.argv) > 3 else FSDPStrategy
     strategy = cls(0, 1.0, 1, 1, options)
     strategy.setup_distributed()

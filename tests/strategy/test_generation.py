@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.seeding import mix_seed
-from lightrl.strategy.generation import as_item, as_prompt_list, params_for_each, tokenize_inputs
+from lightrl.strategy.generation import as_item, as_prompt_list, engine_prompts, params_for_each
 from lightrl.testing import run_program, run_spmd
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "generate_program.py"
@@ -52,11 +52,27 @@ def test_one_prompt_or_several() -> None:
     assert as_prompt_list([]) == []
 
 
-def test_text_inputs_need_a_tokenizer_and_no_images() -> None:
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def test_texts_and_token_ids_become_prompts_with_their_media() -> None:
     with pytest.raises(ValueError, match="need a tokenizer"):
-        tokenize_inputs([{"prompt": "a"}], None)
-    with pytest.raises(ValueError, match="prompt 1 comes with images or videos"):
-        tokenize_inputs([{"prompt": "a"}, {"prompt": "b", "multi_modal_data": {"image": ["x"]}}], None)
+        engine_prompts([{"prompt": "a"}], None)
+    made = engine_prompts([{"prompt": "ab"}, {"prompt": [7, 9], "multi_modal_data": {"video": ["v"]}}], Letters())
+    assert made == [EnginePrompt(token_ids=(97, 98)), EnginePrompt(token_ids=(7, 9), videos=("v",))]
+
+
+def test_a_run_of_placeholders_of_one_image_is_one_again() -> None:
+    ids = [5, 9, 9, 9, 6, 9, 9, 5, 5]  # 9 is the placeholder: two images of three and two tokens
+    (made,) = engine_prompts([{"prompt": ids, "multi_modal_data": {"image": ["a", "b"]}}], None, {9})
+    assert made.token_ids == (5, 9, 6, 9, 5, 5)
+    (text,) = engine_prompts([{"prompt": ids}], None, {9})  # without an image nothing is expanded
+    assert text.token_ids == tuple(ids)
 
 
 def test_an_item_holds_the_whole_completion() -> None:

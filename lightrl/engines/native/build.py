@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightrl.config import StrategyOptions
+from lightrl.config import StrategyOptions, engine_arguments
+from lightrl.engines.base import EngineGroup
 from lightrl.engines.native.engine import NativeEngine, eos_ids
+
+logger = logging.getLogger(__name__)
 
 
 def build_native_engine(
-    *, source: PreTrainedModel | None, tokenizer: Any, options: StrategyOptions, device: torch.device
+    *,
+    source: PreTrainedModel | None,
+    tokenizer: Any,
+    options: StrategyOptions,
+    device: torch.device,
+    group: EngineGroup,
 ) -> NativeEngine:
     """source gives the architecture; its weights may be sharded, so they come by the first weight sync."""
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
+    if engine_arguments(options):
+        raise ValueError("The native engine takes no --engine_args: its options are --native.*.")
+    if group.size > 1 and group.comm.is_main:
+        logger.warning("The native engine has no tensor parallelism: the ranks of a group repeat each other's work.")
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
     return NativeEngine(
         empty_copy(source, dtype, device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightrl.engines.base import Completion, InferenceEngine, SamplingParams
+from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams, as_prompt
 from lightrl.engines.native.kv_cache import LayerStorage, SlotCache
 from lightrl.engines.native.model_runner import ModelRunner
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.slots import Moves, Request, Slots
-from lightrl.engines.native.weights import copy_weights
+from lightrl.engines.native.weights import copy_weights, drop_weights
 from lightrl.seeding import uniform_array
 
 _PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward: bounds its activations
@@ -68,6 +68,9 @@ class _Admission:
 class NativeEngine(InferenceEngine):
     """Owns the model it is given: evaluation mode, no gradients, its attention and the layout of its weights."""
 
+    sleep_levels = (1, 2)
+    wake_hint = "--native.max_num_seqs"
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -100,6 +103,7 @@ class NativeEngine(InferenceEngine):
         self._next_request_id = 0
         self._version = 0
         self._is_awake = True
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages of the weights and their bytes
         self._is_closed = False
 
     @property
@@ -116,14 +120,14 @@ class NativeEngine(InferenceEngine):
         """Prompt tokens run so far: samples of one prompt share theirs."""
         return self._runner.prefill_tokens
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
         """Queues a request and returns its id."""
         self._require_awake("submit")
-        prompt = tuple(int(token) for token in prompt_token_ids)
+        token_ids = as_prompt(prompt).token_ids
         request_id = self._next_request_id
-        self._check_prompt(request_id, prompt, params)
+        self._check_prompt(request_id, token_ids, params)
         self._next_request_id += 1
-        self._queue.append(_Waiting(Request(request_id, prompt, params)))
+        self._queue.append(_Waiting(Request(request_id, token_ids, params)))
         return request_id
 
     def has_unfinished(self) -> bool:
@@ -160,12 +164,15 @@ class NativeEngine(InferenceEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies the weights in; sequences under way keep their keys and values, and later tokens bear the version."""
         self._require_open("load_weights")
-        copy_weights(self._runner.model, weights)
+        if self._dropped:
+            raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
+        landed = copy_weights(self._runner.model, weights)
         self._runner.refresh()
+        landed.check()
         self._version = version
 
-    def sleep(self) -> int:
-        """Frees the cache and returns its bytes."""
+    def sleep(self, level: int = 1) -> int:
+        """Frees the cache, and with level 2 the weights; returns the bytes."""
         self._require_open("sleep")
         if self.has_unfinished():
             raise RuntimeError(
@@ -173,12 +180,18 @@ class NativeEngine(InferenceEngine):
                 " step() until has_unfinished() is False, or abort(), first."
             )
         self._is_awake = False
-        return self._cache.free()
+        if level == 2:
+            self._dropped = drop_weights(self._runner.model)
+        return self._cache.free() + sum(size for _, size in self._dropped)
 
-    def wake(self) -> None:
-        """Allows requests again; the cache comes back with the first."""
+    def wake(self, part: EnginePart) -> None:
+        """Room for the weights, which must be loaded after level 2; the cache comes back with the first request."""
         self._require_open("wake")
-        if not self._is_awake:
+        if part == "weights":
+            for storage, size in self._dropped:
+                storage.resize_(size)
+            self._dropped = []
+        elif not self._is_awake:
             self._runner.refresh()
             self._is_awake = True
 
@@ -268,7 +281,7 @@ class NativeEngine(InferenceEngine):
     def _produce(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> list[Completion]:
         """Samples a token for each of the rows, and lets the finished ones leave."""
         slots = self._slots
-        uniforms = uniform_array(slots.seed_states[rows], slots.num_produced[rows])
+        uniforms = uniform_array(slots.seed_states[rows], slots.draw_index(rows))
         tokens, logprobs = sample(logits, self._put(uniforms), plan)
         # One transfer a step: float64 holds token ids exactly.
         on_host: NDArray[np.float64] = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
@@ -353,7 +366,7 @@ def _aborted_before_start(waiting: _Waiting) -> list[Completion]:
     return [
         Completion(
             request_id=request.request_id,
-            sample_index=sample,
+            sample_index=request.params.first_sample + sample,
             prompt_token_ids=request.prompt,
             output_token_ids=(),
             logprobs=(),

@@ -50,6 +50,7 @@ class Slots:
         self.tokens = np.zeros(num_slots, np.int64)  # the last token produced, not yet in the cache
         self.positions = np.zeros(num_slots, np.int64)  # of that token
         self.num_produced = np.zeros(num_slots, np.int64)
+        self._first_token = np.zeros(num_slots, np.int64)  # draws that a resumed sample has behind it
         self._limits = np.zeros(num_slots, np.int64)
         self._heeds_eos = np.zeros(num_slots, np.bool_)
         self._sample_index = np.zeros(num_slots, np.int64)
@@ -69,14 +70,16 @@ class Slots:
         return self._requests[row]
 
     def admit(self, request: Request, first_sample: int, count: int) -> None:
-        """Appends rows for count samples of the request; their first tokens come with record()."""
+        """Appends rows for count samples of the request's n; their first tokens come with record()."""
         rows = slice(self.num_active, self.num_active + count)
         params = request.params
-        samples = range(first_sample, first_sample + count)
+        first = params.first_sample + first_sample
+        samples = range(first, first + count)
         self._requests.extend([request] * count)
         self._stop_tokens.extend([frozenset(params.stop_token_ids)] * count)
         self.positions[rows] = len(request.prompt) - 1
         self.num_produced[rows] = 0
+        self._first_token[rows] = params.first_token
         self._limits[rows] = params.max_new_tokens
         self._heeds_eos[rows] = not params.ignore_eos
         self._sample_index[rows] = samples
@@ -85,6 +88,10 @@ class Slots:
         self.top_p[rows] = params.top_p
         self.top_k[rows] = params.top_k
         self.num_active += count
+
+    def draw_index(self, rows: slice) -> NDArray[np.int64]:
+        """Index t of each row's next draw."""
+        return self._first_token[rows] + self.num_produced[rows]
 
     def most_places(self) -> int:
         """The places that the longest running sequence can come to need."""

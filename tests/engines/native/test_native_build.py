@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
-from lightrl.engines.base import SamplingParams
+from lightrl.engines.base import EngineGroup, SamplingParams
 from lightrl.engines.native.build import build_native_engine, empty_copy
 
 CPU = torch.device("cpu")
@@ -27,7 +27,9 @@ def test_the_copy_has_the_buffers_and_no_weight_of_the_source() -> None:
 
 def test_a_built_engine_generates_once_weights_have_come() -> None:
     source, tokenizer = tiny_model()
-    engine = build_native_engine(source=source, tokenizer=tokenizer, options=StrategyOptions(), device=CPU)
+    engine = build_native_engine(
+        source=source, tokenizer=tokenizer, options=StrategyOptions(), device=CPU, group=EngineGroup()
+    )
     engine.load_weights(((name, p.detach()) for name, p in source.named_parameters()), version=3)
     ids = tokenizer("12+34=")["input_ids"]
     (found,) = engine.generate([ids], [SamplingParams(max_new_tokens=4, temperature=0)])
@@ -40,4 +42,4 @@ def test_a_built_engine_generates_once_weights_have_come() -> None:
 
 def test_it_needs_the_actor() -> None:
     with pytest.raises(ValueError, match="needs the actor"):
-        build_native_engine(source=None, tokenizer=None, options=StrategyOptions(), device=CPU)
+        build_native_engine(source=None, tokenizer=None, options=StrategyOptions(), device=CPU, group=EngineGroup())

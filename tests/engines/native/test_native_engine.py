@@ -241,8 +241,8 @@ def test_sleep_frees_the_cache_and_wake_brings_the_engine_back(make_engine):
     assert engine.sleep() == 0
     with pytest.raises(RuntimeError, match=r"submit\(\) while the engine sleeps: call wake\(\) first"):
         engine.submit([5], SamplingParams())
-    engine.wake()
-    engine.wake()
+    for part in ("weights", "kv_cache", "kv_cache"):
+        engine.wake(part)
     after = engine.generate([[5, 6]], params)
     assert [item.output_token_ids for item in after] == [item.output_token_ids for item in before]
 

@@ -1,0 +1,86 @@
+"""Proof that the tensors handed to an engine are the trainer's: each name once, each with the trainer's values.
+
+The trainer takes a fingerprint of each parameter from its own shards, on another way than the tensors travel. What
+happens behind the engine's door is checked by the engine (load_weights) and by the canary (strategy/canary.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightrl.engines.base import WeightSyncError
+
+_CHUNK = 1 << 24  # elements turned to float64 at a time: 128 MiB
+_SHOWN = 20  # parameters named in an error
+
+
+class Fingerprint(NamedTuple):
+    """Two sums over a tensor's values, in float64: they add up over shards, and padding with zeros adds nothing."""
+
+    total: float
+    squares: float
+    numel: float
+
+
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """Of a whole tensor or of one shard."""
+    total = squares = 0.0
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        values = chunk.double()
+        total += float(values.sum())
+        squares += float(values.square().sum())
+    return Fingerprint(total, squares, float(tensor.numel()))
+
+
+def is_same(first: Fingerprint, second: Fingerprint) -> bool:
+    """Up to the order of summation; a NaN equals nothing."""
+    if first.numel != second.numel:
+        return False
+    # |sum| <= sqrt(numel * squares): the scale against which rounding is judged
+    room = 1e-11 * math.sqrt(first.numel * first.squares) + 1e-300
+    return abs(first.total - second.total) <= room and abs(first.squares - second.squares) <= 1e-11 * first.squares
+
+
+class WeightProof:
+    """Watches the pairs on their way to the engine and says afterwards which are not the trainer's."""
+
+    def __init__(self, expected: Mapping[str, Fingerprint] | None) -> None:
+        """expected: of every parameter of the trainer; None counts bytes only."""
+        self._expected = expected
+        self._seen: set[str] = set()
+        self._problems: list[str] = []
+        self.num_bytes = 0
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            if self._expected is not None:
+                self._check(name, tensor, self._expected)
+            yield name, tensor
+
+    def _check(self, name: str, tensor: Tensor, expected: Mapping[str, Fingerprint]) -> None:
+        if name in self._seen:
+            self._problems.append(f"{name} came twice")
+        elif name not in expected:
+            self._problems.append(f"{name} is no parameter of the trainer")
+        elif not is_same(fingerprint(tensor), expected[name]):
+            self._problems.append(f"{name} differs from the trainer's")
+        self._seen.add(name)
+
+    def finish(self, version: int) -> None:
+        """WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
+        missing = [] if self._expected is None else sorted(set(self._expected) - self._seen)
+        raise_problems(
+            self._problems + [f"{name} was not sent" for name in missing], f"Weight sync to version {version}"
+        )
+
+
+def raise_problems(problems: list[str], what: str) -> None:
+    """WeightSyncError with the first of the problems, if there are any."""
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WeightSyncError(f"{what} failed: {'; '.join(problems[:_SHOWN])}{more}.")
