@@ -20,7 +20,8 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/single.py": "strategy/test_parity.py",
     "strategy/state_files.py": "strategy/test_contract.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
-    "testing.py": "test_comm.py",
+    "testing/engine_contract.py": "engines/native/test_native_contract.py",
+    "testing/spmd.py": "test_comm.py",
     "trainers/base.py": "trainers/test_grpo_program.py",
     "trainers/main.py": "trainers/test_grpo_program.py",
 }

@@ -31,7 +31,7 @@ from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
+from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
@@ -602,7 +602,14 @@ class StrategyBase(ABC):
         engine = self._require_engine()
         dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
         expected = self.weight_fingerprints(actor, dtype)
-        report = engine.update_weights(self.full_parameters(actor, dtype), self.global_step, expected=expected)
+        error: WeightSyncError | None = None
+        try:
+            report = engine.update_weights(self.full_parameters(actor, dtype), self.global_step, expected=expected)
+        except WeightSyncError as failed:  # raised when all pairs were consumed, so the ranks are still in step
+            error = failed
+        with self.comm.phase("weight sync", local=True):
+            if error is not None:
+                raise error
         self._engine_actor = actor
         every = self.options.canary_every
         if every and self._num_syncs % every == 0:

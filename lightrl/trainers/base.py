@@ -78,6 +78,21 @@ class Trainer(ABC):
     def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
         """Rolls out, learns and syncs once."""
 
+    def sync_engine(self) -> None:
+        """Gives the engine the weights that this step ended with; their version is the number of steps done."""
+        strategy = self.strategy
+        freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
+        with self.watch.measure("time/sync"), strategy.comm.phase("weight sync"):
+            strategy.set_global_step(self.step_index + 1)
+            strategy.update_engine_weights(self.policy)
+        report = strategy.last_sync
+        assert report is not None
+        found = {"gb": report.num_bytes / 1e9, "gb_per_s": report.gb_per_s, "version": float(report.version)}
+        found |= {} if report.canary is None else {"canary_max_abs": report.canary}
+        for name, value in found.items():
+            self.statistics.highest(f"sync/{name}", value)
+        self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
+
     # ---- Set-up ------------------------------------------------------------------------------------------------
 
     def _open_folder(self) -> tuple[RunFolder, Path | None]:

@@ -43,9 +43,7 @@ class GRPOTrainer(Trainer):
             self._describe(samples, experience)
         with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
             self.learn(experience)
-        with self.watch.measure("time/sync"), self.strategy.comm.phase("weight sync"):
-            self.strategy.set_global_step(self.step_index + 1)
-            self.strategy.update_engine_weights(self.policy)
+        self.sync_engine()
         return StepReport(metrics=self.statistics.reduce(self.strategy.comm), experience=experience)
 
     # ---- Learning ----------------------------------------------------------------------------------------------

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams, as_prompt
+from lightrl.engines.base import (
+    AnyPrompt,
+    Completion,
+    EnginePart,
+    EnginePrompt,
+    InferenceEngine,
+    SamplingParams,
+    as_prompt,
+)
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 
@@ -161,6 +169,85 @@ def test_an_engine_that_loses_samples_or_logprobs_is_named(
     monkeypatch.setattr(ready.engine, "step", lambda: [short])
     with pytest.raises(RuntimeError, match=r"a completion has tokens, logprobs and versions of lengths \(2, 1, 2\)"):
         ready.generate([[1]], [TWO])
+
+
+class ImageEngine(RecordingEngine):
+    image_token_id = 9
+
+    def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        return len(prompt.token_ids) + 3 * len(prompt.images)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (EnginePrompt(token_ids=(1, 9)), "prompt 0 has 1 image placeholders .token id 9. and 0 images"),
+        (EnginePrompt(token_ids=(1, 9), images=("a", "b")), "1 image placeholders .token id 9. and 2 images"),
+        (EnginePrompt(token_ids=(1,), videos=("v",)), "prompt 0 comes with videos, which this engine's model does not"),
+        (EnginePrompt(token_ids=(1, 9, 1, 1), images=("a",)), "prompt 0 has 7 tokens; with max_new_tokens 2"),
+    ],
+)
+def test_images_are_checked_against_their_placeholders(prompt: EnginePrompt, text: str) -> None:
+    engine = ColocatedEngine(ImageEngine())
+    engine.update_weights([], version=0)
+    with pytest.raises(ValueError, match=text):
+        engine.generate([prompt], [TWO])
+    assert len(engine.generate([EnginePrompt(token_ids=(1, 9), images=("a",))], [TWO])) == 1
+
+
+def test_a_sample_is_cut_before_a_placeholder_that_it_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ColocatedEngine(ImageEngine())
+    engine.update_weights([], version=0)
+    drawn = Completion(
+        request_id=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        output_token_ids=(2, 9, 3),
+        logprobs=(-1.0, -2.0, -3.0),
+        versions=(0, 0, 0),
+        finish_reason="stop",
+    )
+    engine.submit([1], SamplingParams(max_new_tokens=3))
+    monkeypatch.setattr(engine.engine, "step", lambda: [drawn])
+    (found,) = engine.step()
+    assert (found.output_token_ids, found.logprobs, found.finish_reason) == ((2,), (-1.0,), "length")
+
+
+def test_the_weights_wake_before_the_cache_and_level_2_asks_for_a_sync(ready: ColocatedEngine) -> None:
+    ready.engine.sleep_levels = (1, 2)
+    assert (ready.sleep(2), ready.freed_bytes, ready.needs_weights) == (100, 100, True)
+    ready.update_weights([], version=5)
+    assert calls(ready) == ["sleep 2", "wake weights"]
+    assert ready.status is EngineStatus.SLEEPED
+    ready.wake()
+    assert calls(ready)[2:] == ["wake kv_cache"]
+    assert len(ready.generate([[1]], [TWO])) == 1
+    with pytest.raises(ValueError, match=r"RecordingEngine has no sleep level 3. It has: 1, 2"):
+        ready.sleep(3)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_no_memory_to_wake_is_tried_twice_and_then_explained(
+    ready: ColocatedEngine, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready.sleep()
+    left = [torch.OutOfMemoryError("8 GiB wanted")] * failures
+
+    def wake(part: EnginePart) -> None:
+        if part == "kv_cache" and left:
+            raise left.pop()
+
+    monkeypatch.setattr(ready.engine, "wake", wake)
+    if failures == 1:
+        ready.wake()
+    else:
+        with pytest.raises(
+            RuntimeError, match="no memory to wake the engine's kv_cache: 8 GiB wanted. Lower --engine_"
+        ):
+            ready.wake()
+        assert ready.status is EngineStatus.SLEEPED
+        ready.wake()  # resumable: the memory is there now
+    assert ready.status is EngineStatus.WAKEUP
 
 
 def make_engine(**_: object) -> InferenceEngine:

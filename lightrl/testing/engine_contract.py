@@ -1,0 +1,298 @@
+"""What every engine must do, as tests that pytest runs over any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from lightrl.config import StrategyOptions
+from lightrl.engines import create_engine
+from lightrl.engines.base import Completion, EngineGroup, SamplingParams, WeightSyncError
+from lightrl.engines.colocated import ColocatedEngine, EngineStatus
+
+PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]
+EOS = 1
+_TOLERANCE = 1e-5  # of a logprob in float32
+
+
+class EngineContract:
+    """Subclass it in a test file and name the engine; pytest then runs the contract over it.
+
+        class TestMyEngine(EngineContract):
+            engine = "my_pkg.my_module:MyEngine"
+
+    The engine is built once for the class and must come out of each test as it went in.
+    """
+
+    engine: ClassVar[str]
+    options: ClassVar[StrategyOptions] = StrategyOptions()
+    draws_by_seed: ClassVar[bool] = True  # the tokens of a sample hang on (seed, sample, token index) alone
+    resumes_exactly: ClassVar[bool] = True  # an aborted sample that goes on ends as if it had not been stopped
+
+    @pytest.fixture(scope="class")
+    def source(self, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+        """The trainer's model, a random one of two layers."""
+        folder: Path = tmp_path_factory.mktemp("model")
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=98,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            eos_token_id=EOS,
+            bos_token_id=None,
+            pad_token_id=0,
+            initializer_range=0.3,  # far from uniform, so that a mistake shows in the logprobs
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return load(str(folder))
+
+    @pytest.fixture(scope="class")
+    def built(self, source: PreTrainedModel) -> Iterator[ColocatedEngine]:
+        engine = create_engine(
+            self.engine,
+            source=source,
+            tokenizer=None,
+            options=self.options,
+            device=torch.device("cpu"),
+            group=EngineGroup(),
+        )
+        colocated = ColocatedEngine(engine)
+        yield colocated
+        colocated.close()
+        colocated.close()
+
+    @pytest.fixture
+    def ready(self, built: ColocatedEngine, source: PreTrainedModel) -> ColocatedEngine:
+        """Awake, with the source's weights as version 3."""
+        built.update_weights(weights_of(source), 3)
+        built.wake()
+        return built
+
+    def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
+        self, ready: ColocatedEngine, source: PreTrainedModel
+    ) -> None:
+        for temperature in (1.0, 0.7):
+            params = SamplingParams(max_new_tokens=12, temperature=temperature, ignore_eos=True)
+            for item in ready.generate(PROMPTS, [params] * len(PROMPTS)):
+                assert len(item.output_token_ids) == 12
+                assert largest_difference(source, item, temperature) < _TOLERANCE
+                assert item.versions == (3,) * 12
+
+    def test_greedy_tokens_are_the_likeliest(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
+        params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+        for item in ready.generate(PROMPTS, [params] * len(PROMPTS)):
+            logits = response_logits(source, item)
+            assert logits.argmax(-1).tolist() == list(item.output_token_ids)
+
+    def test_samples_come_flat_in_the_order_of_the_prompts(self, ready: ColocatedEngine) -> None:
+        params = [SamplingParams(max_new_tokens=4, n=count, seed=count) for count in (2, 1, 3, 1)]
+        found = ready.generate(PROMPTS, params)
+        assert [list(item.prompt_token_ids) for item in found] == [PROMPTS[i] for i in (0, 0, 1, 2, 2, 2, 3)]
+        assert [item.sample_index for item in found] == [0, 1, 0, 0, 1, 2, 0]
+
+    def test_a_seed_gives_the_same_tokens_in_any_batch(self, ready: ColocatedEngine) -> None:
+        if not self.draws_by_seed:
+            pytest.skip(f"{self.engine} draws from one stream for all requests")
+        params = [SamplingParams(max_new_tokens=10, seed=10 + place, n=2) for place in range(len(PROMPTS))]
+        together = ready.generate(PROMPTS, params)
+        alone = [item for pair in zip(PROMPTS, params, strict=True) for item in ready.generate([pair[0]], [pair[1]])]
+        assert [item.output_token_ids for item in together] == [item.output_token_ids for item in alone]
+        assert len({item.output_token_ids for item in together}) == len(together)
+        first, second = ready.generate(PROMPTS[:1], [SamplingParams(max_new_tokens=10, seed=10, first_sample=1)]), alone
+        assert first[0].output_token_ids == second[1].output_token_ids
+        assert first[0].sample_index == 1
+
+    def test_a_sample_ends_by_a_stop_token_or_by_length(self, ready: ColocatedEngine) -> None:
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        (whole,) = ready.generate(PROMPTS[:1], [params])
+        assert whole.finish_reason == "length"
+        stop = whole.output_token_ids[3]
+        place = whole.output_token_ids.index(stop)
+        (cut,) = ready.generate(
+            PROMPTS[:1], [SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))]
+        )
+        assert cut.finish_reason == "stop"
+        assert cut.output_token_ids == whole.output_token_ids[: place + 1]  # the stop token is kept
+
+    def test_the_models_own_end_token_ends_a_sample(self, ready: ColocatedEngine) -> None:
+        samples = SamplingParams(max_new_tokens=100, n=16, seed=4)
+        ended = [item for item in ready.generate([[5]], [samples]) if item.finish_reason == "stop"]
+        assert ended
+        assert all(item.output_token_ids.index(EOS) == len(item.output_token_ids) - 1 for item in ended)
+
+    def test_an_aborted_sample_keeps_what_it_has_and_can_go_on(
+        self, ready: ColocatedEngine, source: PreTrainedModel
+    ) -> None:
+        params = SamplingParams(max_new_tokens=24, seed=8, ignore_eos=True)
+        (whole,) = ready.generate(PROMPTS[:1], [params])
+        ready.submit(PROMPTS[0], params)
+        other = ready.submit(PROMPTS[1], SamplingParams(max_new_tokens=24, ignore_eos=True))
+        for _ in range(3):
+            assert ready.step() == []
+        stopped = ready.abort()
+        assert not ready.has_unfinished()
+        partial = next(item for item in stopped if item.request_id != other)
+        assert len(stopped) == 2
+        assert partial.finish_reason == "abort"
+        assert 0 < len(partial.output_token_ids) == len(partial.logprobs) < 24
+        ready.submit(PROMPTS[0], params, partial)
+        (resumed,) = finish(ready)
+        assert len(resumed.output_token_ids) == 24
+        assert list(resumed.prompt_token_ids) == PROMPTS[0]
+        assert resumed.output_token_ids[: len(partial.output_token_ids)] == partial.output_token_ids
+        assert largest_difference(source, resumed) < _TOLERANCE
+        if self.resumes_exactly:
+            assert resumed.output_token_ids == whole.output_token_ids
+
+    def test_requests_under_way_go_on_with_new_weights(
+        self, ready: ColocatedEngine, source: PreTrainedModel, changed: PreTrainedModel
+    ) -> None:
+        for recompute in (True, False):
+            ready.update_weights(weights_of(source), 3)
+            request = ready.submit(PROMPTS[0], SamplingParams(max_new_tokens=30, seed=2, ignore_eos=True))
+            for _ in range(3):
+                ready.step()
+            report = ready.update_weights(weights_of(changed), 4, recompute_kv=recompute)
+            assert (report.version, report.num_bytes) == (4, sum(p.nbytes for _, p in weights_of(changed)))
+            (item,) = finish(ready)
+            assert item.request_id == request
+            before = item.versions.count(3)
+            assert item.versions == (3,) * before + (4,) * (30 - before)
+            assert 0 < before < 30
+            old = difference(source, item)[:before]
+            new = difference(changed, item)[before:]
+            assert float(old.max()) < _TOLERANCE
+            assert (float(new.max()) < _TOLERANCE) is recompute  # else its context is still that of the old weights
+        fresh = ready.generate(PROMPTS[:1], [SamplingParams(max_new_tokens=6)])
+        assert largest_difference(changed, fresh[0]) < _TOLERANCE  # no cache of older weights serves a new request
+
+    @pytest.fixture(scope="class")
+    def changed(self, source: PreTrainedModel) -> PreTrainedModel:
+        """The trainer's model after some training."""
+        model = load(str(source.name_or_path))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        return model
+
+    def test_new_weights_are_used_at_once_and_wrong_ones_are_named(
+        self, ready: ColocatedEngine, changed: PreTrainedModel
+    ) -> None:
+        ready.update_weights(weights_of(changed), 4)
+        for item in ready.generate(PROMPTS, [SamplingParams(max_new_tokens=6, ignore_eos=True)] * len(PROMPTS)):
+            assert largest_difference(changed, item) < _TOLERANCE
+        good = weights_of(changed)
+        name, tensor = next((n, t) for n, t in good if n.endswith("layers.1.mlp.down_proj.weight"))
+        others = [pair for pair in good if pair[0] != name]
+        for sent, culprit in (
+            (others, name),
+            ([*others, (name, tensor[:, :3])], name),
+            ([*good, ("model.layers.7.mlp.down_proj.weight", tensor)], "model.layers.7.mlp.down_proj.weight"),
+        ):
+            consumed: list[str] = []
+            with pytest.raises(WeightSyncError, match=culprit):
+                ready.update_weights(watched(sent, consumed), 5)
+            assert len(consumed) == len(sent)  # on other ranks they may come out of collectives
+            with pytest.raises(RuntimeError, match="no weights yet"):
+                ready.generate(PROMPTS[:1], [SamplingParams()])
+        ready.update_weights(good, 6)
+        assert ready.generate(PROMPTS[:1], [SamplingParams()])[0].versions[0] == 6
+
+    def test_sleep_and_wake(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
+        greedy = [SamplingParams(max_new_tokens=6, temperature=0.0)]
+        (before,) = ready.generate(PROMPTS[:1], greedy)
+        ready.submit(PROMPTS[1], SamplingParams(max_new_tokens=50))  # left over: sleep drops it
+        for level in ready.engine.sleep_levels:
+            assert ready.sleep(level) >= 0
+            assert ready.sleep(level) == 0
+            assert not is_awake(ready)
+            with pytest.raises(RuntimeError, match="The engine is asleep"):
+                ready.generate(PROMPTS[:1], greedy)
+            if level == 2:
+                ready.wake()
+                with pytest.raises(RuntimeError, match="no weights yet"):
+                    ready.generate(PROMPTS[:1], greedy)
+                ready.sleep(level)
+            if level == 2:
+                ready.update_weights(weights_of(source), 3)  # wakes the weights only
+                assert not is_awake(ready)
+            ready.wake()
+            ready.wake()
+            assert is_awake(ready)
+            assert ready.generate(PROMPTS[:1], greedy)[0].output_token_ids == before.output_token_ids
+
+    def test_what_would_hang_or_kill_an_engine_is_refused_by_name(self, ready: ColocatedEngine) -> None:
+        params = SamplingParams(max_new_tokens=4)
+        for bad, text in (
+            ([], "prompt 1 is empty"),
+            ([3, 98], "prompt 1 holds token id 98, outside the model's vocabulary of 98"),
+            ([3] * 125, "prompt 1 has 125 tokens"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                ready.generate([PROMPTS[0], bad], [params, params])
+        assert len(ready.generate(PROMPTS[:1], [params])) == 1  # and it goes on working
+
+    def test_the_longest_prompt_fits(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
+        prompt = [place % 90 + 3 for place in range(124)]
+        (item,) = ready.generate([prompt], [SamplingParams(max_new_tokens=4, ignore_eos=True)])
+        assert len(item.output_token_ids) == 4
+        assert largest_difference(source, item) < _TOLERANCE
+
+
+def load(folder: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def is_awake(engine: ColocatedEngine) -> bool:
+    return engine.status is EngineStatus.WAKEUP
+
+
+def weights_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """As a strategy sends them: sorted by name, tied ones once."""
+    return sorted((name, parameter.detach().clone()) for name, parameter in model.named_parameters())
+
+
+def watched(pairs: list[tuple[str, Tensor]], consumed: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in pairs:
+        consumed.append(name)
+        yield name, tensor
+
+
+def finish(engine: ColocatedEngine) -> list[Completion]:
+    done: list[Completion] = []
+    while engine.has_unfinished():
+        done.extend(engine.step())
+    return done
+
+
+@torch.no_grad()
+def response_logits(model: Any, item: Completion) -> Tensor:
+    ids = torch.tensor([[*item.prompt_token_ids, *item.output_token_ids]])
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(item.prompt_token_ids) - 1 : -1]
+    return logits.float()
+
+
+def difference(model: Any, item: Completion, temperature: float = 1.0) -> Tensor:
+    """|engine - model| of each logprob."""
+    scores = (response_logits(model, item) / temperature).log_softmax(-1)
+    theirs = scores.gather(1, torch.tensor(item.output_token_ids)[:, None])[:, 0]
+    return (theirs - torch.tensor(item.logprobs)).abs()
+
+
+def largest_difference(model: Any, item: Completion, temperature: float = 1.0) -> float:
+    return float(difference(model, item, temperature).max())

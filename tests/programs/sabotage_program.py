@@ -1,0 +1,137 @@
+"""Run on 2 ranks, or 1: weight syncs that go wrong on the way, or behind the engine's door; each is caught and named.
+
+usage: sabotage_program.py single|fsdp
+"""
+
+import sys
+from itertools import chain
+
+import torch
+from tiny_training import tiny_policy
+
+from lightrl.comm import RankError
+from lightrl.config import StrategyOptions
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.colocated import EngineStatus
+from lightrl.strategy.fsdp import FSDPStrategy
+from lightrl.strategy.single import SingleStrategy
+
+VICTIM = "model.layers.1.mlp.down_proj.weight"
+OTHER = "model.layers.0.mlp.down_proj.weight"
+
+
+def skip(pairs):
+    return ((name, tensor) for name, tensor in pairs if name != VICTIM)
+
+
+def swap(pairs):
+    names = {VICTIM: OTHER, OTHER: VICTIM}
+    return ((names.get(name, name), tensor) for name, tensor in pairs)
+
+
+def scale(pairs):
+    return ((name, tensor * 1.01 if name == VICTIM else tensor) for name, tensor in pairs)
+
+
+def stale(pairs):
+    return ((name, tensor - 1e-3 if name == VICTIM else tensor) for name, tensor in pairs)
+
+
+def add(pairs):
+    return chain(pairs, [("model.extra.weight", torch.zeros(2))])
+
+
+def repeat(pairs):
+    return (pair for name, tensor in pairs for pair in [(name, tensor)] * (2 if name == VICTIM else 1))
+
+
+def expect_failure(strategy, policy, *texts):
+    try:
+        strategy.update_engine_weights(policy)
+    except WeightSyncError as error:
+        assert all(text in str(error) for text in texts), error
+        return
+    raise AssertionError(f"nobody noticed: {texts}")
+
+
+def check_on_the_way(strategy, policy):
+    honest = strategy.full_parameters
+    sabotages = {skip: (VICTIM,), swap: (VICTIM, OTHER), scale: (VICTIM,), stale: (VICTIM,), repeat: (VICTIM, "twice")}
+    for sabotage, texts in [*sabotages.items(), (add, ("model.extra.weight",))]:
+        strategy.full_parameters = lambda *args, change=sabotage: change(honest(*args))
+        expect_failure(strategy, policy, *texts)
+        strategy.full_parameters = honest
+        assert strategy.engine.needs_weights  # what it holds now must not generate
+    strategy.update_engine_weights(policy)
+
+
+def check_behind_the_door(strategy, policy):
+    """The engine takes what it is given and then holds, or serves, something else."""
+    engine, honest = strategy.engine.engine, strategy.engine.engine.load_weights
+
+    def load_and_spoil(weights, version):
+        honest(weights, version)
+        with torch.no_grad():
+            dict(engine.model.named_parameters())[VICTIM].mul_(1.5)
+
+    engine.load_weights = load_and_spoil
+    strategy._num_syncs = 0  # the canary is due
+    expect_failure(strategy, policy, "a logprob of the engine differs from the trainer's", "version 7")
+    engine.load_weights = honest
+    strategy.update_engine_weights(policy)
+    assert strategy.last_sync.canary is not None
+    assert strategy.last_sync.canary < 1e-4
+
+
+def check_one_rank(strategy, policy):
+    """What goes wrong on one rank only stops every rank, by name."""
+    engine, honest = strategy.engine.engine, strategy.engine.engine.load_weights
+
+    def load_and_refuse(weights, version):
+        honest(weights, version)
+        if strategy.comm.rank == strategy.comm.world - 1:
+            raise WeightSyncError(f"{VICTIM} did not land")
+
+    engine.load_weights = load_and_refuse
+    try:
+        strategy.update_engine_weights(policy)
+    except (WeightSyncError, RankError) as error:
+        assert f"{VICTIM} did not land" in str(error), error
+    else:
+        raise AssertionError("nobody noticed")
+    engine.load_weights = honest
+    strategy.update_engine_weights(policy)
+
+
+def check_level_2(strategy, policy):
+    """The weights come back by themselves when they are needed."""
+    strategy.options.engine_sleep_level = 2
+    prompts = [[1, 2, 3]]
+    first = strategy.gather_and_generate({"max_tokens": 4}, all_prompt_token_ids=prompts)
+    assert strategy.engine.status is EngineStatus.SLEEPED
+    assert strategy.engine.needs_weights
+    assert strategy.engine.freed_bytes > sum(p.numel() * 4 for p in tiny_policy().parameters())
+    again = strategy.gather_and_generate({"max_tokens": 4}, all_prompt_token_ids=prompts)
+    assert [item.output_token_ids for item in again] == [item.output_token_ids for item in first]
+    strategy.update_engine_weights(policy)
+    assert strategy.engine.status is EngineStatus.SLEEPED  # only its weights are awake
+    assert not strategy.engine.needs_weights
+
+
+if __name__ == "__main__":
+    cls = {"single": SingleStrategy, "fsdp": FSDPStrategy}[sys.argv[1]]
+    strategy = cls(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, sync_bucket_mb=1))
+    strategy.setup_distributed()
+    policy = strategy.prepare_model(tiny_policy())
+    strategy.set_global_step(7)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    assert strategy.last_sync.canary is not None  # the first sync is always looked at
+    assert strategy.last_sync.gb_per_s > 0
+    strategy.update_engine_weights(policy)
+    assert strategy.last_sync.canary is None
+    check_on_the_way(strategy, policy)
+    check_behind_the_door(strategy, policy)
+    check_one_rank(strategy, policy)
+    check_level_2(strategy, policy)
+    strategy.close()
+    print("all checked", flush=True)

@@ -1,0 +1,37 @@
+"""Weight syncs that are spoilt, over whole strategies; see the program."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrl.engines.base import EnginePrompt
+from lightrl.strategy.canary import Canary, _nan_to_inf
+from lightrl.testing import run_program, run_spmd
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "sabotage_program.py"
+
+
+def test_every_sabotage_is_caught_in_one_process() -> None:
+    assert "all checked" in run_program([sys.executable, str(PROGRAM), "single"], timeout_s=120)
+
+
+@pytest.mark.slow
+def test_every_sabotage_is_caught_on_two_ranks() -> None:
+    assert run_spmd(PROGRAM, "fsdp", world_size=2, timeout_s=180).count("all checked") == 2
+
+
+def test_prompts_with_images_are_kept_first() -> None:
+    canary = Canary()
+    texts = [EnginePrompt(token_ids=(place,)) for place in range(3)]
+    picture = EnginePrompt(token_ids=(9,), images=("image",))
+    canary.keep([*texts, picture])
+    assert canary._prompts == [picture, texts[0]]
+    canary.keep([])  # a rank that had none this time
+    assert canary._prompts == [picture, texts[0]]
+
+
+def test_a_nan_is_the_largest_difference() -> None:
+    assert _nan_to_inf(float(torch.tensor(float("nan")))) == float("inf")
+    assert _nan_to_inf(0.5) == 0.5
