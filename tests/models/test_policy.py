@@ -69,7 +69,11 @@ def two_sequences(temperature: float) -> PackedBatch:
 
 
 def reference_scores(model: PreTrainedModel, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the same four tokens, one unpadded sequence at a time."""
+    """Log-probabilities and entropies of the same four tokens, one unpadded sequence at a time.
+
+    By eager attention: the fused one of transformers leaves Gemma 2's softcap out.
+    """
+    model.set_attn_implementation("eager")
     rows = [model(torch.tensor([[10, 11]])).logits[0, :1], model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:4]]
     logprobs = (torch.cat(rows) / temperature).log_softmax(-1)
     return logprobs[torch.arange(4), torch.tensor([11, 7, 8, 9])], -(logprobs.exp() * logprobs).sum(-1)
