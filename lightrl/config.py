@@ -351,6 +351,9 @@ def _check_ranges(config: GRPOConfig) -> None:
         raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
 
 
+ConfigT = TypeVar("ConfigT", bound=GRPOConfig)
+
+
 def engine_arguments(config: Any) -> dict[str, Any]:
     """--engine_args as a dict; the values are read as YAML, so 4, 0.5, true and [a, b] are what they look like."""
     found: dict[str, Any] = {}
@@ -362,9 +365,6 @@ def engine_arguments(config: Any) -> dict[str, Any]:
             raise ValueError(f"--engine_args: {name} is given twice.")
         found[name] = yaml.safe_load(value)
     return found
-
-
-ConfigT = TypeVar("ConfigT", bound=GRPOConfig)
 
 
 def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
@@ -489,6 +489,7 @@ class StrategyOptions:
 
     lr: float = 1e-4
     critic_lr: float = 1e-4
+    critic_warmup_steps: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     engine: str = "native"

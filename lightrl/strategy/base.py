@@ -36,8 +36,9 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
-from lightrl.strategy import generation, offload, schedules
+from lightrl.strategy import critic_warmup, generation, offload, schedules
 from lightrl.strategy.canary import Canary
+from lightrl.strategy.grad_scaler import GradScaler
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class StrategyBase(ABC):
         self._engine_group = EngineGroup()
         self._engine_actor: nn.Module | None = None  # whose weights the engine gets
         self._num_syncs = 0
+        self.grad_scaler = GradScaler(enabled=False)
         self._canary = Canary()
         self._trained: list[_Trained] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -274,8 +276,18 @@ class StrategyBase(ABC):
         self.register(model, optimizer, scheduler)
         return model, optimizer, scheduler
 
-    def build_optimizer(self, model: nn.Module) -> Optimizer:
-        return self.create_optimizer(model)
+    def build_optimizer(self, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
+        """The optimizer of the options. With the warm-up it trains a critic's value head alone for its first
+        critic_warmup_steps updates."""
+        optimizer = self.create_optimizer(model)
+        if enable_critic_warmup:
+            critic_warmup.freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
+        return optimizer
+
+    def build_grad_scaler(self, enabled: bool, **kwargs: Any) -> GradScaler:
+        """Scales the losses of backward() from now on, and unscales before the clip; kwargs as of GradScaler."""
+        self.grad_scaler = GradScaler(enabled, **kwargs)
+        return self.grad_scaler
 
     def build_lr_scheduler(self, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1) -> LRScheduler:
         """The schedule of the options (or of optim_config) over total_steps optimizer steps."""

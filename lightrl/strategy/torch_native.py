@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
-from lightrl.strategy import state_files
+from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.offload import local
@@ -54,11 +54,11 @@ class TorchStrategy(StrategyBase):
         if kwargs:
             raise TypeError(f"backward() takes no {', '.join(sorted(kwargs))}; known: weight.")
         if weight is not None:
-            (loss * (weight * self.averaging_ranks)).backward()
+            self.grad_scaler.scale(loss * (weight * self.averaging_ranks)).backward()
             return
         # Reduced at every call: where the accumulation ends is known only when optimizer_step is called.
         with self.before_micro_batch(model, True):
-            (loss / self.accumulation_steps).backward()
+            self.grad_scaler.scale(loss / self.accumulation_steps).backward()
         self._pending_micro_batches[optimizer] = self._pending_micro_batches.get(optimizer, 0) + 1
 
     def optimizer_step(
@@ -67,7 +67,7 @@ class TorchStrategy(StrategyBase):
         is_boundary = kwargs.pop("is_boundary", None)
         if kwargs:
             raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
-        lr_list = [float(group["lr"]) for group in optimizer.param_groups]
+        lr_list = [0.0 if critic_warmup.steps_left(group) else float(group["lr"]) for group in optimizer.param_groups]
         pending = self._pending_micro_batches.get(optimizer, 0)  # 0: the gradient came by train_batch or from outside
         if is_boundary is None:
             is_boundary = pending == 0 or pending >= self.accumulation_steps
@@ -79,10 +79,15 @@ class TorchStrategy(StrategyBase):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if 0 < pending < self.accumulation_steps:  # the mean over the micro-batches that there were
             _scale_gradients(parameters, self.accumulation_steps / pending)
+        if self.grad_scaler.enabled:
+            _scale_gradients(parameters, 1 / self.grad_scaler.get_scale())
+        critic_warmup.drop_frozen_gradients(optimizer)
         grad_norm = float(clip_gradients(parameters, self.max_norm))
         is_finite = self.comm.agree(math.isfinite(grad_norm))
+        self.grad_scaler.update(is_finite)
         if is_finite:
             optimizer.step()
+            critic_warmup.count_step(optimizer)
             if scheduler is not None:
                 scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -196,6 +201,8 @@ class TorchStrategy(StrategyBase):
             states = state_files.optimizer_state_tensors(self._named_states(model, entry.optimizer), self.gather_whole)
             state_files.write_tensors(path, "optimizer", states, self.comm)
             misc["has_optimizer"] = True
+            misc["frozen_steps"] = critic_warmup.state_of(entry.optimizer)
+            misc["grad_scaler"] = self.grad_scaler.state_dict()
             misc["scheduler"] = _plain_state(entry.scheduler) if entry.scheduler is not None else None
         torch.save(_rng_state(), path / f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt")
         if self.comm.is_main:
@@ -271,6 +278,8 @@ class TorchStrategy(StrategyBase):
         self.require_loaded_optimizer(optimizer)
         reader = state_files.TensorReader(path, "optimizer")
         optimizer.state.clear()
+        critic_warmup.restore(optimizer, misc.get("frozen_steps", []))
+        self.grad_scaler.load_state_dict(misc.get("grad_scaler", {}))
         for name, parameter in sorted(model.named_parameters()):
             keys = sorted(item.rpartition("/")[2] for item in reader.names if item.rpartition("/")[0] == name)
             for key in keys:

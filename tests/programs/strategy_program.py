@@ -90,8 +90,11 @@ def check_global_norm_clipping_and_skip(strategy):
     def poisoned(scores, batch):
         return loss_fn(scores, batch) * (math.nan if last else 1.0)
 
+    scaler = strategy.build_grad_scaler(True, init_scale=1024.0)
     result = strategy.train_batch(my_batches(strategy, 1), poisoned, num_tokens, model=policy)
     assert result.skipped
+    assert scaler.get_scale() == 512.0  # on the ranks that had no NaN too
+    strategy.build_grad_scaler(False)
     for name, value in parameters(strategy, policy).items():
         exact(value, before[name])
     assert not train(strategy, policy, 2).skipped  # the NaN is gone with its step
