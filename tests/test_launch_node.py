@@ -158,7 +158,7 @@ def write_model_and_data(folder: Path) -> None:
 def computed_numbers(output_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock or the machine says."""
     rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "tokens/per_second")
+    measured = ("time/", "memory/", "tokens/per_second", "sync/gb_per_s")
     return [{name: value for name, value in row.items() if not name.startswith(measured)} for row in rows]
 
 
