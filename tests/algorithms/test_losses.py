@@ -4,10 +4,19 @@ import math
 
 import pytest
 import torch
+from packed_tokens import gradient_of, tokens_at
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.losses import PolicyLoss, clipped_policy_loss, token_mean
+from lightrl.algorithms.losses import (
+    PolicyLoss,
+    cispo,
+    clipped_policy_loss,
+    cpgd,
+    policy_gradient,
+    ppo_clip,
+    sapo,
+)
 
 
 def loss_at_ratios(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> PolicyLoss:
@@ -117,8 +126,11 @@ def test_parts_of_a_batch_add_up_to_the_whole() -> None:
 def test_old_logprobs_and_advantages_get_no_gradient() -> None:
     leaves = [torch.zeros(2, requires_grad=True) for _ in range(3)]
     mask = torch.tensor([True, True])
-    clipped_policy_loss(*leaves, mask, clip_low=0.2, clip_high=0.2).loss_sum.backward()
+    loss = clipped_policy_loss(*leaves, mask, clip_low=0.2, clip_high=0.2)
+    loss.loss_sum.backward()
     assert [leaf.grad is not None for leaf in leaves] == [True, False, False]
+    assert not loss.ratio_sum.requires_grad
+    assert not loss.ratio_max.requires_grad
 
 
 def test_a_column_of_advantages_is_refused() -> None:
@@ -134,22 +146,114 @@ def test_bounds_that_cannot_be_are_refused(clip_low: float, clip_high: float) ->
         clipped_policy_loss(row, row, row, mask, clip_low=clip_low, clip_high=clip_high)
 
 
-def test_token_mean_counts_masked_in_tokens_only() -> None:
-    # (1 + 3 + 5) / 3
-    values = torch.tensor([[1.0, math.nan], [3.0, 5.0]])
-    mask = torch.tensor([[True, False], [True, True]])
-    assert_close(token_mean(values, mask), torch.tensor(3.0), atol=1e-6, rtol=0)
+def test_policy_gradient_by_hand() -> None:
+    # Probability 1/2, A 2: -2 ln 0.5 = 1.3862944; its gradient is -A whatever the ratio.
+    tokens = tokens_at([1.0], [2.0])
+    loss = policy_gradient(tokens)
+    assert_close(loss.terms, torch.tensor([1.3862944], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert_close(gradient_of(policy_gradient, tokens), torch.tensor([-2.0], dtype=torch.float64), atol=1e-6, rtol=0)
 
 
-def test_token_mean_gradient_is_one_over_the_count() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    token_mean(values, torch.tensor([True, False, True])).backward()
-    assert_close(values.grad, torch.tensor([0.5, 0.0, 0.5]), atol=1e-6, rtol=0)
+def test_ppo_clip_has_the_terms_of_the_sums() -> None:
+    # As above: -2.2, 1.6 (clipped), -2.6 (clipped); the masked one is 0.
+    tokens = tokens_at([1.1, 0.5, 1.5, 9.0], [2.0, -2.0, 2.0, 2.0], mask=[True, True, True, False])
+    loss = ppo_clip(tokens, clip_low=0.2, clip_high=0.3)
+    assert_close(loss.terms, torch.tensor([-2.2, 1.6, -2.6, 0.0], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert_close(loss.ratio, torch.tensor([1.1, 0.5, 1.5, 0.0], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert loss.is_clipped.tolist() == [False, True, True, False]
 
 
-def test_token_mean_of_nothing_is_zero_and_its_gradient_flows() -> None:
-    values = torch.tensor([math.inf, 2.0], requires_grad=True)
-    mean = token_mean(values, torch.tensor([False, False]))
-    mean.backward()
-    assert mean.item() == 0
-    assert_close(values.grad, torch.zeros(2), atol=0, rtol=0)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "term", "slope", "is_clipped"),
+    [
+        (4.0, -2.0, 6.0, 0.0, True),  # PPO: 8; held at 3 x 2
+        (2.5, -2.0, 5.0, 5.0, False),  # below 3: -(2.5 x -2)
+        (4.0, 2.0, -2.6, 0.0, True),  # a good token: PPO's own clip, 1.3 x 2
+        (0.5, -2.0, 1.6, 0.0, True),  # PPO's own clip, 0.8 x 2
+    ],
+)
+def test_dual_clip_bounds_bad_tokens(
+    ratio: float, advantage: float, term: float, slope: float, is_clipped: bool
+) -> None:
+    tokens = tokens_at([ratio], [advantage])
+    loss = ppo_clip(tokens, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert_close(loss.terms, torch.tensor([term], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert loss.is_clipped.tolist() == [is_clipped]
+    found = gradient_of(ppo_clip, tokens, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert_close(found, torch.tensor([slope], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dual_clip", [1.1, 1.5])
+def test_a_dual_clip_inside_the_clip_is_refused(dual_clip: float) -> None:
+    with pytest.raises(ValueError, match=rf"dual_clip is {dual_clip} .* must be more than 1 \+ clip_high"):
+        ppo_clip(tokens_at([1.0], [1.0]), clip_high=0.5, dual_clip=dual_clip)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "term", "slope", "is_clipped"),
+    [
+        # log(0.5 x 1.5) = -0.2876821, log(0.5 x 1.1) = -0.5978370, log(0.5 x 0.5) = -1.3862944; clip [0, 1.2]
+        (1.5, 2.0, 0.6904370, -2.4, True),  # -1.2 x 2 x -0.2876821: the weight is clipped, the gradient stays
+        (1.1, 2.0, 1.3152414, -2.2, False),  # -1.1 x 2 x -0.5978370
+        (1.5, -1.0, -0.3452185, 1.2, True),  # a bad token is clipped alike
+        (0.5, 1.0, 0.6931472, -0.5, False),  # no lower bound
+    ],
+)
+def test_cispo_by_hand(ratio: float, advantage: float, term: float, slope: float, is_clipped: bool) -> None:
+    tokens = tokens_at([ratio], [advantage])
+    loss = cispo(tokens, clip_high=0.2)
+    assert_close(loss.terms, torch.tensor([term], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert loss.is_clipped.tolist() == [is_clipped]
+    found = gradient_of(cispo, tokens, clip_high=0.2)
+    assert_close(found, torch.tensor([slope], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "term", "slope"),
+    [
+        # tau 1 for A > 0, 2 for A < 0. The slope of the gate by log r is 4 s (1 - s) r, with s the sigmoid.
+        (1.0, 1.0, -2.0, -1.0),  # 4 x 0.5; 4 x 0.25 x 1: that of -r A
+        (1.0, -1.0, 1.0, 1.0),  # 2 x 0.5
+        (1.5, 1.0, -2.4898373, -1.4100223),  # s(0.5) = 0.6224593: x 4; 4 x 0.6224593 x 0.3775407 x 1.5
+        (1.5, 2.0, -4.9796746, -2.8200446),  # twice that
+        (1.5, -1.0, 1.4621172, 1.1796716),  # s(1) = 0.7310586: x 2; 4 x 0.7310586 x 0.2689414 x 1.5
+    ],
+)
+def test_sapo_by_hand(ratio: float, advantage: float, term: float, slope: float) -> None:
+    tokens = tokens_at([ratio], [advantage])
+    loss = sapo(tokens, tau_pos=1.0, tau_neg=2.0)
+    assert_close(loss.terms, torch.tensor([term], dtype=torch.float64), atol=1e-6, rtol=0)
+    found = gradient_of(sapo, tokens, tau_pos=1.0, tau_neg=2.0)
+    assert_close(found, torch.tensor([slope], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("tau_pos", "tau_neg"), [(0.0, 1.0), (1.0, 0.0)])
+def test_sapo_refuses_a_temperature_of_zero(tau_pos: float, tau_neg: float) -> None:
+    with pytest.raises(ValueError, match=f"tau_pos is {tau_pos} and tau_neg {tau_neg}: both must be more than 0"):
+        sapo(tokens_at([1.0], [1.0]), tau_pos=tau_pos, tau_neg=tau_neg)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "term", "slope", "is_clipped"),
+    [
+        # l = log r in [log 0.8, log 1.2] = [-0.2231436, 0.1823216]; drift 0.1 min(r - 1, 1) log(0.5 r)
+        (1.1, 1.0, -0.1012886, -0.99, False),  # -0.0953102 + 0.1 x 0.1 x -0.5978370; -1 + 0.01
+        (1.5, 1.0, -0.1967057, 0.05, True),  # -0.1823216 + 0.1 x 0.5 x -0.2876821; 0 + 0.05
+        (0.5, -1.0, -0.1538288, -0.05, True),  # -0.2231436 + 0.1 x -0.5 x -1.3862944; 0 - 0.05
+        (1.5, -1.0, 0.3910810, 1.05, False),  # 0.4054651 - 0.0143841; 1 + 0.05
+        (3.0, 0.0, 0.0405465, 0.1, False),  # the pull is held at 1: 0.1 x 1 x log 1.5
+    ],
+)
+def test_cpgd_by_hand(ratio: float, advantage: float, term: float, slope: float, is_clipped: bool) -> None:
+    tokens = tokens_at([ratio], [advantage])
+    loss = cpgd(tokens, drift_coef=0.1, drift_clip=1.0)
+    assert_close(loss.terms, torch.tensor([term], dtype=torch.float64), atol=1e-6, rtol=0)
+    assert loss.is_clipped.tolist() == [is_clipped]
+    found = gradient_of(cpgd, tokens, drift_coef=0.1, drift_clip=1.0)
+    assert_close(found, torch.tensor([slope], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_cpgd_without_a_lower_clip() -> None:
+    # log(1 - 1) is no bound: 0.6931472, the whole of -l A.
+    loss = cpgd(tokens_at([0.5], [-1.0]), clip_low=1.0, drift_coef=0.0)
+    assert_close(loss.terms, torch.tensor([-0.6931472], dtype=torch.float64), atol=1e-6, rtol=0)
