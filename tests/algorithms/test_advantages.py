@@ -2,7 +2,21 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.algorithms.advantages import group_advantages
+from lightrl.algorithms.advantages import (
+    ScoredSamples,
+    cpgd,
+    dr_grpo,
+    gpg,
+    group_advantages,
+    grpo,
+    opo,
+    pass_at_k,
+    reinforce,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    signal_counts,
+)
 
 
 def test_two_groups_by_hand() -> None:
@@ -57,3 +71,146 @@ def test_a_group_of_one_is_refused() -> None:
 def test_flat_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[6\]: it must be \[prompts"):
         group_advantages(torch.zeros(6))
+
+
+# Three prompts in mixed order. Group 5: rewards 1, 0, 5 (mean 2); group 9: 2, 2; group 1: one sample, 3.
+IDS = torch.tensor([5, 9, 5, 1, 5, 9])
+REWARDS = torch.tensor([1.0, 2.0, 0.0, 3.0, 5.0, 2.0])
+LENGTHS = torch.tensor([2, 4, 1, 3, 1, 4])
+WHOLE = ScoredSamples(rewards=REWARDS, group_ids=IDS, lengths=LENGTHS, baselines=REWARDS - 1, signal_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "parameters", "expected"),
+    [
+        # Deviations -1, -2, 3; variance 14 / 2 = 7, deviation 2.6457513, + 0.0001
+        (grpo, {}, [-0.3779502, 0, -0.7559003, 0, 1.1338505, 0]),
+        (grpo, {"eps": 0.0}, [-0.3779645, 0, -0.7559289, 0, 1.1338934, 0]),
+        (dr_grpo, {}, [-1, 0, -2, 0, 3, 0]),
+        # Minus the mean of the two others: 1 - 2.5, 0 - 3, 5 - 0.5
+        (rloo, {}, [-1.5, 0, -3, 0, 4.5, 0]),
+        (reinforce, {}, [1, 2, 0, 3, 5, 2]),
+        (reinforce_plus_plus_baseline, {}, [-1, 0, -2, 0, 3, 0]),
+        (remax, {}, [1, 1, 1, 1, 1, 1]),
+        # Baseline (2 x 1 + 1 x 0 + 1 x 5) / 4 = 1.75
+        (opo, {}, [-0.75, 0, -1.75, 0, 3.25, 0]),
+        # dr_grpo / (2 x 0.5), and / 0.5
+        (gpg, {"norm": 2.0}, [-1, 0, -2, 0, 3, 0]),
+        (gpg, {}, [-2, 0, -4, 0, 6, 0]),
+        (cpgd, {"weight": "equal"}, [-1, 0, -2, 0, 3, 0]),
+        (cpgd, {"weight": "std"}, [-0.3779502, 0, -0.7559003, 0, 1.1338505, 0]),
+        (cpgd, {"weight": "signal"}, [-2, 0, -4, 0, 6, 0]),  # 1 / 0.5
+        (cpgd, {"weight": "signal", "max_weight": 1.5}, [-1.5, 0, -3, 0, 4.5, 0]),
+    ],
+)
+def test_estimators_by_hand(estimator, parameters, expected) -> None:  # type: ignore[no-untyped-def]
+    found = estimator(WHOLE, **parameters)
+    assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=0)
+
+
+COMPARING = [grpo, dr_grpo, rloo, opo, gpg, cpgd, reinforce_plus_plus_baseline]
+
+
+@pytest.mark.parametrize("estimator", COMPARING)
+@pytest.mark.parametrize("size", [1, 2, 7, 10])
+@pytest.mark.parametrize("reward", [0.0, 0.1, -0.7, 1e6 + 0.1])
+def test_equal_rewards_give_exactly_zero_to_any_group(estimator, size: int, reward: float) -> None:  # type: ignore[no-untyped-def]
+    samples = ScoredSamples(
+        rewards=torch.full((size,), reward),
+        group_ids=torch.zeros(size, dtype=torch.int64),
+        lengths=torch.arange(size) + 1,
+        signal_share=0.0,
+    )
+    assert (estimator(samples) == 0).all()
+
+
+@pytest.mark.parametrize("estimator", [*COMPARING, reinforce, remax])
+def test_the_order_of_samples_changes_nothing(estimator) -> None:  # type: ignore[no-untyped-def]
+    order = torch.tensor([4, 1, 0, 5, 3, 2])
+    mixed = ScoredSamples(
+        rewards=REWARDS[order],
+        group_ids=IDS[order],
+        lengths=LENGTHS[order],
+        baselines=REWARDS[order] - 1,
+        signal_share=0.5,
+    )
+    assert torch.equal(estimator(mixed), estimator(WHOLE)[order])
+
+
+def test_a_table_and_ids_agree() -> None:
+    table = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 5.0]])
+    samples = ScoredSamples(rewards=table.reshape(-1), group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert torch.equal(group_advantages(table), grpo(samples).reshape(2, 3))
+
+
+def test_the_leave_one_out_factor() -> None:
+    # G / (G - 1) = 3 / 2 times the difference from the mean
+    assert_close(rloo(WHOLE), 1.5 * dr_grpo(WHOLE), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "k", "expected"),
+    [
+        # N 4, 3 wrong, k 2: failure C(3,2) / C(4,2) = 1/2, deviation 1/2; right: 1/2 / (1/2) = 1;
+        # wrong: (1/2 - C(2,1) / C(3,1)) / (1/2) = (1/2 - 2/3) 2 = -1/3
+        ([0, 0, 1, 0], 2, [-1 / 3, -1 / 3, 1, -1 / 3]),
+        # k 1: failure 3/4, deviation sqrt(3) / 4; right: sqrt(3); wrong: (3/4 - 1) / (sqrt(3) / 4) = -1 / sqrt(3)
+        ([0, 0, 1, 0], 1, [-0.5773503, -0.5773503, 1.7320508, -0.5773503]),
+        # 2 wrong, k 2: failure 1/6, deviation sqrt(5) / 6; right: 1 / sqrt(5); wrong: (1/6 - 1/3) 6 / sqrt(5)
+        ([0, 1, 1, 0], 2, [-0.4472136, 0.4472136, 0.4472136, -0.4472136]),
+        # 1 wrong: any two have a right one
+        ([0, 1, 1, 1], 2, [0, 0, 0, 0]),
+        ([0, 0, 0, 0], 2, [0, 0, 0, 0]),
+        ([1, 1, 1, 1], 2, [0, 0, 0, 0]),
+    ],
+)
+def test_pass_at_k_by_hand(rewards: list[float], k: int, expected: list[float]) -> None:
+    samples = ScoredSamples(rewards=torch.tensor(rewards), group_ids=torch.zeros(4, dtype=torch.int64))
+    assert_close(pass_at_k(samples, k=k), torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=0)
+
+
+def test_pass_at_k_of_two_groups() -> None:
+    # The first and the third case above, interleaved.
+    rewards, ids = torch.tensor([0.0, 0, 0, 1, 1, 1, 0, 0]), torch.tensor([4, 2, 4, 2, 4, 2, 4, 2])
+    found = pass_at_k(ScoredSamples(rewards=rewards, group_ids=ids), k=2)
+    expected = torch.tensor([-1 / 3, -0.4472136, -1 / 3, 0.4472136, 1, 0.4472136, -1 / 3, -0.4472136])
+    assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_opo_of_responses_without_a_trained_token_is_finite() -> None:
+    samples = ScoredSamples(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.zeros(2).long(), lengths=torch.zeros(2))
+    assert opo(samples).tolist() == [1, 0]
+
+
+def test_pass_at_k_needs_k_samples() -> None:
+    samples = ScoredSamples(rewards=torch.zeros(3), group_ids=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"A group has 3 sample\(s\), but k is 4"):
+        pass_at_k(samples)
+
+
+def test_signal_counts_add_up_over_ranks() -> None:
+    # Group 5 alone has unequal rewards: 3 of 6
+    assert signal_counts(WHOLE).tolist() == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (opo, r"ScoredSamples\(lengths="),
+        (remax, r"ScoredSamples\(baselines="),
+        (gpg, r"gpg needs .* ScoredSamples\(signal_share="),
+    ],
+)
+def test_what_an_estimator_needs_is_asked_for(estimator, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        estimator(ScoredSamples(rewards=REWARDS, group_ids=IDS))
+
+
+def test_an_unknown_weight_names_the_choices() -> None:
+    with pytest.raises(ValueError, match="Unknown weight 'var'. Choose one of equal, std, signal"):
+        cpgd(WHOLE, weight="var")  # type: ignore[arg-type]
+
+
+def test_lengths_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths \[2\]"):
+        ScoredSamples(rewards=REWARDS, group_ids=IDS, lengths=LENGTHS[:2])
