@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.algorithms.kl import KLKind, kl_estimate
+from lightrl.algorithms.kl import KLGradient, KLKind, kl_estimate, kl_terms
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,81 @@ def test_unknown_kind_names_the_choices() -> None:
 def test_arguments_must_be_named() -> None:
     with pytest.raises(TypeError, match="positional"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k1")  # type: ignore[misc]
+
+
+# Policy 1/2, reference 1/4: d = ln 2 = 0.6931472. The last token is masked.
+POLICY = torch.tensor([math.log(0.5), math.nan])
+REFERENCE = torch.tensor([math.log(0.25), 1.0])
+MASK = torch.tensor([True, False])
+
+
+def value_and_slope(**options: object) -> tuple[float, float]:
+    policy = POLICY.clone().requires_grad_()
+    terms = kl_terms(policy=policy, reference=REFERENCE, mask=MASK, **options)  # type: ignore[arg-type]
+    terms.sum().backward()
+    assert policy.grad is not None
+    assert terms[1] == 0
+    assert policy.grad[1] == 0
+    return terms[0].item(), policy.grad[0].item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [("k1", 0.6931472, 1.0), ("k2", 0.2402265, 0.6931472), ("k3", 0.1931472, 0.5)],
+)
+def test_terms_with_the_gradient_of_the_estimate(kind: KLKind, value: float, slope: float) -> None:
+    assert value_and_slope(kind=kind) == pytest.approx((value, slope), abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("k1", 0.6931472), ("k2", 0.2402265), ("k3", 0.1931472)])
+def test_terms_with_the_gradient_of_the_kl(kind: KLKind, value: float) -> None:
+    """Always d, whatever the value."""
+    assert value_and_slope(kind=kind, gradient="kl") == pytest.approx((value, 0.6931472), abs=1e-6)
+
+
+def test_off_policy_terms_are_weighed_by_the_ratio() -> None:
+    # The token was sampled at 1/3: policy / old = 1.5, value 1.5 x 0.1931472, slope 1.5 x 0.6931472
+    old = torch.tensor([math.log(1 / 3), math.nan])
+    found = value_and_slope(kind="k3", gradient="kl", old=old)
+    assert found == pytest.approx((0.2897208, 1.0397208), abs=1e-6)
+
+
+def test_the_weighed_k3_has_the_gradient_of_its_own_value() -> None:
+    """ratio x k3 with both differentiated, r (exp(-d) - 1 + d), has the slope r d: finite differences of it."""
+    old, step = math.log(1 / 3), 1e-4
+
+    def value(policy: float) -> float:
+        d = policy - math.log(0.25)
+        return math.exp(policy - old) * (math.expm1(-d) + d)
+
+    numeric = (value(math.log(0.5) + step) - value(math.log(0.5) - step)) / (2 * step)
+    found = value_and_slope(kind="k3", gradient="kl", old=torch.tensor([old, math.nan]))
+    assert found[1] == pytest.approx(numeric, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "gradient"), [("k2", "own"), ("k1", "kl"), ("k3", "kl")])
+def test_the_expected_gradient_is_that_of_the_kl(kind: KLKind, gradient: KLGradient) -> None:
+    """Over all tokens of a small vocabulary, each weighed by its probability, and the KL differentiated exactly."""
+    logits = torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(0)
+    exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
+    everything = torch.ones(3, dtype=torch.bool)
+    terms = kl_terms(policy=logprobs, reference=reference, mask=everything, kind=kind, gradient=gradient)
+    found = torch.autograd.grad((logprobs.detach().exp() * terms).sum(), logits)[0]
+    assert_close(found, exact, atol=1e-9, rtol=0)
+
+
+def test_own_gradients_agree_with_finite_differences() -> None:
+    policy = torch.tensor([-0.5, -1.5, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False])
+    for kind in ("k1", "k2", "k3"):
+        assert torch.autograd.gradcheck(
+            lambda leaf, kind=kind: kl_terms(policy=leaf, reference=reference, mask=mask, kind=kind).sum(), (policy,)
+        )
+
+
+def test_unknown_gradient_names_the_choices() -> None:
+    with pytest.raises(ValueError, match="Unknown KL gradient 'k2'. Choose one of own, kl"):
+        value_and_slope(gradient="k2")
