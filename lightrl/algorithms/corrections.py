@@ -1,0 +1,140 @@
+"""Weights for tokens that another policy sampled than the one that is trained: an engine's rounding, an older version.
+
+A correction is `fn(tokens: OffPolicyTokens, **parameters) -> Correction`. Its weights multiply the terms of any policy
+loss (`corrected`); a weight of 0 rejects a token, and leaves the mask and so the denominator as they are. The
+statistics are of the ratio before anything is clipped or rejected.
+
+Decoupled PPO (arXiv:2110.00641) is ppo_clip with the proximal policy's logprobs as the old ones, corrected by the
+ratio of the proximal to the sampling policy. The proximal policy is recomputed, or `interpolated_logprobs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.shapes import require_bool_mask, require_same_shape, require_sequence_index
+from lightrl.algorithms.tokens import MAX_LOG_RATIO, TokenLoss, sequence_means, sequence_sums
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicyTokens:
+    """The tokens of one micro-batch of whole sequences. What stands where the mask is False is never read."""
+
+    logprobs: Tensor  # [N] of the trainer's policy before the update (the proximal policy)
+    sampler_logprobs: Tensor  # [N] of the policy that sampled
+    mask: Tensor  # [N] bool, True = trained
+    sequence_index: Tensor  # [N] int64 in [0, num_sequences)
+    num_sequences: int
+
+    def __post_init__(self) -> None:
+        require_same_shape(logprobs=self.logprobs, sampler_logprobs=self.sampler_logprobs, mask=self.mask)
+        require_bool_mask(self.mask)
+        require_sequence_index(self.sequence_index, self.mask, self.num_sequences)
+
+    @torch.no_grad()
+    def log_ratio(self, level: Level) -> Tensor:
+        """[N] log(trainer / sampler): of the token, of its whole sequence, or of the sequence per token."""
+        token = torch.where(self.mask, self.logprobs - self.sampler_logprobs, 0.0)
+        if level == "token":
+            return token
+        if level == "sequence":
+            return sequence_sums(token, self.sequence_index, self.num_sequences)[self.sequence_index]
+        if level == "geometric":
+            return sequence_means(token, self.mask, self.sequence_index, self.num_sequences)[self.sequence_index]
+        raise ValueError(f"Unknown level {level!r}. Choose one of {', '.join(get_args(Level))}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Neither carries a gradient."""
+
+    weights: Tensor  # [N], 0 where nothing is trained
+    statistics: dict[str, Tensor]  # scalars to reduce over micro-batches and ranks: ratio_max by maximum, others by sum
+
+
+def truncated(tokens: OffPolicyTokens, *, level: Level = "token", cap: float = 2.0) -> Correction:
+    """min(ratio, cap): truncated importance sampling (TIS; arXiv:1802.01561 bounds its ratios so)."""
+    if cap <= 0:
+        raise ValueError(f"cap is {cap}: the ratio is held below it, so it must be more than 0.")
+    ratio = _ratio(tokens, level)
+    return _correction(tokens, ratio, ratio > cap, ratio.clamp(max=cap))
+
+
+def masked(tokens: OffPolicyTokens, *, level: Level = "token", low: float = 0.0, high: float = 2.0) -> Correction:
+    """The ratio where it is within [low, high], else 0: masked importance sampling (MIS)."""
+    ratio = _ratio(tokens, level)
+    is_outside = _outside(ratio, low, high)
+    return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, ratio))
+
+
+def icepop(tokens: OffPolicyTokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
+    """masked, of tokens and from both sides (IcePop, arXiv:2510.18855)."""
+    return masked(tokens, level="token", low=low, high=high)
+
+
+def rejected(tokens: OffPolicyTokens, *, level: Level = "geometric", low: float = 0.5, high: float = 2.0) -> Correction:
+    """1 where the ratio is within [low, high], else 0: what stays is not weighed."""
+    ratio = _ratio(tokens, level)
+    is_outside = _outside(ratio, low, high)
+    return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, torch.ones_like(ratio)))
+
+
+def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
+    """The loss with its terms weighed; those of weight 0 are not read, and have no gradient."""
+    require_same_shape(terms=loss.terms, weights=weights)
+    weights = weights.detach()
+    return replace(loss, terms=torch.where(weights > 0, loss.terms, 0.0) * weights)
+
+
+def interpolated_logprobs(
+    logprobs: Tensor, sampler_logprobs: Tensor, *, versions: Tensor, proximal_version: int, current_version: int
+) -> Tensor:
+    """[N] log probabilities of a proximal policy between the sampling and the current one, without a forward.
+
+    a log current + (1 - a) log sampler, with a the share of the versions between the two that the proximal one has
+    made: (proximal - sampled) / (current - sampled), and 0 for tokens that the current version sampled.
+
+    Args:
+        versions: [N] int64 weight version that sampled each token.
+    """
+    require_same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs, versions=versions)
+    if proximal_version > current_version:
+        raise ValueError(f"proximal_version is {proximal_version}, after current_version {current_version}.")
+    behind = current_version - versions
+    share = ((proximal_version - versions) / behind.clamp(min=1)).clamp(0, 1)
+    share = torch.where(behind > 0, share, 0.0).to(logprobs.dtype)
+    return torch.lerp(sampler_logprobs.detach(), logprobs.detach(), share)
+
+
+def _ratio(tokens: OffPolicyTokens, level: Level) -> Tensor:
+    return tokens.log_ratio(level).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low is {low} and high {high}: they bound a ratio that is 1 on policy, so 0 <= low <= 1 <= high."
+        )
+    return (ratio < low) | (ratio > high)
+
+
+def _correction(tokens: OffPolicyTokens, ratio: Tensor, is_outside: Tensor, weights: Tensor) -> Correction:
+    mask = tokens.mask
+    log_ratio = tokens.log_ratio("token").clamp(max=MAX_LOG_RATIO)
+    trained_ratio = torch.where(mask, ratio, 0.0)
+    return Correction(
+        weights=torch.where(mask, weights, 0.0),
+        statistics={
+            "ratio_sum": trained_ratio.sum(),
+            "ratio_max": trained_ratio.max() if trained_ratio.numel() else trained_ratio.sum(),
+            "outside_count": (is_outside & mask).sum(),
+            "k3_sum": (torch.expm1(log_ratio) - log_ratio).sum(),  # of KL(sampler || trainer), by token at any level
+            "count": mask.sum(),
+        },
+    )
