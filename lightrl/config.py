@@ -46,16 +46,31 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    clip_low: float = 0.2
-    """The probability ratio is clipped at 1 - clip_low."""
-    clip_high: float = 0.2
-    """The probability ratio is clipped at 1 + clip_high."""
-    normalize_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
+    advantage: str = "grpo"
+    """From a sample's reward to its advantage: grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, opo, gpg, cpgd, pass_at_k, or your own as package.module:function."""
+    advantage_args: tuple[str, ...] = ()
+    """Its parameters as name=value, such as normalize_std=false of grpo; docs/algorithms.md has all."""
+    loss: str = "ppo_clip"
+    """The policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, cispo, sapo, cpgd, dppo_tv, dppo_kl, or your
+    own."""
+    loss_args: tuple[str, ...] = ()
+    """Its parameters, such as clip_low=0.2 clip_high=0.28 of ppo_clip."""
+    aggregation: str = "token_mean"
+    """Which mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum,
+    sequence_mean_token_sum_norm, or your own. The denominator is that of all ranks and micro-batches in each."""
+    aggregation_args: tuple[str, ...] = ()
+    """Its parameters, such as length=1024 of sequence_mean_token_sum_norm."""
+    correction: str = "none"
+    """Weighs tokens by the trainer's probability over the engine's: none, tis, mis, icepop, reject, or your own."""
+    correction_args: tuple[str, ...] = ()
+    """Its parameters, such as cap=2 of tis."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the frozen starting model in the loss; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL per token (Schulman 2020)."""
+    kl_gradient: Literal["own", "kl"] = "own"
+    """Its gradient: that of the estimator, or that of the KL itself."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Where the ratio's denominator comes from: the trainer's own forward before the update, or what the engine
     reported."""
@@ -229,6 +244,9 @@ class GRPOConfig:
         return self.num_epochs * self.num_minibatches
 
 
+_NEED_NO_GROUP = ("reinforce", "reinforce_plus_plus", "remax")  # advantages of one sample a prompt
+
+
 def describe_batches(config: GRPOConfig, world_size: int) -> str:
     """The batch arithmetic in one line, for the start of a run."""
     per_update = config.samples_per_step // config.num_minibatches
@@ -267,10 +285,10 @@ def _check_batches(config: GRPOConfig) -> None:
     for name in ("num_prompts", "num_minibatches", "num_epochs", "max_new_tokens", "max_tokens_per_microbatch"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} is {getattr(config, name)}: it must be at least 1.")
-    if config.group_size < 2:
+    if config.group_size < (1 if config.algorithm.advantage in _NEED_NO_GROUP else 2):
         raise ValueError(
-            f"--group_size is {config.group_size}: GRPO compares the samples of a prompt with each other and needs at "
-            "least 2. Use 4 to 16."
+            f"--group_size is {config.group_size}: {config.algorithm.advantage} compares the samples of a prompt with "
+            "each other and needs at least 2. Use 4 to 16."
         )
     if config.num_prompts % config.num_minibatches:
         hint = nearest_multiples(config.num_prompts, config.num_minibatches, "--num_prompts")
@@ -310,7 +328,6 @@ def _check_ranges(config: GRPOConfig) -> None:
         "optim.weight_decay": config.optim.weight_decay,
         "optim.warmup_steps": config.optim.warmup_steps,
         "algorithm.kl_coef": config.algorithm.kl_coef,
-        "algorithm.clip_high": config.algorithm.clip_high,
         "eval.every": config.eval.every,
         "eval.temperature": config.eval.temperature,
         "eval.max_prompts": config.eval.max_prompts,
@@ -334,7 +351,6 @@ def _check_ranges(config: GRPOConfig) -> None:
     fractions = {
         "optim.warmup_ratio": config.optim.warmup_ratio,
         "optim.min_lr_ratio": config.optim.min_lr_ratio,
-        "algorithm.clip_low": config.algorithm.clip_low,
     }
     for name, value in fractions.items():
         if not 0 <= value <= 1:
@@ -355,16 +371,32 @@ ConfigT = TypeVar("ConfigT", bound=GRPOConfig)
 
 
 def engine_arguments(config: Any) -> dict[str, Any]:
-    """--engine_args as a dict; the values are read as YAML, so 4, 0.5, true and [a, b] are what they look like."""
+    """--engine_args as a dict."""
+    return named_values(config.engine_args, "engine_args")
+
+
+def named_values(items: Sequence[str], option: str) -> dict[str, Any]:
+    """name=value texts as a dict; values are read as YAML, so 4, 0.5, 3e-4, true and [a, b] are what they look like."""
     found: dict[str, Any] = {}
-    for item in config.engine_args:
+    for item in items:
         name, separator, value = item.partition("=")
         if not separator or not name.isidentifier():
-            raise ValueError(f"--engine_args {item!r}: it must be name=value, as in max_num_seqs=64.")
+            raise ValueError(f"--{option} {item!r}: it must be name=value, without spaces around the sign.")
         if name in found:
-            raise ValueError(f"--engine_args: {name} is given twice.")
-        found[name] = yaml.safe_load(value)
+            raise ValueError(f"--{option}: {name} is given twice.")
+        found[name] = _plain_value(value)
     return found
+
+
+def _plain_value(text: str) -> Any:
+    """YAML 1.1 takes 3e-4 for a text, since it has no point."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from lightrl.algorithms.advantages import group_advantages
 from lightrl.engines.base import SamplingParams
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Prompt, Sample
 from lightrl.rewards import AnyReward, score
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
@@ -66,15 +63,7 @@ class Collector:
         with self._strategy.comm.phase("reward", local=True):
             return score(self._reward, samples)
 
-    def experience(
-        self, samples: Sequence[Sample], rewards: Sequence[float], *, group_size: int, normalize_std: bool
-    ) -> list[Experience]:
-        """Group-relative advantages; a prompt's whole group is on this rank, so no collective is needed."""
-        if not samples:
-            return []
-        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, group_size)
-        advantages = group_advantages(table, normalize_std=normalize_std).reshape(-1).tolist()
-        return [
-            Experience(sample=sample, reward=reward, advantage=advantage)
-            for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
-        ]
+    def greedy_rewards(self, prompts: Sequence[tuple[int, Prompt]], *, group_size: int) -> list[float]:
+        """The reward of a greedy response to each prompt, once for every sample of its group."""
+        greedy = self._generate(prompts, [0] * len(prompts), 1, 0.0, sleep_engine=True)
+        return [reward for reward in self.score(greedy) for _ in range(group_size)]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from lightrl.algorithms.kl import kl_estimate
-from lightrl.algorithms.losses import clipped_policy_loss
 from lightrl.algorithms.mismatch import mismatch_statistics
 from lightrl.config import GRPOConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
@@ -16,7 +13,10 @@ from lightrl.data.packing import TokenValues, dummy_batch, pack, split_micro_bat
 from lightrl.data.sampler import permutation
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
+from lightrl.rewards import AnyReward
+from lightrl.strategy import StrategyBase
 from lightrl.trainers.base import StepReport, Trainer
+from lightrl.trainers.objective import PolicyObjective
 
 _MINIBATCH_STREAM = 3
 
@@ -26,6 +26,12 @@ class GRPOTrainer(Trainer):
 
     config: GRPOConfig
 
+    def __init__(
+        self, config: GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+    ) -> None:
+        self.objective = PolicyObjective(config.algorithm)
+        super().__init__(config, strategy=strategy, reward=reward)
+
     def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
         """prompts: (position in the step's global batch, prompt), this rank's share."""
         with self.watch.measure("time/rollout"):
@@ -34,12 +40,10 @@ class GRPOTrainer(Trainer):
             )
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples)
-            experience = self.collector.experience(
-                samples,
-                rewards,
-                group_size=self.config.group_size,
-                normalize_std=self.config.algorithm.normalize_std,
-            )
+            baselines = None
+            if self.objective.needs_greedy_baseline:
+                baselines = self.collector.greedy_rewards(prompts, group_size=self.config.group_size)
+            experience = self.objective.advantages(samples, rewards, self.strategy.comm, baselines)
             self._describe(samples, experience)
         with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
             self.learn(experience)
@@ -60,7 +64,7 @@ class GRPOTrainer(Trainer):
                 batches = self._micro_batches(part, old_logprobs, ref_logprobs)
                 # Before the first update the policy is still the one that the engine sampled from.
                 loss_fn = self._loss(measure_mismatch=is_first and not self._recomputes_old)
-                result = self.strategy.train_batch(batches, loss_fn, _num_trained_tokens, model=self.policy)
+                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
                 self._describe_update(result.loss, result.grad_norm, result.lr, result.skipped)
                 is_first = False
 
@@ -142,37 +146,9 @@ class GRPOTrainer(Trainer):
         def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
             if measure_mismatch:
                 self._measure_mismatch(scores, batch)
-            return self.loss(scores, batch)
+            return self.objective.loss(scores, batch, self.statistics)
 
         return loss_fn
-
-    def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        """The mean over the micro-batch's trained tokens; train_batch turns it into the mean over all of them."""
-        algorithm, mask = self.config.algorithm, batch.loss_mask
-        old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        policy = clipped_policy_loss(
-            scores.logprobs,
-            old,
-            batch.advantages,
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
-        loss_sum, kl_sum = policy.loss_sum, torch.zeros(())
-        if batch.ref_logprobs is not None and algorithm.kl_coef > 0:
-            # Masked before the estimate: exp of a masked token may overflow, and 0 * inf in the backward is NaN.
-            policy_logprobs, ref_logprobs = (
-                torch.where(mask, logprobs, 0.0) for logprobs in (scores.logprobs, batch.ref_logprobs)
-            )
-            kl_sum = kl_estimate(policy=policy_logprobs, reference=ref_logprobs, kind=algorithm.kl_estimator).sum()
-            loss_sum = loss_sum + algorithm.kl_coef * kl_sum
-        count = int(policy.num_tokens)
-        self.statistics.mean("clip_fraction", float(policy.clip_count), count)
-        self.statistics.mean("ratio/mean", float(policy.ratio_sum), count)
-        self.statistics.highest("ratio/max", float(policy.ratio_max))
-        self.statistics.mean("kl", float(kl_sum.detach()), count)
-        self.statistics.mean("entropy", float(torch.where(mask, scores.entropy.detach(), 0.0).sum()), count)
-        return loss_sum / max(1, count)
 
     # ---- What a step tells -------------------------------------------------------------------------------------
 
@@ -204,7 +180,3 @@ class GRPOTrainer(Trainer):
         statistics.mean("tokens/response_mean", response_tokens, count)
         statistics.highest("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
         statistics.mean("tokens/truncated", sum(sample.finish_reason == "length" for sample in samples), count)
-
-
-def _num_trained_tokens(batch: PackedBatch) -> Tensor:
-    return batch.loss_mask.sum()

@@ -66,14 +66,15 @@ def test_draws_hang_on_seed_step_and_position_alone(strategy: StrategyBase, prom
     assert [s.response_ids for s in sample(strategy, prompts, seed=1)] != first
 
 
-def test_experience_has_group_advantages(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+def test_rewards_of_samples_and_of_greedy_responses(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
     mine = collector(strategy)
     samples = sample(strategy, prompts)
-    found = mine.experience(samples, [1.0, 3.0, 2.0, 2.0, 0.0, 1.0], group_size=2, normalize_std=False)
-    assert [item.advantage for item in found] == [-1.0, 1.0, 0.0, 0.0, -0.5, 0.5]
-    assert [item.reward for item in found] == [1.0, 3.0, 2.0, 2.0, 0.0, 1.0]
-    assert mine.experience([], [], group_size=2, normalize_std=True) == []
     assert mine.score(samples) == [float(len(s.response_ids)) for s in samples]
+    greedy = mine.greedy_rewards(prompts, group_size=2)
+    assert len(greedy) == len(samples)
+    assert greedy[::2] == greedy[1::2]
+    assert greedy == mine.greedy_rewards(prompts, group_size=2)
+    assert mine.greedy_rewards([], group_size=2) == []
 
 
 def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:

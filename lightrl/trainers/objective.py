@@ -1,0 +1,158 @@
+"""What a run optimises, from the names in its config: advantages of scored samples, and the loss of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.advantages import ScoredSamples, signal_counts
+from lightrl.algorithms.aggregation import mean_loss
+from lightrl.algorithms.corrections import OffPolicyTokens, corrected
+from lightrl.algorithms.kl import kl_terms
+from lightrl.algorithms.moments import moment_sums, whiten
+from lightrl.algorithms.registry import (
+    SELECTING,
+    WHITENED,
+    load_advantage,
+    load_aggregation,
+    load_correction,
+    load_loss,
+)
+from lightrl.algorithms.tokens import PolicyTokens
+from lightrl.comm import Comm
+from lightrl.config import AlgorithmConfig, named_values
+from lightrl.metrics import Statistics
+from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+
+GREEDY_BASELINE = "remax"
+
+
+class PolicyObjective:
+    """Built before anything expensive, so that a wrong name costs nothing."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._estimate = load_advantage(
+            config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
+        )
+        self._policy_loss = load_loss(config.loss, named_values(config.loss_args, "algorithm.loss_args"))
+        aggregation_args = named_values(config.aggregation_args, "algorithm.aggregation_args")
+        self._aggregate = load_aggregation(config.aggregation, aggregation_args)
+        correction_args = named_values(config.correction_args, "algorithm.correction_args")
+        self._correct = None if config.correction == "none" else load_correction(config.correction, correction_args)
+        if config.loss in SELECTING:
+            raise ValueError(
+                f"--algorithm.loss {config.loss} needs tokens that are chosen over a whole update, which train_grpo "
+                "does not do. Use it from Python with lightrl.algorithms.selection, or choose another loss."
+            )
+        if self._correct is None and correction_args:
+            raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
+        if self._correct is not None and config.old_logprobs == "engine":
+            raise ValueError(
+                f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
+                "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
+            )
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether advantages() must be given the reward of a greedy response to each prompt."""
+        return self._config.advantage == GREEDY_BASELINE
+
+    # ---- Advantages --------------------------------------------------------------------------------------------
+
+    def advantages(
+        self,
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        comm: Comm,
+        baselines: Sequence[float] | None = None,
+    ) -> list[Experience]:
+        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too."""
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        scored = ScoredSamples(
+            rewards=torch.tensor(rewards, dtype=torch.float64),
+            group_ids=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
+            lengths=lengths,
+            baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
+            signal_share=_signal_share(samples, rewards, comm),
+        )
+        values = self._estimate(scored).double() if samples else torch.zeros(0, dtype=torch.float64)
+        if self._config.advantage in WHITENED:
+            values = whiten(values, comm.all_reduce(moment_sums(values, lengths), "sum"))
+        return [
+            Experience(sample=sample, reward=reward, advantage=advantage)
+            for sample, reward, advantage in zip(samples, rewards, values.tolist(), strict=True)
+        ]
+
+    # ---- Loss --------------------------------------------------------------------------------------------------
+
+    def weight(self, batch: PackedBatch) -> Tensor:
+        """The micro-batch's share of the denominator, for train_batch."""
+        return self._aggregate(batch.loss_mask, batch.sequence_index, len(batch.keys)).total
+
+    def loss(self, scores: TokenScores, batch: PackedBatch, statistics: Statistics) -> Tensor:
+        """The mean over the micro-batch; train_batch turns it into the mean over all of them."""
+        mask, num_sequences = batch.loss_mask, len(batch.keys)
+        old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        policy = self._policy_loss(
+            PolicyTokens(
+                logprobs=scores.logprobs,
+                old_logprobs=old,
+                advantages=batch.advantages,
+                mask=mask,
+                sequence_index=batch.sequence_index,
+                num_sequences=num_sequences,
+            )
+        )
+        count = int(mask.sum())
+        statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
+        statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
+        statistics.highest("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
+        if self._correct is not None:
+            off_policy = OffPolicyTokens(
+                logprobs=old,
+                sampler_logprobs=batch.sampler_logprobs,
+                mask=mask,
+                sequence_index=batch.sequence_index,
+                num_sequences=num_sequences,
+            )
+            correction = self._correct(off_policy)
+            policy = corrected(policy, correction.weights)
+            _count_correction(correction.statistics, statistics, count)
+        kl = self._kl(scores, batch)
+        statistics.mean("kl", float(kl.detach().sum()), count)
+        statistics.mean("entropy", float(torch.where(mask, scores.entropy.detach(), 0.0).sum()), count)
+        weights = self._aggregate(mask, batch.sequence_index, num_sequences)
+        return mean_loss(policy.terms + self._config.kl_coef * kl, weights)
+
+    def _kl(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        if batch.ref_logprobs is None or self._config.kl_coef == 0:
+            return torch.zeros_like(scores.logprobs)
+        return kl_terms(
+            policy=scores.logprobs,
+            reference=batch.ref_logprobs,
+            mask=batch.loss_mask,
+            kind=self._config.kl_estimator,
+            gradient=self._config.kl_gradient,
+        )
+
+
+def _signal_share(samples: Sequence[Sample], rewards: Sequence[float], comm: Comm) -> float:
+    """The share of all ranks' samples whose group has unequal rewards."""
+    counts = torch.zeros(2, dtype=torch.float64)
+    if samples:
+        group_ids = torch.tensor([sample.position for sample in samples], dtype=torch.int64)
+        counts = signal_counts(ScoredSamples(rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=group_ids))
+    with_signal, total = comm.all_reduce(counts, "sum").tolist()
+    return with_signal / total if total else 0.0
+
+
+def _count_correction(found: dict[str, Tensor], statistics: Statistics, count: int) -> None:
+    """Of the ratio trainer / engine before it was capped or rejected."""
+    for name, value in found.items():
+        if name.endswith("_max"):
+            statistics.highest(f"correction/{name}", float(value))
+        elif name != "count":
+            statistics.mean(f"correction/{name.removesuffix('_sum').removesuffix('_count')}", float(value), count)

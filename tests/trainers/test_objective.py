@@ -1,0 +1,201 @@
+"""The loss itself, on records written by hand."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightrl.comm import Comm
+from lightrl.config import AlgorithmConfig
+from lightrl.data.packing import dummy_batch
+from lightrl.metrics import Statistics
+from lightrl.records import PackedBatch, Prompt, Sample, TokenScores
+from lightrl.trainers.objective import PolicyObjective
+
+
+def loss_of(batch: PackedBatch, logprobs: torch.Tensor, **algorithm: object) -> tuple[torch.Tensor, Statistics]:
+    statistics = Statistics()
+    objective = PolicyObjective(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
+    scores = TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs))
+    return objective.loss(scores, batch, statistics), statistics
+
+
+def batch_of(advantages: list[float], mask: list[bool], **values: torch.Tensor) -> PackedBatch:
+    count = len(advantages)
+    return dataclasses.replace(
+        dummy_batch(temperature=1.0),
+        loss_mask=torch.tensor(mask),
+        advantages=torch.tensor(advantages),
+        sampler_logprobs=torch.zeros(count),
+        sequence_index=torch.zeros(count, dtype=torch.int64),
+        **{"old_logprobs": None, "ref_logprobs": None, **values},  # type: ignore[arg-type]
+    )
+
+
+def test_one_update_is_the_plain_policy_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    loss, _ = loss_of(batch_of([2.0, -1.0, 9.0], [True, True, False]), logprobs)
+    loss.backward()
+    # ratio 1: -(2 - 1) / 2; its gradient by the logprobs: -advantage / 2
+    assert_close(loss.detach(), torch.tensor(-0.5), atol=1e-6, rtol=0)
+    assert_close(logprobs.grad, torch.tensor([-1.0, 0.5, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_the_kl_penalty_adds_its_mean() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = batch_of([0.0, 0.0], [True, True], ref_logprobs=torch.tensor([-1.5, -2.0]))
+    loss, statistics = loss_of(batch, logprobs, kl_coef=0.1, kl_estimator="k2")
+    # 0.5 x 0.5^2 = 0.125 and 0; the mean 0.0625, times 0.1
+    assert_close(loss.detach(), torch.tensor(0.00625), atol=1e-6, rtol=0)
+    assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["kl"] == 0.0625
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_batch_that_trains_nothing_gives_a_gradient_of_zero(kind: str) -> None:
+    """Also where its one token is so unlikely that exp(reference - policy) overflows."""
+    logprobs = torch.tensor([-200.0], requires_grad=True)
+    loss, _ = loss_of(dummy_batch(temperature=1.0), logprobs, kl_coef=0.1, kl_estimator=kind)
+    loss.backward()
+    assert loss == 0
+    assert_close(logprobs.grad, torch.zeros(1), atol=0, rtol=0)
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    """Two samples of each prompt."""
+    return [
+        Sample(
+            prompt=Prompt(index=0, text="", token_ids=(1,)),
+            position=place // 2,
+            sample_index=place % 2,
+            response_ids=(5,) * length,
+            sampler_logprobs=(-1.0,) * length,
+            versions=(0,) * length,
+            finish_reason="stop",
+            text="",
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+
+def advantages_of(rewards: list[float], baselines: list[float] | None = None, **algorithm: object) -> list[float]:
+    objective = PolicyObjective(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
+    found = objective.advantages(samples_of([1, 3, 2, 2]), rewards, Comm(), baselines)
+    assert [item.reward for item in found] == rewards
+    return [item.advantage for item in found]
+
+
+def test_advantages_by_name() -> None:
+    rewards = [1.0, 3.0, 2.0, 2.0]
+    # deviation of 1 and 3 with Bessel: sqrt(2)
+    assert advantages_of(rewards) == pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 0, 0], abs=1e-6)
+    assert advantages_of(rewards, advantage_args=("normalize_std=false",)) == [-1.0, 1.0, 0.0, 0.0]
+    assert advantages_of(rewards, advantage="rloo") == [-2.0, 2.0, 0.0, 0.0]
+    # weighed by length 1 and 3 the baseline of the first group is (1 + 9) / 4 = 2.5
+    assert advantages_of(rewards, advantage="opo") == [-1.5, 0.5, 0.0, 0.0]
+    assert advantages_of(rewards, [1.0, 1.0, 5.0, 5.0], advantage="remax") == [0.0, 2.0, -3.0, -3.0]
+    # half of the samples are in a group with a signal, so those count twice
+    assert advantages_of(rewards, advantage="gpg") == [-2.0, 2.0, 0.0, 0.0]
+    # over 8 tokens the mean is (1 + 9 + 4 + 4) / 8 = 2.25 and the variance (1 + 27 + 8 + 8) / 8 - 2.25^2 = 0.4375
+    whitened = advantages_of(rewards, advantage="reinforce_plus_plus")
+    assert whitened == pytest.approx([(reward - 2.25) / 0.4375**0.5 for reward in rewards], abs=1e-6)
+    assert PolicyObjective(AlgorithmConfig()).advantages([], [], Comm()) == []  # a rank that has none
+
+
+def test_the_aggregation_decides_the_mean_and_its_denominator() -> None:
+    batch = dataclasses.replace(
+        batch_of([1.0, 1.0, 4.0], [True] * 3), sequence_index=torch.tensor([0, 0, 1]), keys=((0, 0), (0, 1))
+    )
+    scores = TokenScores(logprobs=torch.zeros(3), entropy=torch.zeros(3))
+    wanted = {  # of terms -1, -1, -4 in sequences of two tokens and one: the loss and the denominator
+        ("token_mean", ()): (-2.0, 3.0),
+        ("sequence_mean", ()): (-2.5, 2.0),
+        ("sequence_mean_token_sum", ()): (-3.0, 2.0),
+        ("sequence_mean_token_sum_norm", ("length=4",)): (-0.75, 2.0),
+    }
+    for (name, args), (loss, weight) in wanted.items():
+        objective = PolicyObjective(AlgorithmConfig(aggregation=name, aggregation_args=args))
+        assert float(objective.loss(scores, batch, Statistics())) == pytest.approx(loss, abs=1e-6)
+        assert float(objective.weight(batch)) == weight
+
+
+def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
+    # ratios to the engine: e^0.5 = 1.6487 and e^1.5 = 4.4817, which tis holds at 2
+    values = {"sampler_logprobs": torch.tensor([-1.5, -2.5]), "old_logprobs": torch.tensor([-1.0, -1.0])}
+    batch = dataclasses.replace(batch_of([1.0, 1.0], [True, True]), **values)  # type: ignore[arg-type]
+    logprobs = torch.tensor([-1.0, -1.0])
+    loss, statistics = loss_of(batch, logprobs, correction="tis")
+    assert float(loss) == pytest.approx(-(math.exp(0.5) + 2) / 2, abs=1e-6)
+    found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    assert found["correction/ratio_max"] == pytest.approx(math.exp(1.5), abs=1e-5)
+    assert found["correction/ratio"] == pytest.approx((math.exp(0.5) + math.exp(1.5)) / 2, abs=1e-5)
+    assert found["correction/outside"] == 0.5
+    rejected, _ = loss_of(batch, logprobs, correction="icepop", correction_args=("high=2",))
+    assert float(rejected) == pytest.approx(-math.exp(0.5) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        ({"loss": "ppo_clap"}, "Unknown loss 'ppo_clap'. Did you mean ppo_clip"),
+        (
+            {"loss_args": ("clip=1",)},
+            "The loss 'ppo_clip' has no parameter clip. It has clip_high, clip_low",
+        ),
+        ({"loss_args": ("clip_low",)}, "--algorithm.loss_args 'clip_low': it must be name=value"),
+        ({"aggregation": "sequence_mean_token_sum_norm"}, "needs a value for length"),
+        ({"correction": "tis", "old_logprobs": "engine"}, "Use one of the two"),
+        ({"correction_args": ("cap=2",)}, "--algorithm.correction is none"),
+        ({"loss": "kl_cov"}, "needs tokens that are chosen over a whole update"),
+    ],
+)
+def test_what_cannot_be_optimised_is_told(algorithm: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PolicyObjective(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
+
+
+LOSSES = {
+    "policy_gradient": (),
+    "gspo": (),
+    "gmpo": (),
+    "cispo": (),
+    "sapo": (),
+    "cpgd": (),
+    "dppo_tv": (),
+    "dppo_kl": (),
+    "ppo_clip": ("clip_high=0.01",),
+}
+
+
+def gradient(**algorithm: object) -> tuple[float, ...]:
+    """Of 40 tokens in 6 sequences of several lengths, near and far from the policies that they are compared with."""
+    draw = torch.Generator().manual_seed(0)
+    logprobs = (-3 + torch.randn(40, generator=draw)).requires_grad_()
+    owners = torch.tensor([0] * 2 + [1] * 5 + [2] * 13 + [3] * 1 + [4] * 9 + [5] * 10)
+    old, sampler, reference = (logprobs.detach() + 0.7 * torch.randn(40, generator=draw) for _ in range(3))
+    batch = dataclasses.replace(
+        batch_of(torch.randn(6, generator=draw)[owners].tolist(), [True] * 40),
+        sequence_index=owners,
+        keys=tuple((0, place) for place in range(6)),
+        old_logprobs=old,
+        sampler_logprobs=sampler,
+        ref_logprobs=reference,
+    )
+    loss, _ = loss_of(batch, logprobs, kl_coef=0.1, **algorithm)
+    loss.backward()
+    assert logprobs.grad is not None
+    return tuple(round(value, 6) for value in logprobs.grad.tolist())
+
+
+def test_every_choice_changes_the_gradient() -> None:
+    """No name and no parameter is without effect; k2's gradient is the KL's, so k1 with that gradient is the same."""
+    choices: list[dict[str, object]] = [{}, *({"loss": name, "loss_args": args} for name, args in LOSSES.items())]
+    choices += [{"aggregation": name} for name in ("sequence_mean", "sequence_mean_token_sum")]
+    choices += [{"correction": name} for name in ("tis", "mis", "icepop", "reject")]
+    choices += [{"kl_estimator": "k1"}, {"kl_estimator": "k2"}]
+    found = {str(choice): gradient(**choice) for choice in choices}
+    assert len(set(found.values())) == len(found), found
+    assert gradient(loss="gspo_token") == gradient(loss="gspo")  # they differ where tokens have advantages of their own
+    assert gradient(kl_gradient="kl", kl_estimator="k1") == gradient(kl_estimator="k2")
