@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-_PLACES = 32  # storage grows in multiples of this
+_LINE = 16  # places of fp32 in a cache line
+_PLACES = 2 * _LINE  # storage grows in multiples of this
 _PLACES_READ = 8  # decoding reads in multiples of this: a larger one wastes memory bandwidth, which is what bounds it
 
 
@@ -93,7 +94,9 @@ class SlotCache(Cache):
         if rows > self.num_rows:
             self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
         if places > self.capacity:
-            self.capacity = round_up(min(most_places, max(places, self.capacity * 3 // 2)))
+            wanted = min(most_places, max(places, self.capacity * 3 // 2))
+            # An odd number of lines: an even one maps neighbouring rows to the same few sets of a processor's cache.
+            self.capacity = round_up(wanted - _LINE) + _LINE
         for index, layer in enumerate(self.storage):
             if layer is not None:
                 self.storage[index] = layer.resized(self.num_rows, self.capacity)

@@ -27,15 +27,22 @@ def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     assert keys.shape[2] == 8
 
 
+@pytest.mark.parametrize(("places", "capacity"), [(1, 16), (16, 16), (17, 48), (48, 48), (49, 80)])
+def test_capacity_is_an_odd_number_of_cache_lines(places, capacity):
+    cache = SlotCache()
+    cache.reserve(rows=1, places=places, most_rows=1, most_places=100)
+    assert cache.capacity == capacity
+
+
 def test_growth_keeps_what_is_stored_and_stays_within_the_bounds():
     cache = filled_cache()
     cache.reserve(rows=4, places=33, most_rows=4, most_places=40)
-    assert (cache.num_rows, cache.capacity) == (4, 64)
+    assert (cache.num_rows, cache.capacity) == (4, 48)
     layer = cache.layer(0)
-    assert tuple(layer.keys.shape) == (4, 1, 64, 1)
+    assert tuple(layer.keys.shape) == (4, 1, 48, 1)
     assert layer.keys[2, 0, :3, 0].tolist() == [1, 2, 0]
     cache.reserve(rows=1, places=1, most_rows=4, most_places=40)
-    assert (cache.num_rows, cache.capacity) == (4, 64)
+    assert (cache.num_rows, cache.capacity) == (4, 48)
 
 
 def test_rows_move_and_are_read_and_written_whole():
@@ -50,7 +57,7 @@ def test_rows_move_and_are_read_and_written_whole():
 def test_free_returns_the_bytes_even_if_a_view_is_held():
     cache = filled_cache()
     held = cache.layer(0).keys[:1]
-    assert cache.free() == 2 * 3 * 32 * 4  # keys and values, rows, places, bytes
+    assert cache.free() == 2 * 3 * 16 * 4  # keys and values, rows, places, bytes
     assert held.untyped_storage().nbytes() == 0
     assert cache.free() == 0
 
