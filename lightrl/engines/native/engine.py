@@ -270,12 +270,12 @@ class NativeEngine(InferenceEngine):
 
     def _decode(self) -> list[Completion]:
         slots, rows = self._slots, slice(0, self._slots.num_active)
-        highest = int(slots.positions[rows].max())
+        lowest, highest = int(slots.positions[rows].min()), int(slots.positions[rows].max())
         self._reserve(highest + 1)
         if self._plan is None:
             self._plan = self._make_plan(rows)
         tokens, positions = self._put(slots.tokens[rows]), self._put(slots.positions[rows])
-        logits = self._runner.decode(tokens, positions, highest, self._cache)
+        logits = self._runner.decode(tokens, positions, lowest, highest, self._cache)
         return self._produce(logits, rows, self._plan)
 
     def _produce(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> list[Completion]:
