@@ -270,28 +270,27 @@ class NativeEngine(InferenceEngine):
 
     def _decode(self) -> list[Completion]:
         slots, rows = self._slots, slice(0, self._slots.num_active)
-        highest = int(slots.positions[rows].max())
+        lowest, highest = int(slots.positions[rows].min()), int(slots.positions[rows].max())
         self._reserve(highest + 1)
         if self._plan is None:
             self._plan = self._make_plan(rows)
         tokens, positions = self._put(slots.tokens[rows]), self._put(slots.positions[rows])
-        logits = self._runner.decode(tokens, positions, highest, self._cache)
+        logits = self._runner.decode(tokens, positions, lowest, highest, self._cache)
         return self._produce(logits, rows, self._plan)
 
     def _produce(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> list[Completion]:
         """Samples a token for each of the rows, and lets the finished ones leave."""
         slots = self._slots
         uniforms = uniform_array(slots.seed_states[rows], slots.draw_index(rows))
-        tokens, logprobs = sample(logits, self._put(uniforms), plan)
-        # One transfer a step: float64 holds token ids exactly.
-        on_host: NDArray[np.float64] = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
-        if np.isnan(on_host[1]).any():
-            row = rows.start + int(np.isnan(on_host[1]).argmax())
+        on_device = sample(logits, self._put(uniforms), plan)
+        tokens, logprobs = (column.cpu().numpy() for column in on_device)
+        if np.isnan(logprobs).any():
+            row = rows.start + int(np.isnan(logprobs).argmax())
             raise RuntimeError(
                 f"The model's logits are not finite (request {slots.request_of(row).request_id}, token"
                 f" {int(slots.num_produced[row])}, weight version {self._version}): check the weights last loaded."
             )
-        slots.record(rows, on_host[0].astype(np.int64), on_host[1], self._version)
+        slots.record(rows, tokens, logprobs, self._version)
         done, moves = slots.finish(rows)
         if done or rows.start:
             self._plan = None

@@ -2,11 +2,12 @@
 
 At small batch the modules of transformers spend more on dispatch than on arithmetic. This reads the same parameters:
 the projections that share an input are laid side by side in one storage of which the parameters become views, so
-weights copied into the parameters arrive here too.
+weights copied into the parameters arrive here too. Only the norms' weights need refresh() after that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class FusedLinear:
         self.weight, self.bias = self._lay_side_by_side()
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.weight if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
+        return inputs.mm(self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
 
     def refresh(self) -> None:
         """Fuses anew if something (a move to another device and back) gave the parameters storage of their own."""
@@ -56,19 +57,50 @@ class FusedLinear:
         return weight, bias
 
 
+class RMSNorm:
+    """x * weight / sqrt(mean(x^2) + eps) of parameters [dim], or of several laid one under another, [heads, dim]."""
+
+    def __init__(self, parameters: list[Tensor], eps: float) -> None:
+        self._parameters = parameters
+        self._eps = eps
+        self.refresh()
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if not self._is_fp32_on_cpu:
+            return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
+        # rms_norm is a dozen small operations on a CPU; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
+        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        return (values * self._scaled).div_(length.hypot_(self._floor))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """To be called after the parameters changed."""
+        first = self._parameters[0]
+        if any(parameter.untyped_storage().nbytes() == 0 for parameter in self._parameters):
+            return  # dropped while the engine sleeps: reading them would be a crash, and loading them refreshes anew
+        self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
+        self._is_fp32_on_cpu = first.dtype == torch.float32 and first.device.type == "cpu"
+        root = math.sqrt(first.shape[0])
+        self._scaled = self._weight * root
+        self._floor = torch.tensor(root * math.sqrt(self._eps), device=first.device)
+
+
 @dataclass(slots=True)
 class _Layer:
     index: int
-    input_norm: Tensor
+    input_norm: RMSNorm
     qkv: FusedLinear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    head_norm: RMSNorm | None  # of the queries and keys, head by head
     output: FusedLinear
-    mlp_norm: Tensor
+    mlp_norm: RMSNorm
     gate_up: FusedLinear
     down: FusedLinear
     window: int | None
-    head_scale: Tensor | None = None  # [heads + kv_heads, dim]: the query and key norms' weights, head by head
+
+    def refresh(self) -> None:
+        for part in (self.input_norm, self.qkv, self.head_norm, self.output, self.mlp_norm, self.gate_up, self.down):
+            if part is not None:
+                part.refresh()
 
 
 class FusedForward:
@@ -88,35 +120,31 @@ class FusedForward:
         self._dim: int = attention.head_dim
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
+        self._intermediate_size: int = config.intermediate_size
         self._scaling: float = attention.scaling
-        self._eps: float = config.rms_norm_eps
-        self._eps_tensor = torch.tensor(self._eps)
+        self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
         self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
         self._rope = torch.empty(0, 2, self._dim)
+        self._ramps = {layer.window: torch.empty(0) for layer in self._layers}
         self.refresh()
 
     def refresh(self) -> None:
         """Brings what is derived from the parameters up to date."""
+        self._last_norm.refresh()
         for layer in self._layers:
-            for fused in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                fused.refresh()
-            if layer.query_norm is not None and layer.key_norm is not None:
-                queries = layer.query_norm.detach().expand(self._num_heads, -1)
-                keys = layer.key_norm.detach().expand(self._num_kv_heads, -1)
-                layer.head_scale = torch.cat((queries, keys))
+            layer.refresh()
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Logits [n, vocab] of tokens [n] at positions [n], for which the cache's decode phase is set."""
-        masks = {window: self._mask(positions, cache, window) for window in {layer.window for layer in self._layers}}
+        masks = {window: self._mask(cache, window) for window in self._ramps}
+        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            rows, heads, dim = queries.shape
-            keys, values = cache.append(keys, values, layer.index)
-            grouped = queries.reshape(-1, heads // self._num_kv_heads, dim)
-            keys = keys.flatten(0, 1).transpose(1, 2)
-            scores = torch.baddbmm(masks[layer.window], grouped, keys, alpha=self._scaling)
-            weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-            return torch.bmm(weights, values.flatten(0, 1)).view(rows, heads * dim)
+            cache.append(keys, values, layer.index)
+            keys, values = cache.looked_at(layer.index)
+            scores = torch.baddbmm(masks[layer.window], queries.reshape(grouped), keys, alpha=self._scaling)
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+            return torch.bmm(weights, values).view(len(tokens), -1)
 
         hidden = self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
         return F.linear(hidden, self._head.weight)
@@ -138,44 +166,39 @@ class FusedForward:
             )
             return mixed.transpose(1, 2).reshape(rows * width, -1)
 
-        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend)
-        chosen = hidden.view(rows, width, -1)[torch.arange(rows, device=ids.device), last]
-        return F.linear(chosen, self._head.weight)
+        kept = torch.arange(rows, device=ids.device) * width + last
+        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
+        return F.linear(hidden, self._head.weight)
 
-    def _run(self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor]) -> Tensor:
-        """Normed hidden states [n, hidden] of tokens [n]; `attend` says what each may look at."""
-        hidden = F.embedding(tokens, self._body.embed_tokens.weight)
+    def _run(
+        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
+    ) -> Tensor:
+        """Normed hidden states of tokens [n], or of those at the places kept; `attend` says what each may look at."""
+        hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
+        halves = (self._intermediate_size, self._intermediate_size)
         for layer in self._layers:
-            queries, keys, values = self._project(layer, self._norm(hidden, layer.input_norm), rope)
-            hidden = torch.addmm(hidden, attend(layer, queries, keys, values), layer.output.weight)
-            gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.weight)
-        return self._norm(hidden, self._body.norm.weight)
+            queries, keys, values = self._project(layer, layer.input_norm(hidden), rope)
+            mixed = attend(layer, queries, keys, values)
+            if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
+                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
+            hidden.addmm_(mixed, layer.output.weight)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
+            hidden.addmm_(F.silu(gate).mul_(up), layer.down.weight)
+        return self._last_norm(hidden)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
         heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
         projected = layer.qkv(hidden).view(-1, heads + 2 * kv_heads, dim)
-        rotated = projected[:, : heads + kv_heads]
-        if layer.head_scale is not None:
-            rotated = self._normalised(rotated).mul_(layer.head_scale)
+        rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if layer.head_norm is not None:
+            rotated = layer.head_norm(rotated)
         cos, sin = rope
         # rotate_half(x) * sin, with the sign of the first half moved into the table.
-        rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), sin)
-        return rotated[:, :heads], rotated[:, heads:], projected[:, heads + kv_heads :]
-
-    def _norm(self, hidden: Tensor, scale: Tensor) -> Tensor:
-        return self._normalised(hidden).mul_(scale)
-
-    def _normalised(self, values: Tensor) -> Tensor:
-        """The last dimension divided by its root mean square."""
-        dim = values.shape[-1]
-        if values.dtype != torch.float32 or values.device.type != "cpu":
-            return F.rms_norm(values, (dim,), None, self._eps)
-        # rms_norm is a dozen small operations on a CPU.
-        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
-        inverse: Tensor = torch.addcmul(self._eps_tensor, length, length, value=1 / dim).rsqrt_()
-        return values * inverse
+        parts = (heads, kv_heads)  # added up apart, so that the queries come out contiguous
+        queries, keys = (rotated * cos).split_with_sizes(parts, 1)
+        other_queries, other_keys = rotated.roll(dim // 2, -1).split_with_sizes(parts, 1)
+        return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin), values
 
     def _cos_sin(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the positions, [n, 1, dim] each."""
@@ -189,32 +212,40 @@ class FusedForward:
         chosen = self._rope.index_select(0, positions)
         return chosen[:, :1], chosen[:, 1:]
 
-    def _mask(self, positions: Tensor, cache: SlotCache, window: int | None) -> Tensor:
-        """Additive, [n * kv_heads, group, places]: what baddbmm starts from."""
-        places = torch.arange(cache.decode_phase.num_places, device=positions.device)
-        hidden = places > positions[:, None]
-        if window is not None:
-            hidden |= places <= positions[:, None] - window
-        mask = torch.zeros(hidden.shape, dtype=self._head.weight.dtype, device=positions.device)
-        mask.masked_fill_(hidden, float("-inf"))
-        group = self._num_heads // self._num_kv_heads
-        return mask[:, None, None].expand(-1, self._num_kv_heads, group, -1).reshape(-1, group, len(places))
+    def _mask(self, cache: SlotCache, window: int | None) -> Tensor:
+        """Additive, [n * kv_heads or 1, 1, places]: what baddbmm starts from.
 
-    @staticmethod
-    def _read_layer(index: int, module: Any, config: object) -> _Layer:
-        attention, mlp = module.self_attn, module.mlp
-        is_mistral = getattr(config, "model_type", None) == "mistral"
+        What a query at position p may look at is what one at position 0 may, shifted by p: every row of the mask is a
+        window of one ramp of [-inf, ..., -inf, 0, ..., 0, -inf, ..., -inf].
+        """
+        phase, weight, ramp = cache.decode_phase, self._head.weight, self._ramps[window]
+        if len(ramp) < 2 * cache.capacity or ramp.device != weight.device or ramp.dtype != weight.dtype:
+            half = round_up(cache.capacity, 256)
+            distance = half - torch.arange(2 * half, device=weight.device)  # from the query's place back to the key's
+            is_seen = (distance >= 0) & (distance < (half if window is None else window))
+            ramp = torch.zeros(2 * half, dtype=weight.dtype, device=weight.device).masked_fill_(~is_seen, float("-inf"))
+            self._ramps[window] = ramp
+        half = len(ramp) // 2
+        if phase.shared_place is not None:
+            return ramp[half - phase.shared_place :][: phase.num_places].view(1, 1, -1)
+        starts = (half - phase.positions).repeat_interleave(self._num_kv_heads)
+        return ramp.unfold(0, phase.num_places, 1)[starts][:, None]
+
+    def _read_layer(self, index: int, module: Any, config: Any) -> _Layer:
+        attention, mlp, eps = module.self_attn, module.mlp, config.rms_norm_eps
+        head_norms = []
+        if hasattr(attention, "q_norm"):
+            head_norms = [attention.q_norm.weight] * self._num_heads + [attention.k_norm.weight] * self._num_kv_heads
         return _Layer(
             index=index,
-            input_norm=module.input_layernorm.weight,
+            input_norm=RMSNorm([module.input_layernorm.weight], eps),
             qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
-            query_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
-            key_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
+            head_norm=RMSNorm(head_norms, eps) if head_norms else None,
             output=FusedLinear([attention.o_proj]),
-            mlp_norm=module.post_attention_layernorm.weight,
+            mlp_norm=RMSNorm([module.post_attention_layernorm.weight], eps),
             gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj]),
             down=FusedLinear([mlp.down_proj]),
-            window=getattr(config if is_mistral else attention, "sliding_window", None),
+            window=getattr(config if config.model_type == "mistral" else attention, "sliding_window", None),
         )
 
 

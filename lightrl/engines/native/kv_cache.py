@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-_PLACES = 32  # storage grows in multiples of this
+_LINE = 16  # places of fp32 in a cache line
+_PLACES = 2 * _LINE  # storage grows in multiples of this
 _PLACES_READ = 8  # decoding reads in multiples of this: a larger one wastes memory bandwidth, which is what bounds it
 
 
@@ -73,6 +74,23 @@ class Decode:
 
     positions: Tensor  # [n] int64
     num_places: int
+    shared_place: int | None  # the position of every row, if it is one
+
+    def reads_as(self, other: object) -> bool:
+        """Whether the other phase reads the same places of as many rows."""
+        if not isinstance(other, Decode) or self.num_places != other.num_places:
+            return False
+        return self.positions.shape == other.positions.shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """What a layer's decode step reads and writes, kept over the steps: making views costs as much as small sums."""
+
+    keys: Tensor  # [n * kv_heads, dim, num_places]
+    values: Tensor  # [n * kv_heads, num_places, dim]
+    keys_by_place: Tensor  # [num_places, n, kv_heads, dim]
+    values_by_place: Tensor
 
 
 class SlotCache(Cache):
@@ -85,6 +103,7 @@ class SlotCache(Cache):
         self.capacity = 0
         self._phase: Prefill | Decode | None = None
         self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
+        self._views: dict[int, _Views] = {}  # by layer; valid while the same places of as many rows are read
 
     def reserve(self, rows: int, places: int, most_rows: int, most_places: int) -> None:
         """Holds at least rows x places; grows by half at least, so that a long answer does not copy at every step."""
@@ -93,7 +112,10 @@ class SlotCache(Cache):
         if rows > self.num_rows:
             self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
         if places > self.capacity:
-            self.capacity = round_up(min(most_places, max(places, self.capacity * 3 // 2)))
+            wanted = min(most_places, max(places, self.capacity * 3 // 2))
+            # An odd number of lines: an even one maps neighbouring rows to the same few sets of a processor's cache.
+            self.capacity = round_up(wanted - _LINE) + _LINE
+        self._views.clear()
         for index, layer in enumerate(self.storage):
             if layer is not None:
                 self.storage[index] = layer.resized(self.num_rows, self.capacity)
@@ -101,9 +123,12 @@ class SlotCache(Cache):
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
         self._phase = Prefill(target_rows, source_prompts)
 
-    def begin_decode(self, positions: Tensor, highest_position: int) -> None:
+    def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
         places = min(round_up(highest_position + 1, _PLACES_READ), self.capacity)
-        self._phase = Decode(positions, places)
+        phase = Decode(positions, places, highest_position if lowest_position == highest_position else None)
+        if not phase.reads_as(self._phase):
+            self._views.clear()
+        self._phase = phase
         self._write_index.clear()
 
     @property
@@ -118,17 +143,42 @@ class SlotCache(Cache):
         if isinstance(self._phase, Prefill):
             self._store_prompts(self._phase, key_states, value_states, layer_idx)
             return key_states, value_states
-        return self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
+        self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
+        keys, values = self.looked_at(layer_idx)
+        rows = key_states.shape[:2]
+        return keys.unflatten(0, rows).transpose(2, 3), values.unflatten(0, rows)
 
-    def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Stores one token a row, [n, kv_heads, dim] each; returns views [n, kv_heads, num_places, dim]."""
+    def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
         phase = self.decode_phase
         layer = self.layer(layer_idx)
-        num_rows, num_heads, key_dim = keys.shape
-        index = self._flat_index(phase, num_heads)
+        num_heads, key_dim = keys.shape[1:]
+        if phase.shared_place is not None:  # plain copies take half the time of indexed ones
+            views = self._views_of(layer_idx)
+            views.keys_by_place[phase.shared_place] = keys
+            views.values_by_place[phase.shared_place] = values
+            return
         layer.keys.transpose(2, 3).put_(self._flat_index(phase, num_heads * key_dim), keys)
+        index = self._flat_index(phase, num_heads)
         layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
-        return layer.keys[:num_rows, :, : phase.num_places], layer.values[:num_rows, :, : phase.num_places]
+
+    def looked_at(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Views of the places read: keys [n * kv_heads, dim, num_places], values [n * kv_heads, num_places, dim]."""
+        views = self._views_of(layer_idx)
+        return views.keys, views.values
+
+    def _views_of(self, layer_idx: int) -> _Views:
+        views = self._views.get(layer_idx)
+        if views is None:
+            phase, layer = self.decode_phase, self.layer(layer_idx)
+            keys, values = (part[: len(phase.positions), :, : phase.num_places] for part in (layer.keys, layer.values))
+            views = self._views[layer_idx] = _Views(
+                keys=keys.transpose(2, 3).flatten(0, 1),
+                values=values.flatten(0, 1),
+                keys_by_place=keys.movedim(2, 0),
+                values_by_place=values.movedim(2, 0),
+            )
+        return views
 
     def layer(self, layer_idx: int) -> LayerStorage:
         found = self.storage[layer_idx]
@@ -166,6 +216,7 @@ class SlotCache(Cache):
         self.num_rows = self.capacity = 0
         self._phase = None
         self._write_index.clear()
+        self._views.clear()
         return num_bytes
 
     def _store_prompts(self, phase: Prefill, keys: Tensor, values: Tensor, layer_idx: int) -> None:

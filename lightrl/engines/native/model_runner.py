@@ -53,9 +53,7 @@ class ModelRunner:
         """Runs the prompts, padded on the right, into rows of the cache; logits after each prompt, [prompts, vocab]."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
         self.prefill_tokens += int(lengths.sum())
         last = (lengths - 1).to(self.device)
         positions = torch.arange(width, device=self.device).expand(len(prompts), -1)
@@ -69,9 +67,12 @@ class ModelRunner:
             return logits[:, 0]
         return logits[torch.arange(len(prompts), device=self.device), last]
 
-    def decode(self, tokens: Tensor, positions: Tensor, highest_position: int, cache: SlotCache) -> Tensor:
-        """Runs one token in each of the first n rows, [n] int64 each; logits [n, vocab]."""
-        cache.begin_decode(positions, highest_position)
+    def decode(self, tokens: Tensor, positions: Tensor, lowest: int, highest: int, cache: SlotCache) -> Tensor:
+        """Runs one token in each of the first n rows, [n] int64 each; logits [n, vocab].
+
+        lowest and highest are those of the positions.
+        """
+        cache.begin_decode(positions, lowest, highest)
         if self._uses_fused:
             assert self._fused is not None
             return self._fused.decode(tokens, positions, cache)
@@ -139,7 +140,8 @@ class ModelRunner:
                 tokens = torch.tensor(
                     [s[place] for s, place in zip(sequences, places, strict=True)], device=self.device
                 )
-                steps.append(self.decode(tokens, torch.tensor(places, device=self.device), max(places), cache))
+                positions = torch.tensor(places, device=self.device)
+                steps.append(self.decode(tokens, positions, min(places), max(places), cache))
         finally:
             self.prefill_tokens, self._uses_fused = tokens_before, False
         return torch.stack(steps, dim=1).float()

@@ -68,17 +68,14 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
         assert plan.top_p is not None
         kept = keep_top(scores[plan.filtered_rows], plan.top_k, plan.top_p)
         scores = scores.index_copy(0, plan.filtered_rows, kept)
-    highest = scores.amax(-1, keepdim=True)
-    weights = (scores - highest).exp_()
-    cumulative = _block_sums(weights).cumsum(-1, dtype=torch.float64)
+    probabilities = scores.softmax(-1)
     if plan.all_greedy:
         tokens = scores.argmax(-1)
     else:
-        tokens = _invert(weights, cumulative, uniforms)
+        tokens = _invert(probabilities, uniforms)
         if plan.is_greedy is not None:
             tokens = torch.where(plan.is_greedy, scores.argmax(-1), tokens)
-    chosen = scores.gather(1, tokens[:, None]) - highest
-    return tokens, (chosen - cumulative[:, -1:].log()).squeeze(1).float()
+    return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
 
 
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -105,9 +102,13 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
 
 
-def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total; never one of weight 0."""
-    target = _below(uniforms[:, None] * cumulative[:, -1:], cumulative[:, -1:])
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds uniform * total; never one of weight 0.
+
+    A uniform is at most 1 - 2^-53, so its product with the total rounds to less than the total.
+    """
+    cumulative = _block_sums(weights).cumsum(-1, dtype=torch.float64)
+    target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)
     if cumulative.shape == weights.shape:
         return block.squeeze(1)
@@ -117,14 +118,11 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     past_end = places >= weights.shape[1]
     inside = weights.gather(1, places.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
     inside_cumulative = inside.cumsum(-1, dtype=torch.float64)
-    # A block's sum and the sum of its cumulative weights may round apart, so the target is held below the latter too.
-    target = _below(target - before, inside_cumulative[:, -1:])
+    # A block's sum and the sum of its cumulative weights may round apart: past the last positive weight there is only
+    # rounding, so the target is held below the latter.
+    total = inside_cumulative[:, -1:]
+    target = torch.minimum(target - before, torch.nextafter(total, torch.zeros_like(total)))
     return (first + _first_above(inside_cumulative, target)).squeeze(1)
-
-
-def _below(target: Tensor, total: Tensor) -> Tensor:
-    """The target, or the largest number below the total: past the last positive weight there is only rounding."""
-    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

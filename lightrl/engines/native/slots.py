@@ -47,6 +47,7 @@ class Slots:
         self._eos_table = eos_table  # [vocab]
         self._requests: list[Request] = []
         self._stop_tokens: list[frozenset[int]] = []  # beyond the end tokens
+        self._has_stop_tokens = np.zeros(num_slots, np.bool_)
         self.tokens = np.zeros(num_slots, np.int64)  # the last token produced, not yet in the cache
         self.positions = np.zeros(num_slots, np.int64)  # of that token
         self.num_produced = np.zeros(num_slots, np.int64)
@@ -77,6 +78,7 @@ class Slots:
         samples = range(first, first + count)
         self._requests.extend([request] * count)
         self._stop_tokens.extend([frozenset(params.stop_token_ids)] * count)
+        self._has_stop_tokens[rows] = bool(params.stop_token_ids)
         self.positions[rows] = len(request.prompt) - 1
         self.num_produced[rows] = 0
         self._first_token[rows] = params.first_token
@@ -112,9 +114,8 @@ class Slots:
     def finish(self, rows: slice) -> tuple[list[Completion], Moves | None]:
         """Completions of those rows whose last token ended them, and how the cache must follow their leaving."""
         ended = self._eos_table[self.tokens[rows]] & self._heeds_eos[rows]
-        for row in range(rows.start, rows.stop):
-            if self._stop_tokens[row]:
-                ended[row - rows.start] |= int(self.tokens[row]) in self._stop_tokens[row]
+        for j in np.nonzero(self._has_stop_tokens[rows])[0]:
+            ended[j] |= int(self.tokens[rows.start + j]) in self._stop_tokens[rows.start + j]
         full = self.num_produced[rows] >= self._limits[rows]
         (leaving,) = np.nonzero(ended | full)
         if not leaving.size:

@@ -4,7 +4,8 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.engines.native.fused_forward import FusedForward, FusedLinear
+from lightrl.engines.native.fused_forward import FusedForward, FusedLinear, RMSNorm
+from lightrl.engines.native.kv_cache import SlotCache
 
 
 def test_fused_linear_equals_its_layers_and_follows_their_parameters():
@@ -26,6 +27,45 @@ def test_refresh_fuses_parameters_that_got_storage_of_their_own():
     fused.refresh()
     inputs = torch.randn(5, 3)
     assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=1))
+
+
+def test_rms_norm_by_hand_and_after_a_refresh():
+    # mean of squares of (3, 4) is 12.5; with eps 3.5 the root is 4
+    weight = torch.tensor([1.0, 2.0])
+    norm = RMSNorm([weight], eps=3.5)
+    assert_close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.75, 2.0]]), atol=1e-6, rtol=0)
+    weight.copy_(torch.tensor([4.0, 1.0]))
+    norm.refresh()
+    assert_close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3.0, 1.0]]), atol=1e-6, rtol=0)
+    heads = RMSNorm([weight, 2 * weight], eps=3.5)(torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]))
+    assert_close(heads, torch.tensor([[[3.0, 1.0], [6.0, 2.0]]]), atol=1e-6, rtol=0)
+
+
+def test_refreshing_a_norm_whose_weights_are_dropped_waits_for_the_next_refresh():
+    weight = torch.tensor([1.0, 2.0])
+    norm = RMSNorm([weight], eps=3.5)
+    num_bytes = weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)
+    norm.refresh()
+    weight.untyped_storage().resize_(num_bytes)
+    weight.fill_(4.0)
+    norm.refresh()
+    assert_close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3.0, 4.0]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "seen"), [(None, [[0], [0, 1, 2, 3, 4]]), (3, [[0], [2, 3, 4]])])
+def test_the_mask_shows_each_row_what_its_position_and_window_allow(window, seen, tiny_model):
+    forward, cache = FusedForward(tiny_model("llama")), SlotCache()
+    forward._ramps = {window: torch.empty(0)}
+    cache.reserve(2, 16, 2, 16)
+    cache.begin_decode(torch.tensor([0, 4]), 0, 4)
+    mask = forward._mask(cache, window)
+    kv_heads = 2
+    assert tuple(mask.shape) == (2 * kv_heads, 1, 8)
+    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
+    assert [row.nonzero().flatten().tolist() for row in mask[:, 0] == 0] == [seen[0], seen[0], seen[1], seen[1]]
+    cache.begin_decode(torch.tensor([4, 4]), 4, 4)
+    assert (forward._mask(cache, window)[0, 0] == 0).nonzero().flatten().tolist() == seen[1]
 
 
 @pytest.mark.parametrize(

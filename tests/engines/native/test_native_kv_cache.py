@@ -20,22 +20,46 @@ def filled_cache():
 
 def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     cache = filled_cache()
-    cache.begin_decode(torch.tensor([2, 0, 5]), highest_position=5)
-    keys, values = cache.append(torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1), torch.ones(3, 1, 1), 0)
+    cache.begin_decode(torch.tensor([2, 0, 5]), 0, 5)
+    keys, values = cache.update(torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1, 1), torch.ones(3, 1, 1, 1), 0)
     assert keys[:, 0, :6, 0].tolist() == [[3, 4, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0], [1, 2, 0, 0, 0, 9]]
     assert values[:, 0, :6, 0].tolist() == [[-3, -4, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [-1, -2, 0, 0, 0, 1]]
     assert keys.shape[2] == 8
 
 
+def test_rows_at_one_position_store_and_read_like_others():
+    cache = filled_cache()
+    tokens = torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1)
+    for place in (2, 3, 8):  # the last reads more places
+        cache.begin_decode(torch.tensor([place] * 3), place, place)
+        cache.append(tokens + place, -tokens, 0)
+        keys, values = cache.looked_at(0)
+        assert keys[:, 0, place].tolist() == [7.0 + place, 8.0 + place, 9.0 + place]
+        assert values[:, place, 0].tolist() == [-7, -8, -9]
+    assert tuple(keys.shape) == (3, 1, 16)
+    assert keys[:, 0, :5].tolist() == [[3, 4, 9, 10, 0], [0, 0, 10, 11, 0], [1, 2, 11, 12, 0]]
+    cache.reserve(rows=3, places=17, most_rows=8, most_places=100)
+    cache.begin_decode(torch.tensor([9] * 3), 9, 9)
+    cache.append(tokens, tokens, 0)
+    assert cache.layer(0).keys[:, 0, 9, 0].tolist() == [7, 8, 9]  # not in the storage outgrown
+
+
+@pytest.mark.parametrize(("places", "capacity"), [(1, 16), (16, 16), (17, 48), (48, 48), (49, 80)])
+def test_capacity_is_an_odd_number_of_cache_lines(places, capacity):
+    cache = SlotCache()
+    cache.reserve(rows=1, places=places, most_rows=1, most_places=100)
+    assert cache.capacity == capacity
+
+
 def test_growth_keeps_what_is_stored_and_stays_within_the_bounds():
     cache = filled_cache()
     cache.reserve(rows=4, places=33, most_rows=4, most_places=40)
-    assert (cache.num_rows, cache.capacity) == (4, 64)
+    assert (cache.num_rows, cache.capacity) == (4, 48)
     layer = cache.layer(0)
-    assert tuple(layer.keys.shape) == (4, 1, 64, 1)
+    assert tuple(layer.keys.shape) == (4, 1, 48, 1)
     assert layer.keys[2, 0, :3, 0].tolist() == [1, 2, 0]
     cache.reserve(rows=1, places=1, most_rows=4, most_places=40)
-    assert (cache.num_rows, cache.capacity) == (4, 64)
+    assert (cache.num_rows, cache.capacity) == (4, 48)
 
 
 def test_rows_move_and_are_read_and_written_whole():
@@ -50,7 +74,7 @@ def test_rows_move_and_are_read_and_written_whole():
 def test_free_returns_the_bytes_even_if_a_view_is_held():
     cache = filled_cache()
     held = cache.layer(0).keys[:1]
-    assert cache.free() == 2 * 3 * 32 * 4  # keys and values, rows, places, bytes
+    assert cache.free() == 2 * 3 * 16 * 4  # keys and values, rows, places, bytes
     assert held.untyped_storage().nbytes() == 0
     assert cache.free() == 0
 

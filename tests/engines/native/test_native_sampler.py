@@ -90,3 +90,11 @@ def test_frequencies_follow_the_distribution():
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     tokens, _ = sample(LOG.expand(1000, -1), uniforms, plan(1000))
     assert tokens.bincount().tolist() == [100, 200, 300, 400]
+
+
+def test_greedy_tells_scores_apart_that_their_probabilities_do_not():
+    # 0.1 and the next float32 above it are 7e-9 apart; float32 numbers just below e^0 = 1 are 6e-8 apart.
+    logits = torch.full((1, 10), 0.1)
+    logits[0, 7] = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0))
+    tokens, _ = sample(logits, torch.tensor([0.5], dtype=torch.float64), plan(1, temperature=0.0, vocab=10))
+    assert tokens.tolist() == [7]
