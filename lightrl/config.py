@@ -104,6 +104,10 @@ class DataConfig:
     """Field that the reward compares with."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Render string prompts through the tokenizer's chat template: when it has one, always, or never."""
+    image_field: str = "images"
+    """Field with the path of an image or a list of them, relative to the data file; empty reads none."""
+    video_field: str = "videos"
+    """The same for videos: .npy arrays [frames, height, width, 3] of uint8, or animated .gif or .webp files."""
 
 
 @dataclass(kw_only=True, slots=True)

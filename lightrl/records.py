@@ -21,6 +21,14 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict)  # every other field of the line, for the reward
+    images: tuple[str, ...] = ()  # paths, in the order of their placeholders, of which token_ids has one each
+    videos: tuple[str, ...] = ()
+    num_media_tokens: int = 0  # that the model makes of them beyond the placeholders
+
+    @property
+    def num_tokens(self) -> int:
+        """Places that it takes in the model's context."""
+        return len(self.token_ids) + self.num_media_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,11 @@ class Sample:
     versions: tuple[int, ...]  # weight version per response token
     finish_reason: FinishReason
     text: str  # response_ids decoded, special tokens skipped
+    prompt_ids: tuple[int, ...] = ()  # as the engine saw them, images expanded; left out: prompt.token_ids
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            object.__setattr__(self, "prompt_ids", self.prompt.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +60,32 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.sample.prompt.token_ids) + len(self.sample.response_ids)
+        return len(self.sample.prompt_ids) + len(self.sample.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt as a vision-language model takes it."""
+
+    token_ids: tuple[int, ...]  # L of them: a placeholder for each vision feature
+    positions: Tensor  # [3, L] int64: frame, row and column for vision features, three times the same for text
+    rope_delta: int  # place p behind the prompt has the position p + rope_delta
+    places: Tensor  # [V] int64: which of the L tokens are vision features, ascending
+    pixel_values: Tensor | None = None  # [P, patch_dim] float32: patches of all images and videos, in token order
+    grid_thw: Tensor | None = None  # [M, 3] int64: of each image or video the patches in time, height and width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionInputs:
+    """The images and videos of several sequences, each once, and where their features stand among the tokens."""
+
+    pixel_values: Tensor  # [P, patch_dim] float32
+    grid_thw: Tensor  # [M, 3] int64
+    places: Tensor  # [V] int64: flat places of vision features, ascending
+    rows: Tensor  # [V] int64: which feature stands there; samples of one prompt share theirs
+
+    def to(self, device: torch.device) -> VisionInputs:
+        return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +96,7 @@ class PackedBatch:
     """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    position_ids: Tensor  # [T] int64, from 0 in each sequence; [3, T] for a model with images
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries in the pack, from 0 to T
     score_index: Tensor  # [N] int64: place in the pack whose hidden state predicts the n-th response token
     targets: Tensor  # [N] int64: the response tokens
@@ -70,10 +108,11 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     temperature: float = 1.0  # the tokens were sampled at
     keys: tuple[tuple[int, int], ...]  # S times (prompt position, sample index)
+    vision: VisionInputs | None = None  # None: no sequence has an image or video
 
     def to(self, device: torch.device) -> PackedBatch:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | VisionInputs)}
         return replace(self, **moved)  # type: ignore[arg-type]
 
 

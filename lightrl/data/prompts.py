@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import heldout_problems, train_problems
+from lightrl.data.media import image_size, resolved, video_size
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
 if TYPE_CHECKING:
@@ -25,6 +28,16 @@ _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
     + " or ".join(f"builtin:{name}" for name in _BUILTIN_TASKS)
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaFields:
+    """Where the images and videos of a record stand, and the model that takes them."""
+
+    image_field: str = "images"  # empty reads none
+    video_field: str = "videos"
+    folder: Path = Path()  # relative paths start here
+    processor: MediaProcessor | None = None  # None: the model takes none, so that one in the data is an error
 
 
 def load_records(source: str) -> list[LocatedRecord]:
@@ -48,6 +61,7 @@ def build_prompts(
     answer_field: str = "answer",
     max_prompt_tokens: int,
     chat_template: ChatTemplateUse = "auto",
+    media: MediaFields | None = None,
 ) -> list[Prompt]:
     """Renders and tokenises the records; a record that cannot be used is an error that says where it stands.
 
@@ -56,23 +70,27 @@ def build_prompts(
         max_prompt_tokens: the room that the model's context leaves beside the new tokens.
         chat_template: whether a string becomes one user message: "auto" if the tokenizer has a template. A list of
             messages is always rendered by the template.
+        media: where images and videos stand; None reads none.
     """
     if not records:
         raise ValueError("There are no records to build prompts from: the data set is empty.")
     if chat_template not in get_args(ChatTemplateUse):
         raise ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")
+    renderer = media.processor.processor if media and media.processor else tokenizer
     prompts = []
     for index, (record, where) in enumerate(records):
         field, value = _find_prompt(record, where, prompt_field)
-        text, token_ids = _tokenize(value, where, field, tokenizer, chat_template)
-        if len(token_ids) > max_prompt_tokens:
+        text, token_ids = _tokenize(value, where, field, tokenizer, chat_template, renderer)
+        others = {name: other for name, other in record.items() if name not in (field, answer_field)}
+        prompt = Prompt(index=index, text=text, token_ids=token_ids, answer=record.get(answer_field), fields=others)
+        if media is not None:
+            prompt = _with_media(prompt, record, where, media)
+        if prompt.num_tokens > max_prompt_tokens:
             raise ValueError(
-                f"{where}: the prompt has {len(token_ids)} tokens, and there is room for {max_prompt_tokens}. "
+                f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
                 "Shorten it, lower --max_new_tokens, or use a model with a longer context."
             )
-        others = {name: other for name, other in record.items() if name not in (field, answer_field)}
-        answer = record.get(answer_field)
-        prompts.append(Prompt(index=index, text=text, token_ids=token_ids, answer=answer, fields=others))
+        prompts.append(prompt)
     return prompts
 
 
@@ -198,11 +216,51 @@ def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, An
     )
 
 
+def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
+    """The prompt with the paths of its images and videos, all of them looked at."""
+    images = _paths(record, where, media.image_field, media.folder)
+    videos = _paths(record, where, media.video_field, media.folder)
+    if media.processor is None:
+        if not images and not videos:
+            return prompt
+        given, option = (media.image_field, "image") if images else (media.video_field, "video")
+        raise ValueError(
+            f"{where}: {given!r} names {option}s, and the model takes none. Use a vision-language model "
+            f"({', '.join(FAMILIES)}), or give --data.{option}_field another name."
+        )
+    try:
+        sizes = [image_size(path) for path in images], [video_size(path) for path in videos]
+        expanded = media.processor.expanded(prompt.token_ids, *sizes)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    num_media_tokens = len(expanded) - len(prompt.token_ids)
+    return replace(prompt, images=images, videos=videos, num_media_tokens=num_media_tokens)
+
+
+def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, ...]:
+    value = record.get(field) if field else None
+    if value is None:
+        return ()
+    try:
+        return resolved(value, folder)
+    except ValueError as error:
+        raise ValueError(f"{where}: {field!r} {error}.") from error
+
+
 def _tokenize(
-    value: Any, where: str, field: str, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplateUse
+    value: Any,
+    where: str,
+    field: str,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: ChatTemplateUse,
+    renderer: Any,
 ) -> tuple[str, tuple[int, ...]]:
-    """The rendered text and its tokens, with one BOS at most and no EOS that the text does not have."""
-    has_template = bool(tokenizer.chat_template)
+    """The rendered text and its tokens, with one BOS at most and no EOS that the text does not have.
+
+    renderer has the chat template: a vision-language model's processor, else the tokenizer.
+    """
+    has_template = bool(renderer.chat_template)
+    takes_parts = renderer is not tokenizer
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
@@ -210,14 +268,14 @@ def _tokenize(
             return value, _require_tokens(_tokenize_raw(value, tokenizer), where, field)
         messages = [{"role": "user", "content": value}]
     else:
-        messages = _require_messages(value, where, field)
+        messages = _require_messages(value, where, field, takes_parts)
     if not has_template:
         raise ValueError(
             f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
             "has one, or give the prompt as a string with --data.chat_template never."
         )
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = str(renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
     return text, _require_tokens(tokenizer(text, add_special_tokens=False)["input_ids"], where, field)
@@ -239,7 +297,7 @@ def _require_tokens(token_ids: Sequence[int], where: str, field: str) -> tuple[i
     return tuple(token_ids)
 
 
-def _require_messages(value: Any, where: str, field: str) -> list[Record]:
+def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> list[Record]:
     if not isinstance(value, list):
         raise ValueError(
             f"{where}: {field!r} is a {type(value).__name__}. It must be a string, or a list of messages, "
@@ -247,7 +305,9 @@ def _require_messages(value: Any, where: str, field: str) -> list[Record]:
         )
     if not value:
         raise ValueError(f"{where}: {field!r} is an empty list. It must hold at least one message.")
-    messages = [_require_message(message, f"{where}: {field}[{place}]") for place, message in enumerate(value)]
+    messages = [
+        _require_message(message, f"{where}: {field}[{place}]", takes_parts) for place, message in enumerate(value)
+    ]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{where}: the last message is the assistant's, so there is nothing left to answer. Leave it out, and give "
@@ -256,7 +316,26 @@ def _require_messages(value: Any, where: str, field: str) -> list[Record]:
     return messages
 
 
-def _require_message(message: Any, where: str) -> Record:
-    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-        raise ValueError(f'{where} is {message!r}. A message must be {{"role": string, "content": string}}.')
-    return {key: value for key, value in message.items() if value is not None}
+def _require_message(message: Any, where: str, takes_parts: bool) -> Record:
+    """A message whose content is a string, or for a vision-language model a list of parts."""
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        content = message.get("content")
+        if isinstance(content, str):
+            return {key: value for key, value in message.items() if value is not None}
+        if isinstance(content, list) and takes_parts:
+            return {**message, "content": [_require_part(part, where) for part in content]}
+        if isinstance(content, list):
+            raise ValueError(f"{where} has a list of parts as its content, and the model takes only text: a string.")
+    raise ValueError(f'{where} is {message!r}. A message must be {{"role": string, "content": string}}.')
+
+
+def _require_part(part: Any, where: str) -> Record:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("image", "video"):
+        return {"type": kind}  # what it shows is named by the record's field
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise ValueError(
+        f'{where}: the part {part!r} must be {{"type": "text", "text": string}}, {{"type": "image"}} or '
+        '{"type": "video"}.'
+    )

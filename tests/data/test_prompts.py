@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.data.prompts import LocatedRecord, build_prompts, load_records
+from lightrl.data.prompts import LocatedRecord, MediaFields, build_prompts, load_records
+from lightrl.records import Prompt
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
 TEMPLATE = (
@@ -320,3 +323,99 @@ def test_a_file_to_prompts(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", json.dumps({"prompt": "add two", "answer": 2}) + "\n")
     (prompt,) = build_prompts(load_records(source), word_tokenizer(), max_prompt_tokens=9)
     assert (prompt.text, prompt.answer) == ("add two", 2)
+
+
+# ---- images ------------------------------------------------------------------------------------------------------
+
+
+def media_fields(folder: Path, **options: Any) -> MediaFields:
+    return MediaFields(folder=folder, processor=tiny_media("qwen2_5_vl"), **options)
+
+
+def image_prompts(folder: Path, *records: dict[str, Any], **options: Any) -> list[Prompt]:
+    fields = media_fields(folder, **options)
+    assert fields.processor is not None
+    tokenizer = fields.processor.processor.tokenizer
+    return build_prompts(at(*records), tokenizer, max_prompt_tokens=40, chat_template="never", media=fields)
+
+
+def test_a_prompt_with_images_counts_the_tokens_that_they_become(tmp_path: Path) -> None:
+    checkered(56, 28).save(tmp_path / "wide.png")  # 2 x 1 features of 28 x 28 pixels
+    checkered(84, 84).save(tmp_path / "large.png")  # 3 x 3
+    text = f"a{IMAGE}b{IMAGE}"
+    pair, single, text_only = image_prompts(
+        tmp_path,
+        {"prompt": text, "images": ["wide.png", str(tmp_path / "large.png")], "answer": "x"},
+        {"prompt": f"a{IMAGE}", "images": "wide.png"},
+        {"prompt": "a", "images": None},
+    )
+    assert pair.images == (str(tmp_path / "wide.png"), str(tmp_path / "large.png"))
+    assert (len(pair.token_ids), pair.num_tokens) == (8, 8 - 2 + 2 + 9)
+    assert (single.images, single.num_tokens) == ((str(tmp_path / "wide.png"),), 1 + 2 + 2)
+    assert (text_only.images, text_only.num_tokens) == ((), 1)
+    assert pair.fields == {"images": ["wide.png", str(tmp_path / "large.png")]}
+    assert len(pickle.dumps(pair)) < 2000  # paths travel between ranks, never pixels
+
+
+def test_videos_and_other_field_names(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", frames(3, 56, 28))
+    (prompt,) = image_prompts(
+        tmp_path, {"prompt": VIDEO, "clip": "v.npy", "images": "not read"}, image_field="", video_field="clip"
+    )
+    assert prompt.videos == (str(tmp_path / "v.npy"),)
+    assert prompt.num_tokens == 2 + 2 * 2  # two pairs of frames
+
+
+def test_messages_name_their_images_as_parts(tmp_path: Path) -> None:
+    checkered(28, 28).save(tmp_path / "a.png")
+    fields = media_fields(tmp_path)
+    assert fields.processor is not None
+    record = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]},
+        ],
+        "images": ["a.png"],
+    }
+    (prompt,) = build_prompts(at(record), fields.processor.processor.tokenizer, max_prompt_tokens=99, media=fields)
+    assert prompt.text == f"system:s;user:{IMAGE}which?;assistant:"
+    assert prompt.token_ids.count(fields.processor.image_token_id) == 1
+
+
+def test_bad_images_are_told_with_file_and_line(tmp_path: Path) -> None:
+    checkered(28, 28).save(tmp_path / "a.png")
+    checkered(280, 280).save(tmp_path / "large.png")
+    (tmp_path / "text.png").write_text("no image")
+    good = {"prompt": IMAGE, "images": "a.png"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": IMAGE, "images": "none.png"}, r"data.jsonl:2: there is no image .*none.png"),
+        ({"prompt": IMAGE, "images": ["text.png"]}, r"data.jsonl:2: the image .*text.png cannot be read"),
+        ({"prompt": "a", "images": "a.png"}, r"data.jsonl:2: the prompt has 0 image placeholder\(s\)"),
+        ({"prompt": IMAGE}, r"data.jsonl:2: the prompt has 1 image placeholder\(s\) .* and 0 image\(s\)"),
+        ({"prompt": IMAGE, "images": [1]}, r"data.jsonl:2: 'images' is \[1\]: it must be a path or a list of paths"),
+        ({"prompt": "a" * 36 + IMAGE, "images": "a.png"}, ""),
+        (
+            {"prompt": "a" * 36 + IMAGE, "images": "large.png"},
+            "data.jsonl:2: the prompt has 47 tokens, and there is room",
+        ),
+    ]
+    for record, message in cases:
+        if not message:
+            assert len(image_prompts(tmp_path, good, record)) == 2
+            continue
+        with pytest.raises(ValueError, match=message):
+            image_prompts(tmp_path, good, record)
+    parts = {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}
+    with pytest.raises(ValueError, match=r"data.jsonl:1: messages\[0\]: the part .*audio.* must be"):
+        image_prompts(tmp_path, parts)
+
+
+def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(TEMPLATE)
+    with pytest.raises(ValueError, match="data.jsonl:1: 'images' names images, and the model takes none"):
+        build_prompts(at({"prompt": "add", "images": "a.png"}), tokenizer, max_prompt_tokens=9, media=MediaFields())
+    record = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    with pytest.raises(ValueError, match=r"messages\[0\] has a list of parts .* the model takes only text"):
+        build_prompts(at(record), tokenizer, max_prompt_tokens=9)
+    (prompt,) = build_prompts(at({"prompt": "add", "images": []}), tokenizer, max_prompt_tokens=9, media=MediaFields())
+    assert prompt.images == ()

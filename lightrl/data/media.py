@@ -1,0 +1,154 @@
+"""Images and videos on disk: their sizes at the start of a run, their pixels when a prompt is used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightrl.models.multimodal import MediaProcessor
+from lightrl.records import EncodedPrompt, Prompt
+
+_VIDEO_SUFFIXES = (".npy", ".gif", ".webp")
+_TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+_ORIENTATION_TAG = 0x0112
+_KEPT_BYTES = 512 << 20  # of encoded prompts
+
+
+class MediaError(ValueError):
+    """A file that is missing or unreadable; the message names it."""
+
+
+def media_folder(source: str) -> Path:
+    """What relative paths in a data set start from: the folder of its file."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    return path.parent if path.is_file() else Path()
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Height and width, of the file's header alone."""
+    with _opened(path, "image") as image:
+        width, height = image.size
+        is_transposed = image.getexif().get(_ORIENTATION_TAG) in _TRANSPOSED
+    return (width, height) if is_transposed else (height, width)
+
+
+def video_size(path: str) -> tuple[int, int, int]:
+    """Frames, height and width."""
+    if Path(path).suffix == ".npy":
+        frames, height, width, _ = _mapped_frames(path).shape
+        return frames, height, width
+    _require_video_suffix(path)
+    with _opened(path, "video") as video:
+        width, height = video.size
+        return int(getattr(video, "n_frames", 1)), height, width
+
+
+def read_image(path: str) -> Any:
+    """A PIL image in RGB, the way up that its EXIF data say."""
+    from PIL import ImageOps  # noqa: PLC0415  (optional)
+
+    with _opened(path, "image") as image:
+        try:
+            return ImageOps.exif_transpose(image).convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for a file that is cut short
+            raise MediaError(f"the image {path} cannot be read ({error})") from error
+
+
+def read_video(path: str) -> Any:
+    """A uint8 array [frames, height, width, 3]."""
+    if Path(path).suffix == ".npy":
+        return np.array(_mapped_frames(path))
+    from PIL import ImageSequence  # noqa: PLC0415  (optional)
+
+    _require_video_suffix(path)
+    with _opened(path, "video") as video:
+        try:
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
+        except (OSError, SyntaxError, ValueError) as error:
+            raise MediaError(f"the video {path} cannot be read ({error})") from error
+
+
+def read_media(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+    """The images and the videos of a prompt."""
+    return [read_image(path) for path in prompt.images], [read_video(path) for path in prompt.videos]
+
+
+class PromptEncoder:
+    """Prompts as the model takes them; what was used last is kept, since several passes use it."""
+
+    def __init__(self, processor: MediaProcessor, kept_bytes: int = _KEPT_BYTES) -> None:
+        self.processor = processor
+        self._kept_bytes = kept_bytes
+        self._kept: OrderedDict[tuple[object, ...], EncodedPrompt] = OrderedDict()
+        self._num_bytes = 0
+
+    def __call__(self, prompt: Prompt) -> EncodedPrompt:
+        key = (prompt.token_ids, prompt.images, prompt.videos)
+        found = self._kept.pop(key, None)
+        if found is None:
+            try:
+                found = self.processor.encode(prompt.token_ids, *read_media(prompt))
+            except MediaError as error:
+                raise MediaError(f"Prompt {prompt.index}: {error}.") from error
+            self._num_bytes += _num_bytes(found)
+        self._kept[key] = found
+        while self._num_bytes > self._kept_bytes and len(self._kept) > 1:
+            self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        return found
+
+
+def _num_bytes(encoded: EncodedPrompt) -> int:
+    tensors = (encoded.pixel_values, encoded.positions, encoded.places)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _require_file(path: str, kind: str) -> None:
+    if not Path(path).is_file():
+        raise MediaError(f"there is no {kind} {path}")
+
+
+def _require_video_suffix(path: str) -> None:
+    if Path(path).suffix not in _VIDEO_SUFFIXES:
+        raise MediaError(f"the video {path} is of no known kind: it must be one of {', '.join(_VIDEO_SUFFIXES)}")
+
+
+def _opened(path: str, kind: str) -> Any:
+    """A PIL image that has read its header only."""
+    try:
+        from PIL import Image  # noqa: PLC0415  (optional)
+    except ImportError as error:
+        raise ImportError('Images need Pillow and torchvision: pip install "lightrl[vision]".') from error
+    _require_file(path, kind)
+    try:
+        return Image.open(path)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaError(f"the {kind} {path} cannot be read ({error})") from error
+
+
+def _mapped_frames(path: str) -> Any:
+    """The array of a .npy file, mapped and not read. Never a pickled object: it could run code."""
+    _require_file(path, "video")
+    try:
+        frames = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise MediaError(f"the video {path} cannot be read ({error})") from error
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.shape[0]:
+        raise MediaError(
+            f"the video {path} is an array of {frames.dtype} and shape {list(frames.shape)}: it must be uint8 "
+            "[frames, height, width, 3]"
+        )
+    return frames
+
+
+def resolved(paths: Any, folder: Path) -> tuple[str, ...]:
+    """A path or a list of paths as absolute ones; ValueError if it is neither."""
+    listed: Sequence[Any] = [paths] if isinstance(paths, str) else paths
+    if not isinstance(listed, list | tuple) or not all(isinstance(path, str) and path for path in listed):
+        raise ValueError(f"is {paths!r}: it must be a path or a list of paths")
+    return tuple(str((folder / path).absolute()) for path in listed)

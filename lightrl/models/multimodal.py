@@ -1,0 +1,270 @@
+"""Images and videos of vision-language models: from one placeholder each to token ids, patches and positions.
+
+The one place that knows how a family lays an image out. The trainer, the native engine and the data set's check use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_MAPPING, AutoConfig, AutoProcessor
+
+from lightrl.records import EncodedPrompt, VisionInputs
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+VIDEO_FPS = 2.0  # frames are taken as they are given, and as two a second
+
+ImageSize = tuple[int, int]  # height, width
+VideoSize = tuple[int, int, int]  # frames, height, width
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model of this config is one whose images we know."""
+    return getattr(config, "model_type", None) in FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """What an image or video becomes."""
+
+    num_features: int  # tokens
+    num_frames: int = 1  # as it was given
+
+
+class MediaProcessor:
+    """A model's own preprocessing, piece by piece: the tokens of an image are counted before its pixels are read."""
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        """Takes the processor that transformers has for the model, and the model's config."""
+        self.processor = processor
+        self.config = config
+        self.image_token_id = int(config.image_token_id)
+        self.video_token_id = int(config.video_token_id)
+        self._per_feature = int(config.vision_config.spatial_merge_size) ** 2  # patches that become one token
+
+    @classmethod
+    def load(cls, path: str, *, trust_remote_code: bool = False) -> MediaProcessor | None:
+        """Of a model's folder or name; None for a model that takes no images."""
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not takes_images(config):
+            return None
+        try:
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            raise ImportError(
+                f'Images need Pillow and torchvision: pip install "lightrl[vision]". ({error})'
+            ) from error
+        except (OSError, ValueError) as error:  # a folder without one; AutoProcessor may fall back on the tokenizer
+            processor, reason = None, f" ({error})"
+        else:
+            reason = ""
+        if getattr(processor, "image_processor", None) is None:
+            raise ValueError(
+                f"{path} has no processor for images: save it there with processor.save_pretrained().{reason}"
+            )
+        processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
+        return cls(processor, config)
+
+    def expanded(
+        self, token_ids: Sequence[int], images: Sequence[ImageSize], videos: Sequence[VideoSize]
+    ) -> tuple[int, ...]:
+        """The ids that the model sees for ids with one placeholder each. It needs no pixels."""
+        image_processor, video_processor = self.processor.image_processor, self.processor.video_processor
+        image_extents = [
+            _Extent(image_processor.get_number_of_image_patches(*size, {}) // self._per_feature) for size in images
+        ]
+        video_extents = [
+            _Extent(video_processor.get_num_of_video_patches(*size, {}) // self._per_feature, size[0])
+            for size in videos
+        ]
+        return self._expand(token_ids, image_extents, video_extents)
+
+    def encode(self, token_ids: Sequence[int], images: Sequence[Any], videos: Sequence[Any]) -> EncodedPrompt:
+        """What the model takes of ids with one placeholder each, PIL images, and arrays [frames, height, width, 3]."""
+        image_patches = [self._image_patches(image) for image in images]
+        video_patches = [self._video_patches(video) for video in videos]
+        ids = self._expand(
+            token_ids,
+            [_Extent(self._num_features(grid)) for _, grid in image_patches],
+            [
+                _Extent(self._num_features(grid), len(item))
+                for item, (_, grid) in zip(videos, video_patches, strict=True)
+            ],
+        )
+        left = {self.image_token_id: iter(image_patches), self.video_token_id: iter(video_patches)}
+        in_order = [next(left[token]) for token in token_ids if token in left]
+        positions, rope_delta = rope_positions(
+            self.config, ids, [grid for _, grid in image_patches], [grid for _, grid in video_patches]
+        )
+        return EncodedPrompt(
+            token_ids=ids,
+            positions=positions,
+            rope_delta=rope_delta,
+            places=torch.tensor([place for place, token in enumerate(ids) if token in left], dtype=torch.int64),
+            pixel_values=torch.cat([patches for patches, _ in in_order]) if in_order else None,
+            grid_thw=torch.stack([grid for _, grid in in_order]) if in_order else None,
+        )
+
+    def _image_patches(self, image: Any) -> tuple[Tensor, Tensor]:
+        """[patches, patch_dim] and [3]; one image at a time, so that it does not depend on its neighbours."""
+        output = self.processor.image_processor([image], return_tensors="pt")
+        return output["pixel_values"].float(), output["image_grid_thw"][0]
+
+    def _video_patches(self, video: Any) -> tuple[Tensor, Tensor]:
+        output = self.processor.video_processor([video], do_sample_frames=False, return_tensors="pt")
+        return output["pixel_values_videos"].float(), output["video_grid_thw"][0]
+
+    def _num_features(self, grid: Tensor) -> int:
+        return int(grid.prod()) // self._per_feature
+
+    def _expand(self, token_ids: Sequence[int], images: list[_Extent], videos: list[_Extent]) -> tuple[int, ...]:
+        self._check_counts(token_ids, len(images), len(videos))
+        next_image, next_video = iter(images), iter(videos)
+        names_frames = self.config.model_type == "qwen3_vl"
+        ids: list[int] = []
+        place = 0
+        while place < len(token_ids):
+            token = token_ids[place]
+            if token == self.image_token_id:
+                ids += [token] * next(next_image).num_features
+            elif token == self.video_token_id and names_frames:
+                self._take_back_start(ids, token_ids[place + 1 : place + 2])
+                ids += self._timed_frames(next(next_video))
+                place += 1  # the end marker, which each frame has of its own
+            elif token == self.video_token_id:
+                ids += [token] * next(next_video).num_features
+            else:
+                ids.append(token)
+            place += 1
+        return tuple(ids)
+
+    def _check_counts(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
+        for kind, token_id, given in (
+            ("image", self.image_token_id, num_images),
+            ("video", self.video_token_id, num_videos),
+        ):
+            count = sum(token == token_id for token in token_ids)
+            if count != given:
+                placeholder = self.processor.tokenizer.convert_ids_to_tokens(token_id)
+                raise ValueError(
+                    f"the prompt has {count} {kind} placeholder(s) {placeholder} and {given} {kind}(s): it must have "
+                    "one for each."
+                )
+
+    def _take_back_start(self, ids: list[int], following: Sequence[int]) -> None:
+        start, end = self.config.vision_start_token_id, self.config.vision_end_token_id
+        if ids[-1:] != [start] or list(following) != [end]:
+            names = self.processor.tokenizer.convert_ids_to_tokens([start, self.video_token_id, end])
+            raise ValueError(f"a video's placeholder must stand between its markers: {''.join(names)}")
+        ids.pop()
+
+    def _timed_frames(self, video: _Extent) -> Iterator[int]:
+        """Qwen3-VL: the mean time of the frames that become one, in words, then its features between own markers."""
+        merged, last = self.processor.video_processor.temporal_patch_size, video.num_frames - 1
+        firsts = range(0, video.num_frames, merged)
+        for first in firsts:
+            seconds = (first + min(first + merged - 1, last)) / 2 / VIDEO_FPS  # the last frame stands for missing ones
+            yield from self.processor.tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
+            yield self.config.vision_start_token_id
+            yield from [self.video_token_id] * (video.num_features // len(firsts))
+            yield self.config.vision_end_token_id
+
+
+def rope_positions(
+    config: Any, token_ids: Sequence[int], image_grids: Sequence[Tensor], video_grids: Sequence[Tensor]
+) -> tuple[Tensor, int]:
+    """[3, L] positions of expanded ids, and what is added to a place behind them: by transformers' own rule."""
+    if not image_grids and not video_grids:
+        return torch.arange(len(token_ids)).expand(3, -1), 0
+    ids = torch.tensor([token_ids])
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    arguments: dict[str, Any] = {
+        "image_grid_thw": torch.stack(list(image_grids)) if image_grids else None,
+        "video_grid_thw": torch.stack(list(video_grids)) if video_grids else None,
+    }
+    if video_grids and config.model_type == "qwen2_5_vl":
+        arguments["second_per_grid_ts"] = [config.vision_config.temporal_patch_size / VIDEO_FPS] * len(video_grids)
+    positions, deltas = _rope_rule(config)(ids, mm_token_type_ids=kinds, **arguments)
+    return positions[:, 0], int(deltas[0, 0])
+
+
+def _rope_rule(config: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """get_rope_index of the model's class. It reads nothing of a model but its config, so none is built for it."""
+    model_class: Any = MODEL_MAPPING[type(config)]
+    stand_in = SimpleNamespace(config=config)
+    stand_in.get_vision_position_ids = MethodType(model_class.get_vision_position_ids, stand_in)
+    rule: Callable[..., tuple[Tensor, Tensor]] = MethodType(model_class.get_rope_index, stand_in)
+    return rule
+
+
+def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:
+    """[3, num_tokens]: the positions of the prompt and of the text behind it."""
+    behind = torch.arange(len(prompt.token_ids), num_tokens) + prompt.rope_delta
+    return torch.cat((prompt.positions, behind.expand(3, -1)), dim=1)
+
+
+def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> VisionInputs | None:
+    """The images and videos of prompts that begin at these flat places, ascending; None if there are none.
+
+    An encoded prompt that comes again, under several of its samples, goes through the vision tower once.
+    """
+    pixel_values: list[Tensor] = []
+    grids: list[Tensor] = []
+    places: list[Tensor] = []
+    rows: list[Tensor] = []
+    first_row: dict[int, int] = {}
+    num_rows = 0
+    for prompt, start in zip(prompts, starts, strict=True):
+        if prompt.pixel_values is None or prompt.grid_thw is None:
+            continue
+        if id(prompt) not in first_row:
+            first_row[id(prompt)] = num_rows
+            num_rows += len(prompt.places)
+            pixel_values.append(prompt.pixel_values)
+            grids.append(prompt.grid_thw)
+        places.append(prompt.places + start)
+        rows.append(torch.arange(len(prompt.places)) + first_row[id(prompt)])
+    if not places:
+        return None
+    return VisionInputs(
+        pixel_values=torch.cat(pixel_values), grid_thw=torch.cat(grids), places=torch.cat(places), rows=torch.cat(rows)
+    )
+
+
+def blank_vision(config: Any, device: torch.device) -> VisionInputs:
+    """The smallest image, and no place where it stands: the vision tower runs, and its gradient is zero."""
+    vision = config.vision_config
+    side = int(vision.spatial_merge_size)
+    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return VisionInputs(
+        pixel_values=torch.zeros(side * side, patch_dim, device=device),
+        grid_thw=torch.tensor([[1, side, side]], device=device),
+        places=nothing,
+        rows=nothing,
+    )
+
+
+def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -> dict[str, Any]:
+    """What the text decoder of a vision-language model takes in place of input_ids, [B, T].
+
+    The vision tower runs once, over images and videos alike.
+    """
+    embeddings: Tensor = model.get_input_embeddings()(input_ids)
+    if vision is None:
+        return {"inputs_embeds": embeddings}
+    output = model.get_image_features(vision.pixel_values, vision.grid_thw, return_dict=True)
+    features = torch.cat(output.pooler_output)[vision.rows].to(embeddings.dtype)
+    mixed = embeddings.flatten(0, 1).index_copy(0, vision.places, features)
+    inputs: dict[str, Any] = {"inputs_embeds": mixed.view_as(embeddings)}
+    deepstack = getattr(output, "deepstack_features", None)
+    if deepstack:  # Qwen3-VL adds features of earlier vision layers behind the first text layers
+        is_vision = torch.zeros(input_ids.numel(), dtype=torch.bool, device=input_ids.device)
+        inputs["visual_pos_masks"] = is_vision.index_fill(0, vision.places, True).view(input_ids.shape)
+        inputs["deepstack_visual_embeds"] = [torch.cat(layer)[vision.rows] for layer in deepstack]
+    return inputs

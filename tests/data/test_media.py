@@ -1,0 +1,105 @@
+"""Files of images and videos: sizes from headers, pixels, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_vlm import IMAGE, checkered, frames, tiny_media
+
+from lightrl.data import media as media_module
+from lightrl.data.media import (
+    MediaError,
+    PromptEncoder,
+    image_size,
+    media_folder,
+    read_image,
+    read_video,
+    resolved,
+    video_size,
+)
+from lightrl.records import Prompt
+
+
+def test_an_image_is_read_the_way_up_that_it_says(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    checkered(20, 10).save(path, exif=exif)
+    assert image_size(path) == (20, 10)
+    assert read_image(path).size == (10, 20)  # PIL says width first
+    Image.new("LA", (4, 6)).save(path)
+    assert (image_size(path), read_image(path).mode) == ((6, 4), "RGB")
+
+
+def test_videos_are_arrays_or_animations(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", frames(3, 20, 10))
+    assert video_size(str(tmp_path / "v.npy")) == (3, 10, 20)
+    assert (read_video(str(tmp_path / "v.npy")) == frames(3, 20, 10)).all()
+    first, *others = [Image.new("RGB", (8, 6), color) for color in ("red", "lime", "blue")]
+    for name in ("v.gif", "v.webp"):
+        first.save(tmp_path / name, save_all=True, append_images=others, lossless=True)
+        assert video_size(str(tmp_path / name)) == (3, 6, 8)
+        assert read_video(str(tmp_path / name))[:, 0, 0].tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no image")
+    checkered(64, 64).save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:3000])
+    np.save(tmp_path / "float.npy", np.zeros((2, 4, 4, 3)))
+    np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "v.mp4").write_text("")
+    cases = [
+        (image_size, "none.png", "there is no image .*none.png"),
+        (image_size, "text.png", "the image .*text.png cannot be read"),
+        (read_image, "cut.png", "the image .*cut.png cannot be read"),
+        (video_size, "none.npy", "there is no video .*none.npy"),
+        (video_size, "float.npy", r"float.npy is an array of float64 and shape \[2, 4, 4, 3\]: it must be uint8"),
+        (read_video, "object.npy", "object.npy cannot be read"),
+        (video_size, "v.mp4", "v.mp4 is of no known kind: it must be one of .npy, .gif, .webp"),
+    ]
+    for function, name, message in cases:
+        with pytest.raises(MediaError, match=message):
+            function(str(tmp_path / name))
+
+
+def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("")
+    assert media_folder(str(tmp_path / "data.jsonl")) == media_folder(str(tmp_path)) == tmp_path
+    assert resolved("a/b.png", tmp_path) == (str(tmp_path / "a/b.png"),)
+    assert resolved(["/x.png", "c.png"], tmp_path) == ("/x.png", str(tmp_path / "c.png"))
+    with pytest.raises(ValueError, match="is 3: it must be a path or a list of paths"):
+        resolved(3, tmp_path)
+
+
+def test_an_encoder_reads_a_prompt_once_while_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    media = tiny_media("qwen2_5_vl")
+    ids = tuple(media.processor.tokenizer.encode(IMAGE))
+    prompts = []
+    for place in range(3):
+        path = tmp_path / f"{place}.png"
+        checkered(56, 56, seed=place).save(path)
+        prompts.append(Prompt(index=place, text="", token_ids=ids, images=(str(path),)))
+    num_read: list[str] = []
+
+    def counting(path: str) -> Image.Image:
+        num_read.append(path)
+        return read_image(path)
+
+    monkeypatch.setattr(media_module, "read_image", counting)
+    encoder = PromptEncoder(media, kept_bytes=200_000)  # 16 patches of 1176 floats: 75 kB each
+    first = encoder(prompts[0])
+    assert encoder(prompts[0]) is first
+    encoder(prompts[1])
+    assert len(num_read) == 2
+    encoder(prompts[2])  # the first must go
+    encoder(prompts[1])
+    assert len(num_read) == 3
+    encoder(prompts[0])
+    assert len(num_read) == 4
+    Path(prompts[2].images[0]).unlink()
+    with pytest.raises(MediaError, match=r"Prompt 2: there is no image .*2.png\."):
+        PromptEncoder(media)(prompts[2])

@@ -1,0 +1,193 @@
+"""Ids, patches and positions against transformers' own processor and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_vlm import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    checkered,
+    frames,
+    save_tiny_vlm,
+    tiny_config,
+    tiny_media,
+    tiny_model,
+    tiny_processor,
+)
+from torch.testing import assert_close
+
+from lightrl.models.multimodal import (
+    MediaProcessor,
+    blank_vision,
+    decoder_inputs,
+    join_vision,
+    rope_positions,
+    sequence_positions,
+    takes_images,
+)
+
+
+def own_processor(family: str, text: str, images: list[object], videos: list[object]) -> dict[str, torch.Tensor]:
+    """What transformers makes of it, with frames as they are and two of them a second."""
+    metadata = [
+        {"fps": 2.0, "total_num_frames": len(video), "frames_indices": list(range(len(video)))} for video in videos
+    ]
+    return dict(
+        tiny_processor(family)(
+            text=text,
+            images=images or None,
+            videos=videos or None,
+            return_tensors="pt",
+            **({"video_metadata": metadata, "do_sample_frames": False} if videos else {}),
+        )
+    )
+
+
+CASES = {
+    "one image": (f"ab{IMAGE}c", [(60, 90)], []),
+    "two images of other sizes": (f"{IMAGE}x{IMAGE}", [(60, 90), (140, 30)], []),
+    "a video of five frames": (f"a{VIDEO}b", [], [(5, 60, 80)]),
+    "a video before an image": (f"{VIDEO} and {IMAGE}?", [(30, 30)], [(4, 40, 60)]),
+    "text": ("abc", [], []),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_models_own_processor_makes(family: str, case: str) -> None:
+    text, image_sizes, video_sizes = CASES[case]
+    images = [checkered(*size, seed=place) for place, size in enumerate(image_sizes)]
+    videos = [frames(*size, seed=place) for place, size in enumerate(video_sizes)]
+    media = tiny_media(family)
+    encode = media.processor.tokenizer.encode
+    ids = encode(text)
+    encoded = media.encode(ids, images, videos)
+    expected = own_processor(family, text, images, videos)
+    expected_text = media.processor.tokenizer.decode(expected["input_ids"][0])
+    if family == "qwen3_vl":
+        # transformers leaves the video's own markers around the frames', which the model never saw in training.
+        expected_text = expected_text.replace("<|vision_start|><0", "<0")
+        expected_text = expected_text.replace("<|vision_end|><|vision_end|>", "<|vision_end|>")
+    assert list(encoded.token_ids) == encode(expected_text)
+    assert (
+        media.expanded(ids, [size[::-1] for size in image_sizes], [(n, h, w) for n, w, h in video_sizes])
+        == encoded.token_ids
+    )
+    patches = [expected[name] for name in ("pixel_values_videos", "pixel_values") if name in expected]
+    if not patches:
+        assert encoded.pixel_values is None
+        return
+    assert encoded.pixel_values is not None
+    assert_close(encoded.pixel_values, torch.cat(patches), atol=0, rtol=0)
+    assert len(encoded.places) * 4 == len(encoded.pixel_values)  # 2 x 2 patches a feature
+
+
+def test_positions_worked_out_by_hand() -> None:
+    # 2 text tokens, an image of 4 x 6 patches (2 x 3 features), 2 text tokens. The image begins at 2 and takes as many
+    # positions as its longer side has features, 3, so that the text goes on at 5 where its place is 8.
+    config = tiny_config("qwen2_5_vl")
+    image = config.image_token_id
+    positions, delta = rope_positions(config, [5, 6, *[image] * 6, 7, 8], [torch.tensor([1, 4, 6])], [])
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert delta == -3
+    text, no_delta = rope_positions(config, [5, 6, 7], [], [])
+    assert (text.tolist(), no_delta) == ([[0, 1, 2]] * 3, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_response_goes_on_where_the_prompt_ends(family: str) -> None:
+    media = tiny_media(family)
+    encoded = media.encode(media.processor.tokenizer.encode(f"a{IMAGE}"), [checkered(90, 60)], [])
+    positions = sequence_positions(encoded, len(encoded.token_ids) + 3)
+    last = int(encoded.positions.max())  # the closing marker's
+    assert positions[:, -3:].tolist() == [[last + 1, last + 2, last + 3]] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decoder_sees_what_it_sees_inside_the_model(family: str) -> None:
+    """Two rows of one batch: an image and a video, and two samples of one prompt that share an image."""
+    model, media = tiny_model(family), tiny_media(family)
+    encode = media.processor.tokenizer.encode
+    both = media.encode(encode(f"{VIDEO} and {IMAGE}?"), [checkered(60, 60)], [frames(3, 60, 60)])
+    single = media.encode(encode(f"q{IMAGE}"), [checkered(30, 90, seed=1)], [])
+    for rows in ([both], [single, single]):
+        width = len(rows[0].token_ids)
+        ids = torch.tensor([row.token_ids for row in rows])
+        vision = join_vision(rows, [place * width for place in range(len(rows))])
+        positions = torch.stack([row.positions for row in rows], dim=1)
+        with torch.no_grad():
+            inputs = decoder_inputs(model, ids, vision)
+            hidden = model.get_decoder()(position_ids=positions, use_cache=False, **inputs)[0]
+            own = own_forward(model, rows)
+        assert_close(model.get_output_embeddings()(hidden), own, atol=1e-5, rtol=0)
+    assert vision is not None
+    assert len(vision.grid_thw) == 1  # one image, whose features stand in two rows
+    assert vision.rows.tolist() == 2 * list(range(len(single.places)))
+
+
+def own_forward(model, rows):
+    config = model.config
+    kinds = [
+        [1 if i == config.image_token_id else 2 if i == config.video_token_id else 0 for i in r.token_ids] for r in rows
+    ]
+    arguments = {}
+    ids = torch.tensor([row.token_ids for row in rows])
+    if (ids == config.video_token_id).any():  # the first entry is the video
+        count = int(rows[0].grid_thw[0].prod())
+        arguments = {"pixel_values_videos": rows[0].pixel_values[:count], "video_grid_thw": rows[0].grid_thw[:1]}
+        pixels, grids = rows[0].pixel_values[count:], rows[0].grid_thw[1:]
+    else:
+        pixels, grids = (torch.cat([getattr(r, name) for r in rows]) for name in ("pixel_values", "grid_thw"))
+    return model(
+        input_ids=ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=torch.tensor(kinds), **arguments
+    ).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_blank_image_changes_nothing_and_trains_nothing(family: str) -> None:
+    model = tiny_model(family)
+    ids = torch.tensor([[5, 6, 7]])
+    blank = blank_vision(model.config, torch.device("cpu"))
+    inputs = decoder_inputs(model, ids, blank)
+    hidden = model.get_decoder()(use_cache=False, **inputs)[0]
+    assert_close(hidden, model.get_decoder()(input_ids=ids, use_cache=False)[0], atol=0, rtol=0)
+    hidden.sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "visual" in name}
+    assert [name for name, gradient in gradients.items() if gradient is None or gradient.any()] == []
+
+
+def test_wrong_placeholders_are_told() -> None:
+    media = tiny_media("qwen2_5_vl")
+    encode = media.processor.tokenizer.encode
+    with pytest.raises(ValueError, match=r"2 image placeholder\(s\) <\|image_pad\|> and 1 image\(s\)"):
+        media.expanded(encode(IMAGE * 2), [(30, 30)], [])
+    with pytest.raises(ValueError, match=r"0 video placeholder\(s\) <\|video_pad\|> and 1 video\(s\)"):
+        media.expanded(encode("a"), [], [(2, 30, 30)])
+    third = tiny_media("qwen3_vl")
+    with pytest.raises(ValueError, match=r"between its markers: <\|vision_start\|><\|video_pad\|><\|vision_end\|>"):
+        third.expanded(encode("a<|video_pad|>"), [], [(2, 64, 64)])
+
+
+def test_a_folder_gives_its_processor_or_none(tmp_path: Path) -> None:
+    save_tiny_vlm(tmp_path / "vlm", "qwen2_5_vl")
+    media = MediaProcessor.load(str(tmp_path / "vlm"))
+    assert media is not None
+    assert media.image_token_id == tiny_config("qwen2_5_vl").image_token_id
+    config = transformers.Qwen3Config(num_hidden_layers=1)
+    config.save_pretrained(tmp_path / "text")
+    assert not takes_images(config)
+    assert MediaProcessor.load(str(tmp_path / "text")) is None
+    config = tiny_config("qwen3_vl")
+    config.save_pretrained(tmp_path / "bare")
+    media.processor.tokenizer.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="bare has no processor for images"):
+        MediaProcessor.load(str(tmp_path / "bare"))
