@@ -5,14 +5,15 @@ The only place that knows the off-by-one: the hidden state at place p predicts t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrl.records import Experience, PackedBatch, Sample
+from lightrl.models.multimodal import join_vision, pack_positions
+from lightrl.records import EncodedPrompt, Experience, PackedBatch, Prompt, Sample
 
 _T = TypeVar("_T")
 Key = tuple[int, int]  # (prompt position, sample index): names a sample on any world size
@@ -34,6 +35,7 @@ def pack(
     old_logprobs: TokenValues | None,
     ref_logprobs: TokenValues | None,
     loss_masks: Mapping[Key, Sequence[bool]] | None = None,
+    encode: Callable[[Prompt], EncodedPrompt] | None = None,
 ) -> PackedBatch:
     """One micro-batch of samples as one row of tokens, shortest first, equal lengths adjacent.
 
@@ -42,6 +44,7 @@ def pack(
         old_logprobs: per sample, of the policy before the update; None where it is not needed.
         ref_logprobs: per sample, of the frozen reference; None where it is not needed.
         loss_masks: per sample, True for each response token to train; None trains them all.
+        encode: prompts as a vision-language model takes them; None for a model of text alone.
     """
     if not experiences:
         raise ValueError("There is no sample to pack: use dummy_batch() on a rank that has none.")
@@ -52,9 +55,10 @@ def pack(
     num_scored = [len(sample.response_ids) for sample in samples]
     cu_seqlens = (0, *accumulate(lengths))
     owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_scored))
+    encoded = _encoded(samples, encode)
     return PackedBatch(
-        input_ids=torch.tensor(_concatenated((*s.prompt.token_ids, *s.response_ids) for s in samples)),
-        position_ids=torch.tensor(_concatenated(range(length) for length in lengths)),
+        input_ids=torch.tensor(_concatenated((*s.prompt_ids, *s.response_ids) for s in samples)),
+        position_ids=pack_positions(lengths, encoded),
         cu_seqlens=cu_seqlens,
         score_index=torch.tensor(_score_places(cu_seqlens, num_scored), dtype=torch.int64),
         targets=torch.tensor(_concatenated(s.response_ids for s in samples), dtype=torch.int64),
@@ -66,6 +70,7 @@ def pack(
         ref_logprobs=_token_values(samples, ref_logprobs, "ref_logprobs"),
         temperature=temperature,
         keys=tuple(sample_key(sample) for sample in samples),
+        vision=join_vision(encoded, cu_seqlens[:-1]) if encoded is not None else None,
     )
 
 
@@ -149,11 +154,34 @@ def _check_samples(samples: list[Sample]) -> None:
         if key in seen:
             raise ValueError(f"Two samples have the key {key}: position and sample_index must name a sample.")
         seen.add(key)
-        if not sample.prompt.token_ids:
+        if not sample.prompt_ids:
             raise ValueError(
                 f"Prompt {sample.prompt.index} has no tokens: nothing predicts its first response token. "
                 "Begin the prompt with at least one token, such as the beginning-of-text token."
             )
+
+
+def _encoded(samples: list[Sample], encode: Callable[[Prompt], EncodedPrompt] | None) -> list[EncodedPrompt] | None:
+    """Each sample's prompt, proven to be what its engine saw; the samples of a prompt share one."""
+    if encode is None:
+        for sample in samples:
+            if sample.prompt.images or sample.prompt.videos:
+                raise ValueError(
+                    f"Prompt {sample.prompt.index} has images or videos: they need an encoder to be packed."
+                )
+        return None
+    by_index = {sample.prompt.index: sample.prompt for sample in samples}
+    found = {index: encode(prompt) for index, prompt in by_index.items()}
+    for sample in samples:
+        ours, seen = found[sample.prompt.index].token_ids, sample.prompt_ids
+        if ours != seen:
+            place = next((i for i, pair in enumerate(zip(ours, seen, strict=False)) if pair[0] != pair[1]), "the end")
+            raise ValueError(
+                f"Prompt {sample.prompt.index} has {len(seen)} tokens in the engine and {len(ours)} in the trainer, "
+                f"unlike from place {place} on: they expand its images in different ways. Give both the same "
+                "processor settings, and use files that do not change during a run."
+            )
+    return [found[sample.prompt.index] for sample in samples]
 
 
 def _per_token(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from lightrl.models.multimodal import FAMILIES, takes_images
 from lightrl.models.policy import Policy
 
 disable_progress_bar()  # every rank would draw one; the run has its own
@@ -49,21 +56,35 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int:
 
 def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
     """The model in float32. materialize=False builds it on the meta device, for ranks that get its weights later."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    loader = model_loader(config)
     if materialize:
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except SafetensorError as error:
             raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
     else:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta") if not materialize else nullcontext():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         model.tie_weights()
         model.generation_config = _generation_config(path, model)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
     return policy
+
+
+def model_loader(config: Any) -> Any:
+    """transformers' class that makes a model of this config."""
+    if takes_images(config):
+        return AutoModelForImageTextToText
+    is_remote = bool(getattr(config, "auto_map", None))
+    if hasattr(config, "vision_config") and not is_remote and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"Model type {config.model_type!r} takes images in a way that lightrl does not know. It knows those of "
+            f"{', '.join(FAMILIES)}."
+        )
+    return AutoModelForCausalLM
 
 
 def _generation_config(path: str, model: Any) -> GenerationConfig:

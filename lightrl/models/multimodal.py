@@ -208,6 +208,13 @@ def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:
     return torch.cat((prompt.positions, behind.expand(3, -1)), dim=1)
 
 
+def pack_positions(lengths: Sequence[int], prompts: Sequence[EncodedPrompt] | None) -> Tensor:
+    """Of sequences laid end to end: [T], or [3, T] for the prompts of a vision-language model."""
+    if prompts is None:
+        return torch.cat([torch.arange(length) for length in lengths])
+    return torch.cat([sequence_positions(*pair) for pair in zip(prompts, lengths, strict=True)], dim=1)
+
+
 def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> VisionInputs | None:
     """The images and videos of prompts that begin at these flat places, ascending; None if there are none.
 
@@ -236,14 +243,18 @@ def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> Visi
     )
 
 
+def patch_dim(config: Any) -> int:
+    """Numbers that a patch of pixels is made of."""
+    vision = config.vision_config
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
 def blank_vision(config: Any, device: torch.device) -> VisionInputs:
     """The smallest image, and no place where it stands: the vision tower runs, and its gradient is zero."""
-    vision = config.vision_config
-    side = int(vision.spatial_merge_size)
-    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side = int(config.vision_config.spatial_merge_size)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return VisionInputs(
-        pixel_values=torch.zeros(side * side, patch_dim, device=device),
+        pixel_values=torch.zeros(side * side, patch_dim(config), device=device),
         grid_thw=torch.tensor([[1, side, side]], device=device),
         places=nothing,
         rows=nothing,

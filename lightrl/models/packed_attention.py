@@ -7,6 +7,7 @@ keyword argument of the model's forward, so that gradient checkpointing recomput
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,22 +74,28 @@ def use_packed_attention(decoder: PreTrainedModel) -> None:
 
 
 def packed_hidden_states(
-    decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seqlens: tuple[int, ...]
+    decoder: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: tuple[int, ...],
+    embeddings: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Last hidden states, [T, H], of sequences laid end to end. The decoder must have had use_packed_attention.
 
     Args:
         input_ids: [T] int64.
-        position_ids: [T] int64, from 0 in each sequence.
+        position_ids: [T] int64, from 0 in each sequence; [3, T] for a model with images.
         cu_seqlens: the boundaries of the sequences, from 0 to T.
+        embeddings: what the decoder is given in place of input_ids.
     """
     if cu_seqlens[-1] != input_ids.shape[0]:
         raise ValueError(f"cu_seqlens ends at {cu_seqlens[-1]} for {input_ids.shape[0]} tokens: they must agree.")
     layout = packed_layout(cu_seqlens, input_ids.device)
     by_keyword = {_LAYOUT_KEYWORD: layout} if _takes_any_keyword(decoder) else {}
+    inputs = {"input_ids": input_ids[None]} if embeddings is None else embeddings
     token = _CURRENT_LAYOUT.set(layout)
     try:
-        output = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **by_keyword)
+        output = decoder(position_ids=position_ids.unsqueeze(-2), use_cache=False, **inputs, **by_keyword)
     finally:
         _CURRENT_LAYOUT.reset(token)
     hidden: Tensor = output[0]

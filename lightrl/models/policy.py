@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.multimodal import (
+    blank_vision,
+    decoder_inputs,
+    join_vision,
+    pack_positions,
+    patch_dim,
+    rope_positions,
+    takes_images,
+)
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
-from lightrl.records import PackedBatch, TokenScores
+from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 _PREFIX = "hf."
 _CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences check_scores() runs: two of equal length, one longer
+_CHECK_GRID = (1, 4, 6)  # patches of the image in the last of them: 6 features of 2 x 2
 _CHECK_TEMPERATURE = 0.7
 
 
@@ -32,11 +43,14 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf_model
         self.entropy = entropy
+        self._takes_images = takes_images(hf_model.config)
         use_packed_attention(hf_model.get_decoder())
         disable_dropout(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
-        hidden = packed_hidden_states(self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens)
+        hidden = packed_hidden_states(
+            self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens, self._embeddings(batch)
+        )
         head = self.hf.get_output_embeddings()
         logprobs, entropy = chosen_logprobs(
             hidden[batch.score_index],
@@ -49,6 +63,17 @@ class Policy(nn.Module):
             with_entropy=self.entropy,
         )
         return TokenScores(logprobs=logprobs, entropy=entropy)
+
+    def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
+        """Tokens and images together; None for a model of text alone."""
+        if not self._takes_images:
+            if batch.vision is not None:
+                raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
+            return None
+        # Every rank runs the vision tower, with or without an image: where it is sharded, a rank that left it out
+        # would leave the others waiting.
+        vision = batch.vision or blank_vision(self.hf.config, batch.input_ids.device)
+        return decoder_inputs(self.hf, batch.input_ids[None], vision)
 
 
 def hf_named_parameters(policy: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -76,12 +101,13 @@ def check_scores(policy: Policy, device: torch.device) -> None:
     For models that change their logits, or mix tokens, in a way that Policy does not know. Run it before the policy is
     sharded.
     """
-    sequences, targets = _random_tokens(policy.hf, device), _random_tokens(policy.hf, device, seed=1)
+    prompts = _random_prompts(policy.hf)
+    targets = torch.cat([_random_tokens(policy.hf, len(prompt.token_ids), seed=-1) for prompt in prompts]).to(device)
     is_training = policy.training
     policy.eval()
     with torch.no_grad():
-        ours = policy(_scored_everywhere(sequences, targets)).logprobs
-        theirs = _logprobs_of_hf(policy.hf, sequences, targets)
+        ours = policy(_scored_everywhere(policy.hf, prompts, targets).to(device)).logprobs
+        theirs = _logprobs_of_hf(policy.hf, prompts, targets)
     policy.train(is_training)
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     allowed = 1e-3 if policy.hf.dtype in (torch.float32, torch.float64) else 3e-2
@@ -109,8 +135,15 @@ def _logit_scale(model: PreTrainedModel) -> float:
     return scale * divisor if "hyperclovax" in model.config.model_type else scale / divisor
 
 
-def response_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> PackedBatch:
-    """A pack that scores the responses of (prompt, response) pairs of token ids and trains nothing."""
+def response_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    temperature: float = 1.0,
+    encoded: Sequence[EncodedPrompt] | None = None,
+) -> PackedBatch:
+    """A pack that scores the responses of (prompt, response) pairs of token ids and trains nothing.
+
+    encoded: the prompts as a vision-language model takes them.
+    """
     lengths = [len(prompt) + len(response) for prompt, response in pairs]
     starts = [0, *accumulate(lengths)]
     targets = torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64)
@@ -121,7 +154,7 @@ def response_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tempera
     zeros = torch.zeros(len(targets))
     return PackedBatch(
         input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=pack_positions(lengths, encoded),
         cu_seqlens=tuple(starts),
         score_index=torch.cat(places),
         targets=targets,
@@ -133,46 +166,96 @@ def response_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tempera
         sampler_logprobs=zeros,
         temperature=temperature,
         keys=tuple((0, place) for place in range(len(pairs))),
+        vision=join_vision(encoded, starts[:-1]) if encoded is not None else None,
     )
 
 
-def _random_tokens(model: PreTrainedModel, device: torch.device, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    vocab_size = model.config.get_text_config().vocab_size
-    return [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in _CHECK_LENGTHS]
+def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> Tensor:
+    """Placeholders of images and videos are left out."""
+    special = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
+    draw = torch.randint(
+        model.config.get_text_config().vocab_size,
+        (2 * count + len(special),),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return torch.tensor([token for token in draw.tolist() if token not in special][:count])
 
 
-def _scored_everywhere(sequences: list[Tensor], targets: list[Tensor]) -> PackedBatch:
+def _random_prompts(model: PreTrainedModel) -> list[EncodedPrompt]:
+    """Sequences to compare; the last has an image in its middle, if the model takes any."""
+    prompts = [_random_prompt(model, length, seed) for seed, length in enumerate(_CHECK_LENGTHS)]
+    if takes_images(model.config):
+        prompts[-1] = _with_random_image(model, prompts[-1])
+    return prompts
+
+
+def _random_prompt(model: PreTrainedModel, length: int, seed: int) -> EncodedPrompt:
+    return EncodedPrompt(
+        token_ids=tuple(_random_tokens(model, length, seed).tolist()),
+        positions=torch.arange(length).expand(3, -1),
+        rope_delta=0,
+        places=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+def _with_random_image(model: PreTrainedModel, prompt: EncodedPrompt) -> EncodedPrompt:
+    config: Any = model.config
+    grid = torch.tensor(_CHECK_GRID)
+    num_patches = int(grid.prod())
+    num_features = num_patches // config.vision_config.spatial_merge_size**2
+    middle = len(prompt.token_ids) // 2
+    ids = (*prompt.token_ids[:middle], *[config.image_token_id] * num_features, *prompt.token_ids[middle:])
+    positions, rope_delta = rope_positions(config, ids, [grid], [])
+    return EncodedPrompt(
+        token_ids=ids,
+        positions=positions,
+        rope_delta=rope_delta,
+        places=torch.arange(middle, middle + num_features),
+        pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(0)),
+        grid_thw=grid[None],
+    )
+
+
+def _scored_everywhere(model: PreTrainedModel, prompts: list[EncodedPrompt], targets: Tensor) -> PackedBatch:
     """A pack that scores a target of its own at every place."""
-    lengths = [len(ids) for ids in sequences]
-    input_ids = torch.cat(sequences)
-    zeros = torch.zeros(input_ids.shape[0])
-    batch = PackedBatch(
-        input_ids=input_ids,
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=(0, *accumulate(lengths)),
-        score_index=torch.arange(input_ids.shape[0]),
-        targets=torch.cat(targets),
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    encoded = prompts if takes_images(model.config) else None
+    starts = [0, *accumulate(lengths)]
+    zeros = torch.zeros(starts[-1])
+    return PackedBatch(
+        input_ids=torch.tensor([token for prompt in prompts for token in prompt.token_ids]),
+        position_ids=pack_positions(lengths, encoded),
+        cu_seqlens=tuple(starts),
+        score_index=torch.arange(starts[-1]),
+        targets=targets,
         sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         loss_mask=zeros.bool(),
         advantages=zeros,
         sampler_logprobs=zeros,
         temperature=_CHECK_TEMPERATURE,
         keys=tuple((0, place) for place in range(len(lengths))),
+        vision=join_vision(encoded, starts[:-1]) if encoded else None,
     )
-    return batch.to(input_ids.device)
 
 
-def _logprobs_of_hf(model: PreTrainedModel, sequences: list[Tensor], targets: list[Tensor]) -> Tensor:
+def _logprobs_of_hf(model: PreTrainedModel, prompts: list[EncodedPrompt], targets: Tensor) -> Tensor:
     """The same scores by the model's own forward and eager attention, one sequence at a time."""
     decoder = model.get_decoder()
     packed = decoder.config._attn_implementation
     decoder.set_attn_implementation("eager")
     try:
-        scores = []
-        for ids, chosen in zip(sequences, targets, strict=True):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-            scores.append((logits / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+        logits = [_logits_of_hf(model, prompt, targets.device) for prompt in prompts]
     finally:
         decoder.set_attn_implementation(packed)
-    return torch.cat(scores)
+    return (torch.cat(logits) / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def _logits_of_hf(model: PreTrainedModel, prompt: EncodedPrompt, device: torch.device) -> Tensor:
+    ids = torch.tensor([prompt.token_ids], device=device)
+    image: dict[str, Tensor] = {}
+    if prompt.pixel_values is not None and prompt.grid_thw is not None:
+        image["pixel_values"] = prompt.pixel_values.to(device)
+        image["image_grid_thw"] = prompt.grid_thw.to(device)
+        image["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits: Tensor = model(input_ids=ids, use_cache=False, **image).logits
+    return logits[0].float()

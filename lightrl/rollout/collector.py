@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightrl.data.media import read_media
 from lightrl.engines.base import SamplingParams
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import AnyReward, score
@@ -41,8 +42,15 @@ class Collector:
             SamplingParams(max_new_tokens=self._max_new_tokens, temperature=temperature, n=n, seed=seed)
             for seed in seeds
         ]
-        token_ids = [list(prompt.token_ids) for _, prompt in prompts]
-        items = self._strategy.gather_and_generate(params, all_prompt_token_ids=token_ids, sleep_engine=sleep_engine)
+        with self._strategy.comm.phase("reading images", local=True):
+            media = [read_media(prompt) for _, prompt in prompts]
+        items = self._strategy.gather_and_generate(
+            params,
+            all_prompt_token_ids=[list(prompt.token_ids) for _, prompt in prompts],
+            all_images=[images for images, _ in media],
+            all_videos=[videos for _, videos in media],
+            sleep_engine=sleep_engine,
+        )
         owners = [owner for owner in prompts for _ in range(n)]
         return [
             Sample(
@@ -54,6 +62,7 @@ class Collector:
                 versions=tuple(item.versions),
                 finish_reason=item.finish_reason,
                 text=item.text,
+                prompt_ids=tuple(item.prompt_token_ids),
             )
             for (position, prompt), item in zip(owners, items, strict=True)
         ]

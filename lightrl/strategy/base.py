@@ -35,6 +35,7 @@ from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams, Weig
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.seeding import mix_seed
 from lightrl.strategy import critic_warmup, generation, offload, schedules
 from lightrl.strategy.canary import Canary
@@ -98,6 +99,7 @@ class StrategyBase(ABC):
         self.comm = Comm()
         self.engine: ColocatedEngine | None = None
         self.tokenizer: generation.Decoder | None = None  # gives gather_and_generate its text
+        self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
         self.global_step = 0
         self.last_sync: SyncReport | None = None
         self._engine_group = EngineGroup()

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engines.base import Completion, EnginePrompt, InferenceEngine, SamplingParams, WeightSyncError
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, response_batch
+from lightrl.records import EncodedPrompt
 
 if TYPE_CHECKING:
     from lightrl.strategy.base import StrategyBase
@@ -39,9 +41,11 @@ class Canary:
         """The largest difference over all ranks; WeightSyncError on all of them if it is too large."""
         assert strategy.engine is not None
         with strategy.comm.phase("canary", local=True):
-            prompts = self._prompts or made_up_prompts(strategy.engine.engine)
+            prompts = self._usable(strategy, actor) or made_up_prompts(strategy.engine.engine)
             completions = strategy.engine.generate(prompts, [_params(strategy.engine.engine, item) for item in prompts])
-        theirs = _trainer_logprobs(strategy, actor, [completions[i % len(completions)] for i in range(_NUM_PROMPTS)])
+            scored = [(prompts[i % len(prompts)], completions[i % len(prompts)]) for i in range(_NUM_PROMPTS)]
+            encoded = _encoded(strategy.media, scored)
+        theirs = _trainer_logprobs(strategy, actor, [completion for _, completion in scored], encoded)
         differences = [
             float((scores.cpu() - torch.tensor(item.logprobs)).abs().max()) if item.logprobs else 0.0
             for scores, item in zip(theirs, completions, strict=False)
@@ -54,6 +58,12 @@ class Canary:
                 "as the trainer has it: the engine serves a cache of older weights, or computes something else."
             )
         return largest
+
+    def _usable(self, strategy: StrategyBase, actor: nn.Module) -> list[EnginePrompt]:
+        """Without a Policy and its processor there is nothing here to score an image with."""
+        if isinstance(actor, Policy) and strategy.media is not None:
+            return self._prompts
+        return [prompt for prompt in self._prompts if not prompt.images and not prompt.videos]
 
 
 def made_up_prompts(engine: InferenceEngine) -> list[EnginePrompt]:
@@ -71,10 +81,25 @@ def _params(engine: InferenceEngine, prompt: EnginePrompt) -> SamplingParams:
     return SamplingParams(max_new_tokens=max(1, min(_NUM_TOKENS, room)), ignore_eos=True)
 
 
-def _trainer_logprobs(strategy: StrategyBase, actor: nn.Module, completions: list[Completion]) -> list[Tensor]:
+def _encoded(media: MediaProcessor | None, scored: list[tuple[EnginePrompt, Completion]]) -> list[EncodedPrompt] | None:
+    if media is None:
+        return None
+    found = [media.encode(prompt.token_ids, prompt.images, prompt.videos) for prompt, _ in scored]
+    for ours, (_, theirs) in zip(found, scored, strict=True):
+        if ours.token_ids != theirs.prompt_token_ids:
+            raise ValueError(
+                f"A prompt has {len(theirs.prompt_token_ids)} tokens in the engine and {len(ours.token_ids)} in the "
+                "trainer: they expand its images in different ways. Give both the same processor settings."
+            )
+    return found
+
+
+def _trainer_logprobs(
+    strategy: StrategyBase, actor: nn.Module, completions: list[Completion], encoded: list[EncodedPrompt] | None
+) -> list[Tensor]:
     pairs = [(item.prompt_token_ids, item.output_token_ids) for item in completions]
     if isinstance(actor, Policy):
-        batch = response_batch(pairs).to(strategy.device)
+        batch = response_batch(pairs, encoded=encoded).to(strategy.device)
         (scores,) = strategy.forward([batch], model=actor)
         return list(scores.logprobs.float().split([len(response) for _, response in pairs]))
     return [_scores_of_causal_lm(strategy, actor, *pair) for pair in pairs]

@@ -12,11 +12,13 @@ from typing import Any
 
 from lightrl.builtin import model as builtin_model
 from lightrl.config import BUILTIN_MODEL, GRPOConfig, describe_batches
-from lightrl.data.prompts import build_prompts, load_records
+from lightrl.data.media import PromptEncoder, media_folder
+from lightrl.data.prompts import MediaFields, build_prompts, load_records
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines import check_engine_name
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Experience, Prompt
 from lightrl.rewards import AnyReward, load_reward
@@ -59,11 +61,14 @@ class Trainer(ABC):
         self._model_path = self._find_model()
         with self.strategy.comm.phase("set-up", local=True):
             self.tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.trust_remote_code)
-            self.prompts = self._prompts(train_records)
-            self.eval_prompts = self._prompts(eval_records)[: config.eval.max_prompts or None]
+            self.media = MediaProcessor.load(self._model_path, trust_remote_code=config.trust_remote_code)
+            self.encoder = PromptEncoder(self.media) if self.media is not None else None
+            self.prompts = self._prompts(train_records, config.train_data)
+            self.eval_prompts = self._prompts(eval_records, config.eval_data)[: config.eval.max_prompts or None]
         self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
         self.policy, self.optimizer, self.scheduler, self.reference = self._models()
         self.strategy.tokenizer = self.tokenizer
+        self.strategy.media = self.media
         with self.strategy.comm.phase("set-up"):
             self._resume()
             self.strategy.set_global_step(self.step_index)
@@ -131,7 +136,7 @@ class Trainer(ABC):
                 path = str(builtin_model.builtin_model_path(on_progress=self.strategy.print))
         return self.strategy.comm.broadcast_object(path)
 
-    def _prompts(self, records: list[Any]) -> list[Prompt]:
+    def _prompts(self, records: list[Any], source: str) -> list[Prompt]:
         if not records:
             return []
         config = self.config
@@ -148,8 +153,14 @@ class Trainer(ABC):
             answer_field=config.data.answer_field,
             max_prompt_tokens=context - config.max_new_tokens,
             chat_template=config.data.chat_template,
+            media=MediaFields(
+                image_field=config.data.image_field,
+                video_field=config.data.video_field,
+                folder=media_folder(source),
+                processor=self.media,
+            ),
         )
-        longest = max(len(prompt.token_ids) for prompt in prompts) + config.max_new_tokens
+        longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
         if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
             raise ValueError(
                 f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
@@ -291,7 +302,8 @@ class Trainer(ABC):
     def _finish(self, board: Any, console: RunConsole) -> None:
         self.strategy.save_pretrained(self.policy, self.folder.final)
         if self.strategy.comm.is_main:
-            self.tokenizer.save_pretrained(self.folder.final)
+            saved = self.tokenizer if self.media is None else self.media.processor
+            saved.save_pretrained(self.folder.final)
             console.final_table(self.folder.metrics())
             console.say(f"model: {self.folder.final}")
         if board is not None:

@@ -120,12 +120,13 @@ class GRPOTrainer(Trainer):
         if len(parts) < count:
             parts = split_micro_batches(experience, max_tokens=max_tokens, max_samples=max_samples, min_num=count)
         temperature = self.config.temperature
-        packs = [
-            pack(part, temperature=temperature, old_logprobs=old, ref_logprobs=ref)
-            if part
-            else dummy_batch(temperature=temperature)
-            for part in parts
-        ]
+        with self.strategy.comm.phase("packing", local=True):
+            packs = [
+                pack(part, temperature=temperature, old_logprobs=old, ref_logprobs=ref, encode=self.encoder)
+                if part
+                else dummy_batch(temperature=temperature)
+                for part in parts
+            ]
         return [batch.to(self.strategy.device) for batch in packs]
 
     def _score_all(
@@ -175,7 +176,7 @@ class GRPOTrainer(Trainer):
         groups = [rewards[i : i + self.config.group_size] for i in range(0, count, self.config.group_size)]
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
         response_tokens = sum(len(sample.response_ids) for sample in samples)
-        statistics.add("tokens/prompt", sum(len(sample.prompt.token_ids) for sample in samples))
+        statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
         statistics.add("tokens/response", response_tokens)
         statistics.mean("tokens/response_mean", response_tokens, count)
         statistics.highest("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
