@@ -15,6 +15,12 @@ TEXTS = {  # prompt, images, videos
 RESPONSES = {(0, 0): "pq", (0, 1): "rst", (1, 0): "uvwx", (2, 0): "y", (3, 0): "z12", (1, 1): "3"}
 
 
+def shown(index):
+    """The images and videos of a text."""
+    _, images, videos = TEXTS[index]
+    return [checkered(*size, seed=place) for place, size in enumerate(images)], [frames(*size) for size in videos]
+
+
 class Encoder:
     """Stands for files: what each prompt shows is made on the spot."""
 
@@ -27,12 +33,7 @@ class Encoder:
 
     def __call__(self, prompt):
         if prompt.index not in self._kept:
-            text, images, videos = TEXTS[prompt.index]
-            self._kept[prompt.index] = self.media.encode(
-                self.tokenize(text),
-                [checkered(*size, seed=place) for place, size in enumerate(images)],
-                [frames(*size) for size in videos],
-            )
+            self._kept[prompt.index] = self.media.encode(self.tokenize(TEXTS[prompt.index][0]), *shown(prompt.index))
         return self._kept[prompt.index]
 
 
@@ -57,7 +58,7 @@ def experiences(encoder, keys=tuple(RESPONSES)):
     return found
 
 
-def own_logprobs(model, encoder, experience):
+def own_logprobs(model, encoder, experience, temperature=TEMPERATURE):
     """Of the response's tokens, by the whole model of transformers."""
     config, sample = model.config, experience.sample
     encoded = encoder(sample.prompt)
@@ -76,5 +77,5 @@ def own_logprobs(model, encoder, experience):
         if "video_grid_thw" in inputs and config.model_type == "qwen2_5_vl":
             inputs["second_per_grid_ts"] = torch.ones(1)  # two frames, two a second
     logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(sample.prompt_ids) - 1 : -1]
-    scores = (logits.float() / TEMPERATURE).log_softmax(-1)
+    scores = (logits.float() / temperature).log_softmax(-1)
     return scores.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]

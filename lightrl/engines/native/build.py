@@ -6,11 +6,13 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments
 from lightrl.engines.base import EngineGroup
 from lightrl.engines.native.engine import NativeEngine, eos_ids
+from lightrl.models.load import model_loader
+from lightrl.models.multimodal import MediaProcessor, takes_images
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,15 @@ def build_native_engine(
         max_num_seqs=options.native.max_num_seqs,
         device=device,
         dtype=dtype,
+        media=_media_of(source, options),
     )
+
+
+def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcessor | None:
+    """The processor that lies beside the source's weights; none for a model that was made of a config alone."""
+    if not takes_images(source.config) or not source.name_or_path:
+        return None
+    return MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
 
 
 @torch.no_grad()
@@ -45,7 +55,7 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
     """The source's architecture with unset parameters and the source's buffers (rotary tables are in no checkpoint)."""
     config = type(source.config).from_dict(source.config.to_dict())
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)
     model.tie_weights()
     buffers = dict(source.named_buffers())

@@ -12,12 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams, as_prompt
+from lightrl.engines.base import (
+    AnyPrompt,
+    Completion,
+    EnginePart,
+    EnginePrompt,
+    InferenceEngine,
+    SamplingParams,
+    as_prompt,
+)
 from lightrl.engines.native.kv_cache import LayerStorage, SlotCache
 from lightrl.engines.native.model_runner import ModelRunner
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.slots import Moves, Request, Slots
 from lightrl.engines.native.weights import copy_weights, drop_weights
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array
 
 _PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward: bounds its activations
@@ -41,6 +51,7 @@ class _Waiting:
     request: Request
     next_sample: int = 0
     prefilled: _Prefilled | None = None
+    rope_delta: int = 0  # known after the first prefill
 
     @property
     def num_left(self) -> int:
@@ -80,7 +91,9 @@ class NativeEngine(InferenceEngine):
         max_model_len: int | None = None,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
+        """media: of a vision-language model; without it the model is given text only."""
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: it must be at least 1.")
         config = model.config.get_text_config()
@@ -90,6 +103,9 @@ class NativeEngine(InferenceEngine):
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"eos_token_ids {outside} are outside the vocabulary of {self.vocab_size}.")
+        self._media = media
+        if media is not None:
+            self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
         self._device = device
         nn.Module.to(model, device)
         _cast_parameters(model, dtype)
@@ -123,12 +139,28 @@ class NativeEngine(InferenceEngine):
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
         """Queues a request and returns its id."""
         self._require_awake("submit")
-        token_ids = as_prompt(prompt).token_ids
+        source = as_prompt(prompt)
+        token_ids = self._expanded(source)
         request_id = self._next_request_id
         self._check_prompt(request_id, token_ids, params)
         self._next_request_id += 1
-        self._queue.append(_Waiting(Request(request_id, token_ids, params)))
+        self._queue.append(_Waiting(Request(request_id, token_ids, params, source if self._media else None)))
         return request_id
+
+    def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        """Images counted as the tokens that they become."""
+        return len(self._expanded(prompt))
+
+    def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
+        if self._media is None:
+            if prompt.images or prompt.videos:
+                raise ValueError(
+                    f"The native engine has no images or videos for {type(self.model).__name__}: it takes them for "
+                    f"{', '.join(FAMILIES)}, given a processor. Use --engine vllm."
+                )
+            return prompt.token_ids
+        image_sizes = [(image.height, image.width) for image in prompt.images]
+        return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
 
     def has_unfinished(self) -> bool:
         return bool(self._queue) or self._slots.num_active > 0
@@ -250,6 +282,8 @@ class NativeEngine(InferenceEngine):
                 logits[index] = row
         for index in fresh:
             self._hold_for_siblings(admissions[index], logits[index])
+        for item in admissions:
+            self._slots.rope_deltas[item.first_row : item.first_row + item.count] = item.waiting.rope_delta
         return torch.cat([logits[index] for index in range(len(admissions))])
 
     def _prefill_batch(self, admissions: list[_Admission]) -> Tensor:
@@ -260,7 +294,22 @@ class NativeEngine(InferenceEngine):
             torch.tensor(rows, device=self._device),
             torch.tensor(sources, device=self._device),
             self._cache,
+            self._encoded([item.waiting for item in admissions]),
         )
+
+    def _encoded(self, waiting: list[_Waiting]) -> list[EncodedPrompt] | None:
+        """Pixels only now, so that a long queue does not hold them; None for a model of text alone."""
+        if self._media is None:
+            return None
+        found = []
+        for item in waiting:
+            source = item.request.source
+            assert source is not None
+            encoded = self._media.encode(source.token_ids, source.images, source.videos)
+            assert encoded.token_ids == item.request.prompt, "an image has another size than its pixels"
+            item.rope_delta = encoded.rope_delta
+            found.append(encoded)
+        return found
 
     def _hold_for_siblings(self, admission: _Admission, logits: Tensor) -> None:
         waiting = admission.waiting
@@ -275,7 +324,8 @@ class NativeEngine(InferenceEngine):
         if self._plan is None:
             self._plan = self._make_plan(rows)
         tokens, positions = self._put(slots.tokens[rows]), self._put(slots.positions[rows])
-        logits = self._runner.decode(tokens, positions, lowest, highest, self._cache)
+        rope_deltas = None if self._media is None else self._put(slots.rope_deltas[rows])
+        logits = self._runner.decode(tokens, positions, lowest, highest, self._cache, rope_deltas)
         return self._produce(logits, rows, self._plan)
 
     def _produce(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> list[Completion]:

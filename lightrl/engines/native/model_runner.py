@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from lightrl.engines.native.attention import NATIVE_ATTENTION, register
 from lightrl.engines.native.fused_forward import FusedForward
 from lightrl.engines.native.kv_cache import SlotCache
+from lightrl.models.multimodal import decoder_inputs, join_vision, takes_images
+from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,10 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         register()
-        model.set_attn_implementation(NATIVE_ATTENTION)
         self.model = model
+        # A vision tower attends to whole images, without a cache: it keeps its own attention.
+        self._caching: PreTrainedModel = model.get_decoder() if takes_images(model.config) else model
+        self._caching.set_attn_implementation(NATIVE_ATTENTION)
         self.device = device
         self.prefill_tokens = 0  # prompt tokens run so far, padding left out
         self._fused = FusedForward.build(model)
@@ -48,9 +52,17 @@ class ModelRunner:
             self._fused.refresh()
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], target_rows: Tensor, source_prompts: Tensor, cache: SlotCache
+        self,
+        prompts: Sequence[Sequence[int]],
+        target_rows: Tensor,
+        source_prompts: Tensor,
+        cache: SlotCache,
+        encoded: Sequence[EncodedPrompt] | None = None,
     ) -> Tensor:
-        """Runs the prompts, padded on the right, into rows of the cache; logits after each prompt, [prompts, vocab]."""
+        """Runs the prompts, padded on the right, into rows of the cache; logits after each prompt, [prompts, vocab].
+
+        encoded: the prompts as a vision-language model takes them.
+        """
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
         ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
@@ -61,22 +73,49 @@ class ModelRunner:
         if self._uses_fused:
             assert self._fused is not None
             return self._fused.prefill(ids.to(self.device), last, cache)
+        if encoded is not None:
+            return self._prefill_with_images(ids.to(self.device), last, encoded, cache)
         with self._head_sees_only(last, width):
             logits = self._forward(ids.to(self.device), positions, cache)
         if logits.shape[1] == 1:
             return logits[:, 0]
         return logits[torch.arange(len(prompts), device=self.device), last]
 
-    def decode(self, tokens: Tensor, positions: Tensor, lowest: int, highest: int, cache: SlotCache) -> Tensor:
+    def _prefill_with_images(
+        self, ids: Tensor, last: Tensor, encoded: Sequence[EncodedPrompt], cache: SlotCache
+    ) -> Tensor:
+        num_prompts, width = ids.shape
+        positions = torch.zeros(3, num_prompts, width, dtype=torch.int64)
+        for row, prompt in enumerate(encoded):
+            positions[:, row, : len(prompt.token_ids)] = prompt.positions
+        vision = join_vision(encoded, range(0, num_prompts * width, width))
+        inputs = decoder_inputs(self.model, ids, vision.to(self.device) if vision else None)
+        hidden: Tensor = self._caching(
+            position_ids=positions.to(self.device), past_key_values=cache, use_cache=True, **inputs
+        )[0]
+        logits: Tensor = self.model.get_output_embeddings()(hidden[torch.arange(num_prompts, device=self.device), last])
+        return logits
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lowest: int,
+        highest: int,
+        cache: SlotCache,
+        rope_deltas: Tensor | None = None,
+    ) -> Tensor:
         """Runs one token in each of the first n rows, [n] int64 each; logits [n, vocab].
 
-        lowest and highest are those of the positions.
+        lowest and highest are those of the positions, which are places in the cache.
+        rope_deltas: [n], of a vision-language model: what its own positions are beyond these.
         """
         cache.begin_decode(positions, lowest, highest)
         if self._uses_fused:
             assert self._fused is not None
             return self._fused.decode(tokens, positions, cache)
-        return self._forward(tokens[:, None], positions[:, None], cache)[:, -1]
+        rope = positions if rope_deltas is None else (positions + rope_deltas).expand(3, -1)
+        return self._forward(tokens[:, None], rope[..., None], cache)[:, -1]
 
     def verify(self, vocab_size: int) -> None:
         """Compares prefill and decoding with the plain model on a few tokens, once weights are there to compare with.
@@ -119,12 +158,12 @@ class ModelRunner:
 
     def _plain_logits(self, sequence: list[int]) -> Tensor:
         """The last _PROBE_STEPS + 1 rows of the model's logits without a cache, by its eager attention."""
-        self.model.set_attn_implementation("eager")
+        self._caching.set_attn_implementation("eager")
         try:
             ids = torch.tensor([sequence], device=self.device)
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         finally:
-            self.model.set_attn_implementation(NATIVE_ATTENTION)
+            self._caching.set_attn_implementation(NATIVE_ATTENTION)
         return logits[0, -_PROBE_STEPS - 1 :].float()
 
     def _probe(self, sequences: list[list[int]], fused: bool) -> Tensor:

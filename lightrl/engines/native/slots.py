@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.records import FinishReason
 from lightrl.seeding import prefix_state
 
@@ -25,6 +25,7 @@ class Request:
     request_id: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    source: EnginePrompt | None = None  # of a vision-language model: the prompt before its images were expanded
 
     @property
     def most_places(self) -> int:
@@ -50,6 +51,7 @@ class Slots:
         self._has_stop_tokens = np.zeros(num_slots, np.bool_)
         self.tokens = np.zeros(num_slots, np.int64)  # the last token produced, not yet in the cache
         self.positions = np.zeros(num_slots, np.int64)  # of that token
+        self.rope_deltas = np.zeros(num_slots, np.int64)  # position less place of what follows a prompt with images
         self.num_produced = np.zeros(num_slots, np.int64)
         self._first_token = np.zeros(num_slots, np.int64)  # draws that a resumed sample has behind it
         self._limits = np.zeros(num_slots, np.int64)
