@@ -2,8 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_vlm import tiny_config
 
 from lightrl.data.packing import dummy_batch
+from lightrl.models.multimodal import blank_vision
 from lightrl.records import Experience, Prompt, Sample
 
 
@@ -20,6 +22,10 @@ def test_records_are_frozen_and_know_their_size() -> None:
     )
     item = Experience(sample=sample, reward=1.0, advantage=0.0)
     assert item.num_tokens == 5
+    seen = dataclasses.replace(sample, prompt_ids=(1, 7, 7, 7, 2))  # by an engine that expanded an image
+    assert dataclasses.replace(item, sample=seen).num_tokens == 8
+    assert (sample.prompt_ids, sample.prompt.num_tokens) == ((1, 2), 2)
+    assert dataclasses.replace(sample.prompt, num_media_tokens=3).num_tokens == 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         item.reward = 2.0  # type: ignore[misc]
 
@@ -34,3 +40,7 @@ def test_a_pack_moves_whole() -> None:
             assert before.device.type == "cpu"
         else:
             assert after == before
+    vision = blank_vision(tiny_config("qwen3_vl"), torch.device("cpu"))
+    moved_vision = dataclasses.replace(batch, vision=vision).to(torch.device("meta")).vision
+    assert moved_vision is not None
+    assert all(getattr(moved_vision, field.name).is_meta for field in dataclasses.fields(vision))

@@ -3,10 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tiny_vlm import tiny_config
 from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
-from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer
+from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +67,12 @@ def test_damaged_weights_are_told(folder: str, tmp_path: Path) -> None:
         file.truncate(1000)
     with pytest.raises(ValueError, match="its weights cannot be read"):
         load_policy(str(copy), materialize=True)
+
+
+def test_the_class_that_loads_a_model_follows_its_config() -> None:
+    assert model_loader(transformers.Qwen3Config()) is transformers.AutoModelForCausalLM
+    assert model_loader(tiny_config("qwen3_vl")) is transformers.AutoModelForImageTextToText
+    with pytest.raises(
+        ValueError, match="'llava' takes images in a way that lightrl does not know.* qwen2_5_vl, qwen3_vl"
+    ):
+        model_loader(transformers.LlavaConfig())

@@ -1,10 +1,14 @@
 """Collector and Evaluator on a real strategy and engine in one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import GRPOConfig
+from lightrl.models.load import load_policy, load_tokenizer
 from lightrl.models.policy import Policy
 from lightrl.records import Prompt, Sample
 from lightrl.rollout.collector import Collector
@@ -86,3 +90,22 @@ def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[in
     assert torch.equal(before, torch.get_rng_state())
     assert first["eval/reward"] == first["eval/response_tokens"]
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
+
+
+def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:
+    save_tiny_vlm(tmp_path, "qwen2_5_vl")
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
+    policy = strategy.prepare(load_policy(str(tmp_path), materialize=True))
+    strategy.tokenizer, media = load_tokenizer(str(tmp_path)), tiny_media("qwen2_5_vl")
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    checkered(84, 56).save(tmp_path / "a.png")
+    ids = media.processor.tokenizer.encode(f"a{IMAGE}b")
+    picture = Prompt(index=0, text="", token_ids=tuple(ids), images=(str(tmp_path / "a.png"),))
+    plain = Prompt(index=1, text="", token_ids=tuple(media.processor.tokenizer.encode("ab")))
+    samples = sample(strategy, [(0, picture), (1, plain)])
+    assert [len(item.prompt_ids) for item in samples] == [5 - 1 + 6] * 2 + [2] * 2  # 3 x 2 features
+    assert samples[0].prompt_ids == media.encode(ids, [checkered(84, 56)], []).token_ids
+    missing = Prompt(index=2, text="", token_ids=tuple(ids), images=(str(tmp_path / "gone.png"),))
+    with pytest.raises(ValueError, match=r"there is no image .*gone.png"):
+        sample(strategy, [(0, missing)])
