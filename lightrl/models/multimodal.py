@@ -5,14 +5,13 @@ The one place that knows how a family lays an image out. The trainer, the native
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
 from lightrl.records import EncodedPrompt, VisionInputs
 
@@ -98,16 +97,15 @@ class MediaProcessor:
         )
         left = {self.image_token_id: iter(image_patches), self.video_token_id: iter(video_patches)}
         in_order = [next(left[token]) for token in token_ids if token in left]
-        positions, rope_delta = rope_positions(
-            self.config, ids, [grid for _, grid in image_patches], [grid for _, grid in video_patches]
-        )
+        grid_thw = torch.stack([grid for _, grid in in_order]) if in_order else None
+        positions, rope_delta = rope_positions(self.config, ids, grid_thw)
         return EncodedPrompt(
             token_ids=ids,
             positions=positions,
             rope_delta=rope_delta,
             places=torch.tensor([place for place, token in enumerate(ids) if token in left], dtype=torch.int64),
             pixel_values=torch.cat([patches for patches, _ in in_order]) if in_order else None,
-            grid_thw=torch.stack([grid for _, grid in in_order]) if in_order else None,
+            grid_thw=grid_thw,
         )
 
     def _image_patches(self, image: Any) -> tuple[Tensor, Tensor]:
@@ -175,31 +173,45 @@ class MediaProcessor:
             yield self.config.vision_end_token_id
 
 
-def rope_positions(
-    config: Any, token_ids: Sequence[int], image_grids: Sequence[Tensor], video_grids: Sequence[Tensor]
-) -> tuple[Tensor, int]:
-    """[3, L] positions of expanded ids, and what is added to a place behind them: by transformers' own rule."""
-    if not image_grids and not video_grids:
-        return torch.arange(len(token_ids)).expand(3, -1), 0
-    ids = torch.tensor([token_ids])
-    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    arguments: dict[str, Any] = {
-        "image_grid_thw": torch.stack(list(image_grids)) if image_grids else None,
-        "video_grid_thw": torch.stack(list(video_grids)) if video_grids else None,
-    }
-    if video_grids and config.model_type == "qwen2_5_vl":
-        arguments["second_per_grid_ts"] = [config.vision_config.temporal_patch_size / VIDEO_FPS] * len(video_grids)
-    positions, deltas = _rope_rule(config)(ids, mm_token_type_ids=kinds, **arguments)
-    return positions[:, 0], int(deltas[0, 0])
+def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | None) -> tuple[Tensor, int]:
+    """[3, L] positions of expanded ids, and what is added to a place behind them.
+
+    The rule of the models' authors, as the engines have it: a feature stands at its frame, row and column from where
+    its image begins, and what follows begins behind the largest of these. get_rope_index of transformers 5 is another
+    one for the videos of Qwen2.5-VL, and not the same in all of its versions.
+
+    Args:
+        grid_thw: [M, 3] patches of each image and video, in token order.
+    """
+    vision = config.vision_config
+    special = (config.image_token_id, config.video_token_id)
+    grids = iter([] if grid_thw is None else _position_grids(config, grid_thw))
+    time_step = getattr(vision, "tokens_per_second", 0) * vision.temporal_patch_size / VIDEO_FPS
+    parts: list[Tensor] = []
+    place = begin = 0
+    while place < len(token_ids):
+        if token_ids[place] in special:
+            frames, rows, columns = next(grids)
+            part = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns)).T
+            part = torch.stack(((part[0] * time_step).long(), part[1], part[2]))
+        else:
+            end = next((i for i in range(place, len(token_ids)) if token_ids[i] in special), len(token_ids))
+            part = torch.arange(end - place).expand(3, -1)
+        parts.append(part + begin)
+        place += part.shape[1]
+        begin += int(part.max()) + 1
+    return torch.cat(parts, dim=1), begin - len(token_ids)
 
 
-def _rope_rule(config: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """get_rope_index of the model's class. It reads nothing of a model but its config, so none is built for it."""
-    model_class: Any = MODEL_MAPPING[type(config)]
-    stand_in = SimpleNamespace(config=config)
-    stand_in.get_vision_position_ids = MethodType(model_class.get_vision_position_ids, stand_in)
-    rule: Callable[..., tuple[Tensor, Tensor]] = MethodType(model_class.get_rope_index, stand_in)
-    return rule
+def _position_grids(config: Any, grid_thw: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Frames, rows and columns of features; each frame of a Qwen3-VL video stands for itself, behind its time."""
+    merged = int(config.vision_config.spatial_merge_size)
+    for frames, height, width in grid_thw.tolist():
+        rows, columns = height // merged, width // merged
+        if config.model_type == "qwen3_vl":
+            yield from [(1, rows, columns)] * frames
+        else:
+            yield frames, rows, columns
 
 
 def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:

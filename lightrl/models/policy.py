@@ -205,7 +205,7 @@ def _with_random_image(model: PreTrainedModel, prompt: EncodedPrompt) -> Encoded
     num_features = num_patches // config.vision_config.spatial_merge_size**2
     middle = len(prompt.token_ids) // 2
     ids = (*prompt.token_ids[:middle], *[config.image_token_id] * num_features, *prompt.token_ids[middle:])
-    positions, rope_delta = rope_positions(config, ids, [grid], [])
+    positions, rope_delta = rope_positions(config, ids, grid[None])
     return EncodedPrompt(
         token_ids=ids,
         positions=positions,
@@ -256,6 +256,6 @@ def _logits_of_hf(model: PreTrainedModel, prompt: EncodedPrompt, device: torch.d
     if prompt.pixel_values is not None and prompt.grid_thw is not None:
         image["pixel_values"] = prompt.pixel_values.to(device)
         image["image_grid_thw"] = prompt.grid_thw.to(device)
-        image["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        image["position_ids"] = prompt.positions[:, None].to(device)
     logits: Tensor = model(input_ids=ids, use_cache=False, **image).logits
     return logits[0].float()

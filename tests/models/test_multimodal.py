@@ -87,20 +87,68 @@ def test_it_is_what_the_models_own_processor_makes(family: str, case: str) -> No
     assert len(encoded.places) * 4 == len(encoded.pixel_values)  # 2 x 2 patches a feature
 
 
-def test_positions_worked_out_by_hand() -> None:
+def test_positions_of_an_image_worked_out_by_hand() -> None:
     # 2 text tokens, an image of 4 x 6 patches (2 x 3 features), 2 text tokens. The image begins at 2 and takes as many
     # positions as its longer side has features, 3, so that the text goes on at 5 where its place is 8.
     config = tiny_config("qwen2_5_vl")
     image = config.image_token_id
-    positions, delta = rope_positions(config, [5, 6, *[image] * 6, 7, 8], [torch.tensor([1, 4, 6])], [])
+    positions, delta = rope_positions(config, [5, 6, *[image] * 6, 7, 8], torch.tensor([[1, 4, 6]]))
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
     assert delta == -3
-    text, no_delta = rope_positions(config, [5, 6, 7], [], [])
+    text, no_delta = rope_positions(config, [5, 6, 7], None)
     assert (text.tolist(), no_delta) == ([[0, 1, 2]] * 3, 0)
+
+
+def test_positions_of_a_video_worked_out_by_hand() -> None:
+    # 1 text token, a video of 2 x 2 x 4 patches (2 frames of 1 x 2 features), 1 text token, an image of 1 feature. A
+    # frame stands for 2 of 2 a second, one second, which is 4 positions (tokens_per_second): the second frame is at
+    # 1 + 4 = 5, so the text goes on at 6, and the image behind it at 7.
+    config = tiny_config("qwen2_5_vl")
+    assert config.vision_config.tokens_per_second == 4
+    ids = [5, *[config.video_token_id] * 4, 6, config.image_token_id]
+    positions, delta = rope_positions(config, ids, torch.tensor([[2, 2, 4], [1, 2, 2]]))
+    assert positions.tolist() == [[0, 1, 1, 5, 5, 6, 7], [0, 1, 1, 1, 1, 6, 7], [0, 1, 2, 1, 2, 6, 7]]
+    assert delta == 8 - 7
+    # Qwen3-VL: the frames are separate, each behind the word for its time (9).
+    config = tiny_config("qwen3_vl")
+    video = config.video_token_id
+    positions, delta = rope_positions(config, [5, 9, video, video, 9, video, video, 6], torch.tensor([[2, 2, 4]]))
+    assert positions.tolist() == [[0, 1, 2, 2, 4, 5, 5, 7], [0, 1, 2, 2, 4, 5, 5, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert delta == 0
+
+
+SAME_POSITIONS = [  # in transformers, what follows a Qwen2.5-VL video may begin before the video ends
+    (family, case)
+    for family in FAMILIES
+    for case, (_, images, videos) in CASES.items()
+    if (images or videos) and not (videos and family == "qwen2_5_vl")
+]
+
+
+@pytest.mark.parametrize(("family", "case"), SAME_POSITIONS)
+def test_positions_are_those_of_transformers(family: str, case: str) -> None:
+    text, image_sizes, video_sizes = CASES[case]
+    media = tiny_media(family)
+    encoded = media.encode(
+        media.processor.tokenizer.encode(text),
+        [checkered(*size) for size in image_sizes],
+        [frames(*size) for size in video_sizes],
+    )
+    assert encoded.grid_thw is not None
+    ids = torch.tensor([encoded.token_ids])
+    is_video = encoded.grid_thw[:, 0] > 1
+    positions, deltas = tiny_model(family).model.get_rope_index(
+        ids,
+        mm_token_type_ids=(ids == media.image_token_id).int() + 2 * (ids == media.video_token_id).int(),
+        image_grid_thw=encoded.grid_thw[~is_video],
+        video_grid_thw=encoded.grid_thw[is_video] if is_video.any() else None,
+    )
+    assert torch.equal(encoded.positions, positions[:, 0])
+    assert encoded.rope_delta == int(deltas)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,6 +193,8 @@ def own_forward(model, rows):
         count = int(rows[0].grid_thw[0].prod())
         arguments = {"pixel_values_videos": rows[0].pixel_values[:count], "video_grid_thw": rows[0].grid_thw[:1]}
         pixels, grids = rows[0].pixel_values[count:], rows[0].grid_thw[1:]
+        if config.model_type == "qwen2_5_vl":
+            arguments["position_ids"] = torch.stack([row.positions for row in rows], dim=1)
     else:
         pixels, grids = (torch.cat([getattr(r, name) for r in rows]) for name in ("pixel_values", "grid_thw"))
     return model(

@@ -3,6 +3,7 @@
 import torch
 from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media
 
+from lightrl.models.multimodal import sequence_positions
 from lightrl.records import Experience, Prompt, Sample
 
 TEMPERATURE = 0.8
@@ -75,7 +76,8 @@ def own_logprobs(model, encoder, experience, temperature=TEMPERATURE):
                 inputs[f"{kind}_grid_thw"] = encoded.grid_thw[chosen]
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
         if "video_grid_thw" in inputs and config.model_type == "qwen2_5_vl":
-            inputs["second_per_grid_ts"] = torch.ones(1)  # two frames, two a second
+            # transformers has positions of its own here; ours are proven by numbers in test_multimodal.py
+            inputs["position_ids"] = sequence_positions(encoded, ids.shape[1])[:, None]
     logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(sample.prompt_ids) - 1 : -1]
     scores = (logits.float() / temperature).log_softmax(-1)
     return scores.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
