@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 
 from lightrl.records import EncodedPrompt, VisionInputs
 
@@ -44,6 +44,9 @@ class MediaProcessor:
         self.config = config
         self.image_token_id = int(config.image_token_id)
         self.video_token_id = int(config.video_token_id)
+        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames; vLLM follows it.
+        own = getattr(type(processor), "replace_video_token", None)
+        self._keeps_video_markers = own is not None and own is not getattr(ProcessorMixin, "replace_video_token", None)
         self._per_feature = int(config.vision_config.spatial_merge_size) ** 2  # patches that become one token
 
     @classmethod
@@ -131,9 +134,10 @@ class MediaProcessor:
             if token == self.image_token_id:
                 ids += [token] * next(next_image).num_features
             elif token == self.video_token_id and names_frames:
-                self._take_back_start(ids, token_ids[place + 1 : place + 2])
+                if not self._keeps_video_markers:
+                    self._take_back_start(ids, token_ids[place + 1 : place + 2])
+                    place += 1  # the end marker
                 ids += self._timed_frames(next(next_video))
-                place += 1  # the end marker, which each frame has of its own
             elif token == self.video_token_id:
                 ids += [token] * next(next_video).num_features
             else:

@@ -99,6 +99,8 @@ def tiny_processor(family, chat_template=TEMPLATE):
     side = 28 if family == "qwen2_5_vl" else 32
     image_size = {"shortest_edge": side**2, "longest_edge": 12 * side**2}
     settings = {"patch_size": side // 2, "temporal_patch_size": 2, "merge_size": 2}
+    if family == "qwen3_vl":  # of images as of videos: vLLM has one pair for both
+        settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     image_processor = transformers.Qwen2VLImageProcessor(size=image_size, **settings)
     parts = {"image_processor": image_processor, "tokenizer": tiny_tokenizer(), "chat_template": chat_template}
     if family == "qwen2_5_vl":

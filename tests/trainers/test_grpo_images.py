@@ -47,9 +47,8 @@ def flags(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         lines.append({**record, "images": [f"images/{color}.png"]})
     lines.append({"prompt": "no image: say Y", "answer": "Y"})
     lines.append({"prompt": f"{IMAGE} or {IMAGE}", "images": ["images/red.png", "images/blue.png"], "answer": "P"})
-    if request.param == "qwen2_5_vl":
-        np.save(folder / "images" / "video.npy", frames(3, 50, 40))
-        lines.append({"prompt": VIDEO, "videos": "images/video.npy", "answer": "V"})
+    np.save(folder / "images" / "video.npy", frames(3, 50, 40))
+    lines.append({"prompt": f"{VIDEO}!", "videos": "images/video.npy", "answer": "V"})
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "reward.py").write_text(REWARD)
     return [
