@@ -1,0 +1,122 @@
+"""From the run's options to the arguments of vllm.LLM()."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lightrl.config import StrategyOptions, engine_arguments, nearest_name
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CPU_KV_BYTES = 256 << 20
+_CPU_NUM_SEQS = 64  # more of them decode slower
+_MEDIA_PER_PROMPT = {"image": 8, "video": 2}
+
+# Arguments that the run's options or the engine itself decide, and the option that does.
+_RESERVED = {
+    "model": "--model",
+    "tensor_parallel_size": "--engine_tp_size",
+    "dtype": "--dtype",
+    "trust_remote_code": "--trust_remote_code",
+    "gpu_memory_utilization": "--engine_mem_fraction",
+    "enable_sleep_mode": "--engine_sleep_level",
+    "seed": "--seed",
+    "distributed_executor_backend": "",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "",
+    "load_format": "",
+    "logprobs_mode": "",
+    "skip_tokenizer_init": "",
+    "tokenizer": "",
+    "generation_config": "",
+    "runner": "",
+    "convert": "",
+    "worker_cls": "",
+}
+
+
+def user_arguments(options: StrategyOptions, known: set[str]) -> dict[str, Any]:
+    """What --engine_args asks for; ValueError for what vLLM has not or the engine must decide."""
+    given = engine_arguments(options)
+    for name in given:
+        if name in _RESERVED:
+            hint = f"use {_RESERVED[name]}" if _RESERVED[name] else "the engine decides it"
+            raise ValueError(f"--engine_args {name}=... is not possible: {hint}.")
+        if name not in known:
+            raise ValueError(f"--engine_args {name}=...: vLLM has no such argument. {nearest_name(name, known)}")
+    return given
+
+
+def known_arguments() -> set[str]:
+    from vllm import EngineArgs
+
+    return {item.name for item in dataclasses.fields(EngineArgs)}
+
+
+def llm_arguments(
+    options: StrategyOptions,
+    *,
+    model: str,
+    device: torch.device,
+    tp_size: int,
+    is_distributed: bool,
+    takes_media: bool,
+) -> dict[str, Any]:
+    """Everything that vllm.LLM() is built with."""
+    known = known_arguments()
+    arguments: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy",  # the weights come by the first sync
+        "skip_tokenizer_init": not takes_media,
+        "generation_config": "vllm",  # sampling parameters and end tokens are given with each request
+        "tensor_parallel_size": tp_size,
+        "dtype": options.dtype,
+        "trust_remote_code": options.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "seed": 0,  # the same on all ranks of a group; every request has its own
+        "disable_log_stats": True,
+    }
+    if is_distributed:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if takes_media:
+        arguments["limit_mm_per_prompt"] = dict(_MEDIA_PER_PROMPT)
+        arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all its samples anyway
+    # A step that is scheduled ahead would run with weights that its tokens' version does not name.
+    arguments["async_scheduling"] = False
+    if device.type == "cuda":
+        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": options.engine_mem_fraction}
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _CPU_KV_BYTES,
+            "max_num_seqs": _CPU_NUM_SEQS,
+            "max_model_len": -1,  # what the model has, or what the KV cache can hold
+        }
+    arguments |= user_arguments(options, known)
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def model_folder(source: PreTrainedModel, processor: Any, scratch: Path) -> str:
+    """Where vLLM reads the architecture: the folder or hub name that the model came from, else scratch."""
+    name = str(source.name_or_path or "")
+    if (Path(name) / "config.json").is_file() if name else False:
+        return name
+    if _HUB_NAME.fullmatch(name) and not Path(name).exists() and not name.startswith("."):
+        return name
+    config = type(source.config).from_dict(source.config.to_dict())
+    config.architectures = [architecture_of(source)]
+    config.save_pretrained(scratch)
+    if hasattr(processor, "image_processor"):
+        processor.save_pretrained(scratch)
+    return str(scratch)
+
+
+def architecture_of(source: PreTrainedModel) -> str:
+    """The class's name before FSDP put itself in front of it."""
+    classes = [kind for kind in type(source).__mro__ if issubclass(kind, PreTrainedModel)]
+    return next(kind.__name__ for kind in classes if not hasattr(kind, "unshard"))

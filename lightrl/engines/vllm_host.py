@@ -1,0 +1,272 @@
+"""What vLLM does to the process that it lives in, and how that is undone. Imported with vLLM at hand only."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightrl.comm import Comm
+
+_MADV_DONTNEED = 4
+_OWN_VARIABLES = "VLLM_"  # it reads these later on too
+
+
+@contextmanager
+def process_state_kept(comm: Comm, device: torch.device) -> Iterator[None]:
+    """Undoes what building an engine changes: random states, environment, the number of threads, the frozen heap.
+
+    vLLM reseeds all generators, forbids torch.set_num_threads, and rewrites LOCAL_WORLD_SIZE, LD_PRELOAD and others.
+    """
+    environment, frozen = dict(os.environ), gc.get_freeze_count()
+    python, numpy = random.getstate(), np.random.get_state()
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must live in this process
+    os.environ.setdefault("RANK", str(comm.rank))  # read by the external launcher even where the group exists already
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        with torch_random_state_kept(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about what vLLM looks through
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        _restore_environment(environment)
+        if not frozen:
+            gc.unfreeze()  # the trainer's own objects were frozen with vLLM's
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in set(os.environ) | set(before):
+        if name.startswith(_OWN_VARIABLES):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
+@contextmanager
+def torch_random_state_kept(device: torch.device) -> Iterator[None]:
+    """vLLM draws from torch's global generator even where each request has a seed of its own."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def set_defaults(device: torch.device) -> None:
+    """Before vLLM is imported: quiet, and nothing told to anybody. What the user has set stays."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.type == "cuda" else "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    theirs = logging.getLogger("vllm")  # set up late: what it says while it is imported would come through
+    if theirs.level == logging.NOTSET:
+        theirs.setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+
+@contextmanager
+def buffers_kept_from_dummy_loader() -> Iterator[None]:
+    """Makes the load format "dummy" leave alone what no weight sync brings back.
+
+    vLLM's fills buffers with noise too, as those by which Qwen-VL normalises pixels. (A load format of our own name
+    would not do: for any but "dummy" the checkpoint is looked into, and may untie embeddings that the trainer ties.)
+    """
+    from vllm.model_executor import model_loader
+
+    class EmptyLoader(model_loader.DummyModelLoader):  # type: ignore[misc, unused-ignore]
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.zero_()
+
+    loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    original = loaders["dummy"]
+    loaders["dummy"] = EmptyLoader
+    try:
+        yield
+    finally:
+        loaders["dummy"] = original
+
+
+# ---- On a CPU
+
+
+def adapt_cpu(job: str) -> None:
+    """Patches vLLM's CPU backend, once or again, before an engine is built.
+
+    job: unique, and the same on all ranks.
+    """
+    _leave_memory_policy()
+    _keep_linear_weights()
+    _skip_compilation()
+    _use_private_shared_memory(job)
+
+
+def _leave_memory_policy() -> None:
+    """Else all that the process allocates from then on, the trainer's memory too, is bound to one NUMA node."""
+    import vllm._custom_ops  # noqa: F401  (an optional package; defines torch.ops._C)
+
+    operations: Any = torch.ops._C
+    operations.init_cpu_memory_env = lambda nodes: None
+
+
+def _keep_linear_weights() -> None:
+    """Else linear weights are packed for oneDNN and deleted, and what a later load writes is never used."""
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    if getattr(original, "keeps_weights", False):
+        return
+
+    def keep(layer: Any, remove_weight: bool = False) -> None:
+        if layer.weight.ndim != 2:  # convolutions and experts have methods of their own
+            original(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    keep.keeps_weights = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = keep
+
+
+def _skip_compilation() -> None:
+    """Two small functions are compiled by inductor at their first use, for 10 s and more, even in eager mode.
+
+    They count the rank of a sampled token, and mask token ids that belong to other ranks of a group.
+    """
+    from vllm.model_executor.layers import vocab_parallel_embedding
+    from vllm.v1.sample import sampler
+
+    for module, name in (
+        (sampler, "batched_count_greater_than"),
+        (vocab_parallel_embedding, "get_masked_input_and_mask"),
+    ):
+        compiled = getattr(module, name)
+        setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+def _use_private_shared_memory(job: str) -> None:
+    """vLLM's name is the same for every job on a machine, so that two at once, or one after a killed one, cannot start.
+
+    The segment's name is removed as soon as all ranks have it mapped: then not even a killed job leaves it behind.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    owner = cpu_communicator._CPUSHMDistributed
+    original = getattr(owner._init_cpu_shm, "original", owner._init_cpu_shm)
+
+    def name_of_group(communicator: Any) -> str:
+        return f"lightrl-{job}-{communicator.unique_name}-{'_'.join(map(str, communicator.ranks))}"
+
+    def init_and_unlink(self: Any) -> Any:
+        handle = original(self)  # ends with a barrier: every rank of the group has joined
+        for path in Path("/dev/shm").glob(f"*{glob_escaped(self.group_name)}*"):
+            with suppress(FileNotFoundError):  # each rank tries them all
+                path.unlink()
+        return handle
+
+    init_and_unlink.original = original  # type: ignore[attr-defined]
+    owner.make_group_name = staticmethod(name_of_group)
+    owner._init_cpu_shm = init_and_unlink
+
+
+def glob_escaped(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def register_in_process(architecture: str) -> None:
+    """Else vLLM looks at a model's class in a subprocess, for 10 s, the first time that it meets it on a machine."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(architecture)
+    if hasattr(known, "module_name"):  # not loaded yet
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def discard_pages(storages: dict[int, torch.UntypedStorage]) -> int:
+    """Gives the memory of CPU storages back and returns its bytes; they stay where they are and read as zeros."""
+    page, freed = os.sysconf("SC_PAGE_SIZE"), 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    for storage in storages.values():
+        first = -(-storage.data_ptr() // page) * page
+        length = (storage.data_ptr() + storage.nbytes()) // page * page - first
+        if length <= 0:
+            continue
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise could not free the engine's KV cache")
+        freed += length
+    return freed
+
+
+def kv_storages(llm: Any) -> dict[int, torch.UntypedStorage]:
+    """By address; all layers may share one."""
+    caches: list[Tensor] = worker_of(llm).model_runner.kv_caches
+    return {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def reloads_experts(llm: Any) -> bool:
+    """Whether the model has experts and vLLM can reload it from an iterator (0.17 and later)."""
+    (has_experts,) = llm.apply_model(lambda model: any(hasattr(module, "w13_weight") for module in model.modules()))
+    reload = getattr(worker_of(llm).model_runner, "reload_weights", None)
+    return has_experts and reload is not None and "weights_iterator" in inspect.signature(reload).parameters
+
+
+def repack_experts(model: nn.Module) -> None:
+    """A load leaves experts as a checkpoint has them; the CPU kernels read a layout of their own."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    module: Any
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+        if isa is None or not hasattr(module, "w13_weight"):
+            continue
+        for parameter in (module.w13_weight, module.w2_weight):
+            parameter.data.copy_(cpu_prepack_moe_weight(parameter.data, isa).view_as(parameter))
+
+
+# ---- The end
+
+
+def spare_process_group(llm: Any) -> None:
+    """Else the engine's end, or the program's, destroys the default process group, which is the trainer's."""
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # vLLM 0.31 and later
+    if finalizer is not None:
+        finalizer.detach()
+
+
+def shut_down(llm: Any) -> None:
+    """Ends the engine's worker, as vLLM's own shutdown does."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    for part in (getattr(core, "scheduler", None), llm.llm_engine.model_executor):
+        if part is not None:
+            part.shutdown()
+    gc.unfreeze()
+    gc.collect()
+
+
+def leave_groups(*, made_default_group: bool) -> None:
+    """vLLM's groups, which all engines of a process share; the default group only if vLLM made it."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if made_default_group:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
