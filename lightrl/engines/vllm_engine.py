@@ -31,13 +31,13 @@ from lightrl.engines.base import (
 from lightrl.engines.landed import Delivery, Landed, named_shapes
 from lightrl.engines.native.weights import drop_weights
 from lightrl.engines.weight_sync import raise_problems
+from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed
 
 logger = logging.getLogger(__name__)
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_VIDEO_FPS = 24.0  # what transformers assumes of a video that comes as bare frames
 
 
 @dataclass(slots=True)
@@ -406,8 +406,8 @@ def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
     """The frames as they are: none are dropped, and their times are those that transformers assumes."""
     count = len(frames)
     return frames, {
-        "fps": _VIDEO_FPS,
-        "duration": count / _VIDEO_FPS,
+        "fps": VIDEO_FPS,
+        "duration": count / VIDEO_FPS,
         "total_num_frames": count,
         "frames_indices": list(range(count)),
         "video_backend": "opencv",

@@ -22,6 +22,7 @@ from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.vllm import warn_of_many_threads
 from lightrl.engines.vllm_host import kv_storages, reloads_experts
+from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor, sequence_positions
 from lightrl.testing import EngineContract
 
 if importlib.util.find_spec("vllm") is None:
@@ -456,13 +457,17 @@ def test_a_video(vision) -> None:
     _, source, engine, processor = vision
     text = f"ab{VIDEO}cd"
     clip = torch.randint(256, (4, 64, 64, 3), generator=torch.Generator().manual_seed(3), dtype=torch.uint8).numpy()
-    ids, media = processed(processor, text, videos=[clip], do_sample_frames=False)
+    taken = {"fps": VIDEO_FPS, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]}
+    ids, media = processed(processor, text, videos=[clip], do_sample_frames=False, video_metadata=[taken])
     prompt = media_prompt(processor, text, videos=[clip])
     assert engine.engine.num_prompt_tokens(prompt) == len(ids)
     engine.update_weights(source.named_parameters(), 3)
     engine.wake()
     (item,) = engine.generate([prompt], [SamplingParams(max_new_tokens=6, ignore_eos=True)])
-    assert list(item.prompt_token_ids) == ids
+    encoded = MediaProcessor(processor, source.config).encode(prompt.token_ids, [], [clip])
+    assert item.prompt_token_ids == tuple(ids) == encoded.token_ids
+    # Given, since transformers works out others behind a video.
+    media["position_ids"] = sequence_positions(encoded, len(ids) + len(item.output_token_ids))[:, None]
     assert largest_difference(source, [item], **media) < 1e-5
 
 

@@ -1,5 +1,6 @@
 """GRPO on images, whole runs: alike on one process and on two ranks, and the engine sees what the trainer trains."""
 
+import importlib.util
 import json
 import math
 import re
@@ -18,7 +19,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from lightrl.testing import run_program, run_spmd
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
-ENGINES = ["native"]
+NO_VLLM = importlib.util.find_spec("vllm") is None
+ENGINES = ["native", pytest.param("vllm", marks=pytest.mark.skipif(NO_VLLM, reason="vllm is not installed"))]
 COLORS = {"red": "R", "lime": "G", "blue": "B"}
 REWARD = '''
 def letters(sample):
@@ -70,7 +72,7 @@ def test_a_run_with_images_does_not_depend_on_the_ranks(
 ) -> None:
     arguments = [*flags, "--engine", engine]
     alone = [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path / "one")]
-    run_program(alone, timeout_s=120)
+    run_program(alone, timeout_s=200)
     spread = ["--strategy", "fsdp", "--micro_batch_size", "1", "--gradient_checkpointing", "True"]
     run_spmd(SCRIPT, *arguments, *spread, "--output_dir", str(tmp_path / "two"), world_size=2, timeout_s=200)
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
