@@ -523,6 +523,7 @@ _FOREIGN_NAMES = {
 class StrategyOptions:
     """What a strategy reads; taken from any config, Namespace or dict that has these names."""
 
+    seed: int = 0
     lr: float = 1e-4
     critic_lr: float = 1e-4
     critic_warmup_steps: int = 0

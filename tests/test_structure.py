@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
     "engines/base.py": "engines/test_colocated.py",
+    "engines/sglang_sync.py": "engines/real_sglang/test_sglang_engine.py",
     "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/bucketed_gather.py": "strategy/test_parity.py",

@@ -73,6 +73,7 @@ class ColocatedEngine:
         self._running: dict[int, _Request] = {}  # by the engine's request id
         self._num_left: dict[int, int] = {}  # unfinished samples of each
         self._next_request_id = 0
+        self._ended: list[Completion] = []  # by themselves, while the rest was set aside for new weights
 
     @property
     def status(self) -> EngineStatus:
@@ -121,8 +122,9 @@ class ColocatedEngine:
     def step(self) -> list[Completion]:
         """Runs one scheduling step; returns the samples that it finished."""
         self._require_ready()
+        ended, self._ended = self._ended, []
         finished = self.engine.step()
-        found = [self._as_asked(item) for item in finished]
+        found = ended + [self._as_asked(item) for item in finished]
         for item in finished:
             self._num_left[item.request_id] -= 1
             if not self._num_left[item.request_id]:
@@ -130,16 +132,21 @@ class ColocatedEngine:
         return found
 
     def has_unfinished(self) -> bool:
-        return self.engine.has_unfinished()
+        return bool(self._ended) or self.engine.has_unfinished()
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests (None: all); returns what each unfinished sample has, with the reason "abort"."""
+        """Stops the requests (None: all); returns what each unfinished sample has, with the reason "abort".
+
+        A sample that an engine on its own processes had ended by then comes with the reason why.
+        """
         chosen = None if request_ids is None else set(request_ids)
         own = [key for key, item in self._running.items() if chosen is None or item.request_id in chosen]
         stopped = [self._as_asked(item) for item in self.engine.abort(None if chosen is None else own)]
         for key in own:
             del self._running[key], self._num_left[key]
-        return stopped
+        ended = [item for item in self._ended if chosen is None or item.request_id in chosen]
+        self._ended = [item for item in self._ended if item not in ended]
+        return ended + stopped
 
     def _start(self, prompt: EnginePrompt, params: SamplingParams, partial: Completion | None = None) -> int:
         request = _Request(self._next_request_id, prompt, params, partial)
@@ -264,9 +271,14 @@ class ColocatedEngine:
         return SyncReport(version=version, num_bytes=proof.num_bytes, seconds=time.perf_counter() - started)
 
     def _set_aside(self) -> list[_Request]:
-        """Takes every sample under way out of the engine; each becomes a request of its own."""
+        """Takes every sample under way out of the engine; each becomes a request of its own.
+
+        An engine that goes on by itself may find that some ended meanwhile: the next step() gives them.
+        """
         asked = {item.request_id: item for item in self._running.values()}
-        return [replace(asked[item.request_id], partial=item) for item in self.abort()]
+        stopped = self.abort()
+        self._ended += [item for item in stopped if item.finish_reason != "abort"]
+        return [replace(asked[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
 
     # ---- Sleep -------------------------------------------------------------------------------------------------
 
@@ -318,6 +330,7 @@ class ColocatedEngine:
     def close(self) -> None:
         self._running.clear()
         self._num_left.clear()
+        self._ended.clear()
         self.engine.close()
 
 

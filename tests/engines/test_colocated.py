@@ -1,6 +1,7 @@
 """The state machine around an engine, over a scripted one that keeps a record of what it was asked."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,37 @@ def test_a_sync_reports_its_bytes_and_a_broken_one_leaves_no_usable_version(read
         ready.update_weights([("unknown", torch.zeros(1))], version=6)
     with pytest.raises(RuntimeError, match="no weights yet"):
         ready.generate([[1]], [TWO])
+
+
+class RunsOnItsOwn(RecordingEngine):
+    """Stops the first request half way; the others had ended by then."""
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        partial, *ended = sorted(self.step(), key=lambda item: item.request_id)
+        return [replace(partial, finish_reason="abort"), *ended]
+
+
+def test_samples_that_ended_before_they_were_set_aside_are_not_sampled_on() -> None:
+    engine = ColocatedEngine(RunsOnItsOwn())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    first, second = engine.submit([1], TWO), engine.submit([2], TWO)
+    engine.update_weights([("w", torch.ones(3))], version=5)
+    assert calls(engine) == ["submit"] * 3  # the first request once more
+    assert engine.has_unfinished()
+    ended, resumed = engine.step()
+    assert (ended.request_id, ended.finish_reason, ended.output_token_ids) == (second, "stop", (1,))
+    assert (resumed.request_id, resumed.output_token_ids) == (first, (1, 1))
+    assert not engine.has_unfinished()
+
+
+def test_abort_gives_samples_that_had_ended_too() -> None:
+    engine = ColocatedEngine(RunsOnItsOwn())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    engine.submit([1], TWO)
+    second = engine.submit([2], TWO)
+    engine.update_weights([("w", torch.ones(3))], version=5)
+    assert second in [item.request_id for item in engine.abort()]
+    assert not engine.has_unfinished()
 
 
 def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:

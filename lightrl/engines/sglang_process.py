@@ -1,0 +1,197 @@
+"""An sglang.Engine as a guest in the trainer's process: what it changes there is put back, and its end is an error.
+
+SGLang takes the process for its own: it writes to the environment, to logging and to signal handlers, kills the process
+when a scheduler ends, and all of its children when it is shut down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_LOOK_EVERY_S = 1.0  # at whether the schedulers live
+_END_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def note_death(signum: int, frame: Any) -> None:
+    """In place of SGLang's handler, which kills this process: the next call finds the schedulers gone."""
+
+
+class SGLangProcess:
+    """Starts the engine and drives its coroutines on its own event loop, only while a call waits for one."""
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        self._is_closed = False
+        with kept_state(environment), _no_orphans():
+            from sglang import Engine
+
+            self.engine = Engine(**arguments, custom_sigquit_handler=note_death)
+            atexit.unregister(self.engine.shutdown)  # it would kill every child of this process
+            atexit.register(self.close)
+            self._processes = list(self.engine.tokenizer_manager._subprocess_watchdog._processes)
+            self._take_signals_back()
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager: it has a coroutine for everything."""
+        return self.engine.tokenizer_manager
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Places in the KV cache, for all requests together."""
+        return int(self.engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Until the coroutine ends; RuntimeError where the schedulers ended first."""
+        try:
+            self.require_alive()
+        except RuntimeError:
+            coroutine.close()
+            raise
+        with _apart_from_other_loops():
+            return self.engine.loop.run_until_complete(self._watched(coroutine))  # type: ignore[no-any-return]
+
+    async def _watched(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(coroutine)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
+                if not task.done():
+                    self.require_alive()
+        finally:
+            task.cancel()
+        return task.result()
+
+    def require_alive(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("The SGLang engine is closed: make a new one.")
+        ended = [process for process in self._processes if not process.is_alive()]
+        if ended:
+            codes = ", ".join(f"{process.name} with exit code {process.exitcode}" for process in ended)
+            raise RuntimeError(
+                f"SGLang's processes have ended: {codes}. Their own message stands above; exit code -9 is mostly for "
+                "want of memory."
+            )
+
+    def close(self) -> None:
+        """Ends the engine's processes and no others."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        manager = self.manager
+        manager._subprocess_watchdog.stop()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(_END_TIMEOUT_S)
+        # At the end of the program the loop may be closed already.
+        with suppress(RuntimeError), _apart_from_other_loops():
+            self.engine.loop.run_until_complete(_cancel_all(self.engine.loop))
+        if manager.mm_processor is not None:
+            manager.mm_processor.shutdown()
+        if _is_main_thread():
+            signal.signal(signal.SIGQUIT, self._signals[signal.SIGQUIT])
+
+    def _take_signals_back(self) -> None:
+        """SGLang's loop would swallow the SIGTERM by which torchrun ends a rank."""
+        loop = self.engine.loop
+        loop.run_until_complete(_start_listening(self.manager))
+        if _is_main_thread():
+            for number in self._signals:
+                loop.remove_signal_handler(number)
+            signal.signal(signal.SIGTERM, self._signals[signal.SIGTERM])
+            signal.signal(signal.SIGQUIT, note_death)
+
+
+async def _start_listening(manager: Any) -> None:
+    manager.auto_create_handle_loop()
+
+
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _apart_from_other_loops() -> Iterator[None]:
+    """The caller may be a coroutine of another loop, which waits as for any call; asyncio alone objects to that."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+@contextmanager
+def kept_state(environment: Mapping[str, str]) -> Iterator[None]:
+    """Puts back what importing and starting SGLang changes in this process; inside, environment holds."""
+    root, variables = logging.getLogger(), dict(os.environ)
+    handlers, level = list(root.handlers), root.level
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    threshold, draws, torch_draws = gc.get_threshold(), random.getstate(), torch.get_rng_state()
+    quiet = logging.getLogger("sglang.srt.entrypoints.engine")
+    quiet.addFilter(_is_news)
+    _set_environment(environment)
+    try:
+        yield
+    finally:
+        quiet.removeFilter(_is_news)
+        _set_environment(variables)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        multiprocessing.set_start_method(start_method, force=True)
+        gc.set_threshold(*threshold)
+        random.setstate(draws)
+        torch.set_rng_state(torch_draws)
+
+
+@contextmanager
+def _no_orphans() -> Iterator[None]:
+    """A start that fails leaves processes behind."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        raise
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "SIGQUIT handler" not in record.getMessage()  # said at the level of an error, of the handler we gave

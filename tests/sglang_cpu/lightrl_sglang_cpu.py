@@ -1,0 +1,53 @@
+"""An SGLang platform of plain torch on the CPU, found by entry point in the engine's parent and in its children.
+
+SGLang's own CPU support needs compiled kernels that no index serves. As an out-of-tree platform every layer falls back
+to its torch code instead. Where there is a GPU this package does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+_RELEASE = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
+)
+
+
+class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def init_backend(self) -> None:
+        # Runs in the schedulers. A CUDA build of torch names torch.cuda its device module even without a driver, and
+        # a release of memory synchronises that module.
+        torch.cuda.synchronize = _do_nothing
+
+
+def _do_nothing(device: Any = None) -> None: ...
+
+
+def platform() -> str | None:
+    return None if torch.cuda.is_available() else f"{__name__}:PlainTorchPlatform"
+
+
+def register_hooks() -> None:
+    """Released weights are lost on a GPU; here they stay unless this loses them, and a missing sync would not show."""
+    if not torch.cuda.is_available():
+        HookRegistry.register(_RELEASE, _zero_released_weights, HookType.AFTER)
+
+
+def _zero_released_weights(result: Any, manager: Any, request: Any) -> None:
+    if not request.tags or "weights" in request.tags:
+        for parameter in manager.tp_worker.model_runner.model.parameters():
+            parameter.data.zero_()
