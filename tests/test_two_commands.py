@@ -25,6 +25,7 @@ def clone(tmp_path: Path) -> Path:
     for name in ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run"):
         write_command(clone / name, (ROOT / name).read_text())
     write_command(clone / "scripts" / "setup_env.sh", 'echo "set up $*"\n')
+    write_command(clone / "scripts" / "test_sglang.sh", "echo testing sglang\nexit ${SGLANG_EXIT:-0}\n")
     write_command(clone / "scripts" / "check.sh", "exit ${CHECK_EXIT:-0}\n")
     write_command(clone / ".venv" / "bin" / "python", PYTHON)
     gpus = 'for ((i = 0; i < ${NUM_GPUS:-0}; i++)); do echo "GPU $i: some"; done\n'
@@ -98,7 +99,16 @@ def test_the_exit_code_is_that_of_pytest(clone: Path, script: str) -> None:
     code, said = run_script(clone, script, "-k", "a or b", PYTHON_EXIT="5", CI="true")
     assert code == 5
     assert "set up dev" in said
-    assert started(said) == "OMP_NUM_THREADS=1 -m pytest -m not gpu -k a or b"
+    assert started(said) == "OMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang -k a or b"
+    assert "sglang" not in said.replace("not sglang", "")  # what failed already is told at once
+
+
+@pytest.mark.parametrize("code", [0, 6])
+def test_ci_goes_on_with_sglang(clone: Path, code: int) -> None:
+    assert run_script(clone, ".ci/run", SGLANG_EXIT=str(code)) == (
+        code,
+        "set up dev\nOMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang\ntesting sglang\n",
+    )
 
 
 def test_a_check_that_fails_is_told_before_any_test_runs(clone: Path) -> None:
