@@ -124,9 +124,14 @@ class Comm:
                 self._store.set(key, text)
 
     def _raise_everywhere(self, error: Exception | None) -> None:
-        if not self.any(error is not None):
-            if error is not None:
-                raise error
+        try:
+            has_failed = self.any(error is not None)
+        except RankError as lost:  # another rank never came to the end of the body
+            if error is None:
+                raise
+            self._tell(f"lightrl/error/{self.rank}", _describe(error))
+            raise error from lost
+        if not has_failed:
             return
         text = None if error is None else _describe(error)
         failures = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}

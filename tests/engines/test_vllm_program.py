@@ -64,6 +64,16 @@ def test_experts_that_two_ranks_share_and_a_killed_job_that_leaves_no_shared_mem
 
 
 @pytest.mark.slow
+def test_a_rank_that_fails_half_way_through_a_generation_stops_all_with_its_traceback(alone) -> None:
+    """The other rank waits inside vLLM, where no time-out of ours reaches it; the process group's does."""
+    args = (str(alone[0] / "none.json"), "2", "tied", str(alone[0] / "model"), "raising")
+    printed = run_spmd(PROGRAM, *args, world_size=2, timeout_s=TIME_OUT_S, expect_failure=True)
+    assert "ArithmeticError: the sampler of one rank fell over" in printed
+    assert "nobody noticed" not in printed
+    assert list(Path("/dev/shm").glob("*lightrl*tp*")) == []
+
+
+@pytest.mark.slow
 def test_a_training_run_is_the_same_whether_two_ranks_share_an_engine_or_not(tmp_path) -> None:
     """With the built-in model; samples hang on nothing but the weights, which round apart step by step."""
     script = str(ROOT / "scripts" / "train_grpo.py")

@@ -1,12 +1,13 @@
 """Run on 1, 2 or 4 ranks: vLLM beside FSDP, its groups of ranks, and what it must leave alone; rank 0 writes samples.
 
-usage: vllm_program.py OUTPUT.json ENGINE_GROUP_SIZE FAMILY MODEL_FOLDER [killed]
+usage: vllm_program.py OUTPUT.json ENGINE_GROUP_SIZE FAMILY MODEL_FOLDER [killed | raising]
 """
 
 import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -78,6 +79,18 @@ def check_slices(strategy, policy):
     assert strategy.engine.engine.unread == ()
 
 
+def raise_half_way(strategy):
+    """On the last rank only, while the others wait for it inside vLLM."""
+    model_runner = strategy.engine.engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    if strategy.comm.rank == strategy.comm.world - 1:
+
+        def fail(*_args, **_kwargs):
+            raise ArithmeticError("the sampler of one rank fell over")
+
+        model_runner.execute_model = fail
+    strategy.gather_and_generate(SHARED, all_prompt_token_ids=PROMPTS)
+
+
 def leftovers():
     return [path.name for path in Path("/dev/shm").glob("*lightrl*")]
 
@@ -87,7 +100,7 @@ if __name__ == "__main__":
     options = StrategyOptions(engine_tp_size=group_size, exact_batches=True)
     cls = FSDPStrategy if "RANK" in os.environ else SingleStrategy
     strategy = cls(0, 1.0, 1, 1, options)
-    strategy.setup_distributed()
+    strategy.setup_distributed(timedelta(seconds=30) if "raising" in sys.argv else None)
     policy = strategy.prepare_model(Policy(load_tiny_model(family, folder)))
     strategy.set_global_step(7)
     environment = dict(os.environ)
@@ -101,6 +114,8 @@ if __name__ == "__main__":
         assert leftovers() == []
         strategy.comm.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
+    if "raising" in sys.argv:
+        raise_half_way(strategy)
     first = generate(strategy)
     if group_size > 1:
         strategy.wakeup_inference_engine()
