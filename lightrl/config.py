@@ -136,7 +136,7 @@ class GRPOConfig:
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name; builtin:addition is a small model that is made on the spot."""
     strategy: str = "auto"
-    """How the model is spread: single, fsdp, or your own class as package.module:MyStrategy. auto is single in one
+    """How the model is spread: single, ddp, fsdp, or your own class as package.module:MyStrategy. auto is single in one
     process, else fsdp."""
     engine: str = "native"
     """What generates: native, vllm, sglang, or your own class as package.module:MyEngine."""

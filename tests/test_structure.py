@@ -15,6 +15,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/bucketed_gather.py": "strategy/test_parity.py",
+    "strategy/ddp.py": "strategy/test_parity.py",
     "strategy/fsdp.py": "strategy/test_parity.py",
     "strategy/offload.py": "strategy/test_contract.py",
     "strategy/single.py": "strategy/test_parity.py",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
+from lightrl.comm import Comm
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
@@ -35,6 +36,9 @@ class TorchStrategy(StrategyBase):
     def averaging_ranks(self) -> int:
         """How many ranks the back end averages a gradient over; 1 if it has no reduction."""
         return 1
+
+    def reduce_gradients(self, parameters: list[Tensor]) -> None:
+        """Called once per update, before the clip: for a back end whose backward() reduces nothing."""
 
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 
@@ -77,6 +81,7 @@ class TorchStrategy(StrategyBase):
         self.require_loaded_optimizer(optimizer)
         self._pending_micro_batches[optimizer] = 0
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.reduce_gradients(parameters)
         if 0 < pending < self.accumulation_steps:  # the mean over the micro-batches that there were
             _scale_gradients(parameters, self.accumulation_steps / pending)
         if self.grad_scaler.enabled:
@@ -327,6 +332,31 @@ def _commit_time(checkpoint: Path) -> int:
 def _drop_old_tags(root: Path, max_num: int) -> None:
     for checkpoint in _tagged_checkpoints(root)[:-max_num]:
         shutil.rmtree(checkpoint.parent)
+
+
+@torch.no_grad()
+def broadcast_from_main(model: nn.Module, device: torch.device, comm: Comm) -> None:
+    """Puts the model on the device with rank 0's parameters and buffers; the other ranks' may be on the meta device."""
+    _materialize(model, device)
+    model.to(device)
+    # The buffers that no checkpoint holds too: rotary frequencies are garbage in a model that was on the meta device.
+    for _, tensor in [*sorted(model.named_parameters()), *sorted(model.named_buffers())]:
+        comm.broadcast_tensor(tensor.data)
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Module.to_empty() would make two parameters of a tied one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -39,6 +39,11 @@ def test_single(tmp_path: Path) -> None:
     check(tmp_path / "out.json")
 
 
+def test_ddp(tmp_path: Path) -> None:
+    run_spmd(PROGRAM, "ddp", str(tmp_path / "out.json"), world_size=2, timeout_s=200)
+    check(tmp_path / "out.json")
+
+
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
