@@ -7,7 +7,6 @@ import json
 import sys
 
 import torch
-from tiny_training import tiny_policy
 
 from lightrl.comm import RankError
 from lightrl.config import StrategyOptions
@@ -15,6 +14,7 @@ from lightrl.engines.base import SamplingParams
 from lightrl.engines.colocated import EngineStatus
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.strategy.single import SingleStrategy
+from lightrl.testing.tiny_training import tiny_policy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11, 12, 13]]
 

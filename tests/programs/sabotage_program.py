@@ -7,7 +7,6 @@ import sys
 from itertools import chain
 
 import torch
-from tiny_training import tiny_policy
 
 from lightrl.comm import RankError
 from lightrl.config import StrategyOptions
@@ -15,6 +14,7 @@ from lightrl.engines.base import WeightSyncError
 from lightrl.engines.colocated import EngineStatus
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.strategy.single import SingleStrategy
+from lightrl.testing.tiny_training import tiny_policy
 
 VICTIM = "model.layers.1.mlp.down_proj.weight"
 OTHER = "model.layers.0.mlp.down_proj.weight"

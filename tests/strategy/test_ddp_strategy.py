@@ -1,0 +1,10 @@
+"""DDP under the contract of all strategies."""
+
+import pytest
+
+from lightrl.testing import StrategyContract
+
+
+@pytest.mark.slow
+class TestDDP(StrategyContract):
+    strategy = "ddp"
