@@ -15,6 +15,7 @@ BUILTIN_STRATEGIES = {
     "single": "lightrl.strategy.single:SingleStrategy",
     "ddp": "lightrl.strategy.ddp:DDPStrategy",
     "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
+    "deepspeed": "lightrl.strategy.deepspeed:DeepSpeedStrategy",
 }
 
 

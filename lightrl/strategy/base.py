@@ -697,10 +697,11 @@ class StrategyBase(ABC):
         """
         for entry in self._trained:
             self._offloader(f"parameters {id(entry.model)}").restore()
-            gradients = self._offloader(f"gradients {id(entry.model)}")
-            is_dropped = gradients.is_offloaded and not load_grad
+            gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
+            if gradients is None:  # they never left
+                continue
             gradients.restore()
-            if is_dropped:
+            if not load_grad:
                 self.drop_gradients(entry.model)
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:

@@ -37,7 +37,7 @@ class DDPStrategy(TorchStrategy):
         return model
 
     @torch.no_grad()
-    def reduce_gradients(self, parameters: list[Tensor]) -> None:
+    def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
         """In the optimizer's order, which is that of every rank, whatever order the backward had."""
         if self.comm.world == 1:
             return

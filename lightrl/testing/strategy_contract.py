@@ -43,6 +43,11 @@ class Run(NamedTuple):
         pytest.skip(f"{culprit} failed before it")
 
 
+class Alone(NamedTuple):
+    folder: Path  # holds a checkpoint
+    continued: list[tuple[float, float]]  # (loss, gradient norm) of the steps after it
+
+
 class StrategyContract:
     """Subclass it in a test file and name the strategy; pytest then runs the contract over it.
 
@@ -54,7 +59,7 @@ class StrategyContract:
 
     strategy: ClassVar[str]
     flags: ClassVar[tuple[str, ...]] = ()  # more of the command line, such as ("--fsdp.replicate_size", "2")
-    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)  # each reads the checkpoint of the one before
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
     only_parity: ClassVar[bool] = False  # for another set of flags of a strategy that runs the rest elsewhere
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
     timeout_s: ClassVar[float] = 280
@@ -62,17 +67,19 @@ class StrategyContract:
     env: ClassVar[Mapping[str, str]] = {}
 
     @pytest.fixture(scope="class")
-    def runs(self, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-        runs: list[Run] = []
-        for world in self.world_sizes:
-            folder = tmp_path_factory.mktemp(f"world{world}")
-            before = runs[-1].folder if runs else None
-            runs.append(self._start(world, folder, before))
-        return runs
+    def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+        """One process without this strategy: a checkpoint after two steps, and two more."""
+        folder = tmp_path_factory.mktemp("alone")
+        single = single_process()
+        strategy_checks.check_save_for_others(single, folder)
+        return Alone(folder, strategy_checks.train_on_from(single, folder))
 
-    def _start(self, world: int, folder: Path, before: Path | None) -> Run:
-        arguments = [str(folder), "--strategy", self.strategy, *self.flags]
-        arguments += ["--continue_from", str(before)] if before is not None and not self.only_parity else []
+    @pytest.fixture(scope="class")
+    def runs(self, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> list[Run]:
+        return [self._start(world, tmp_path_factory.mktemp(f"world{world}"), alone) for world in self.world_sizes]
+
+    def _start(self, world: int, folder: Path, alone: Alone) -> Run:
+        arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", self.strategy, *self.flags]
         arguments += ["--only_parity"] if self.only_parity else []
         arguments += [] if self.reduces_once else ["--reduces_often"]
         output = ""
@@ -123,26 +130,27 @@ class StrategyContract:
             strategy_checks.same({name: p.detach() for name, p in model.named_parameters()}, trained)
             assert model.lm_head.weight is model.model.embed_tokens.weight
 
-    def test_a_checkpoint_is_read_at_another_world_size_and_by_another_strategy(self, runs: list[Run]) -> None:
+    def test_a_checkpoint_is_read_at_another_world_size_and_by_another_strategy(
+        self, runs: list[Run], alone: Alone
+    ) -> None:
         self._skip_if_only_parity()
-        single = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
-        single.setup_distributed()
-        policy, _ = strategy_checks.fresh(single)
-        wanted = [strategy_checks.train(single, policy, step) for step in range(4)][2:]
-        for place, run in enumerate(runs):
+        for run in runs:
             run.require("save_for_others")
-            continued = [strategy_checks.train_on_from(single, run.folder)]
-            if place:
-                run.require("reshard")
-                continued.append(run.report["continued"])
-            for found in continued:
-                for (loss, norm), result in zip(found, wanted, strict=True):
-                    assert loss == pytest.approx(result.loss, abs=1e-5)
-                    assert norm == pytest.approx(result.grad_norm, rel=1e-4)
+            run.require("reshard")
+            for found in (run.report["continued"], strategy_checks.train_on_from(single_process(), run.folder)):
+                for (loss, norm), (wanted_loss, wanted_norm) in zip(found, alone.continued, strict=True):
+                    assert loss == pytest.approx(wanted_loss, abs=1e-5)
+                    assert norm == pytest.approx(wanted_norm, rel=1e-4)
 
     def _skip_if_only_parity(self) -> None:
         if self.only_parity:
             pytest.skip("only the training is compared with these flags")
+
+
+def single_process() -> SingleStrategy:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
+    strategy.setup_distributed()
+    return strategy
 
 
 def compare(found: Trained, wanted: Trained, *, is_adam: bool) -> None:

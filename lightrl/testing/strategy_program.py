@@ -58,20 +58,20 @@ def run_parity(strategy: StrategyBase, report: Report, folder: Path, steps: int)
             torch.save(trained.parameters, folder / f"variant{place}.pt")
 
 
-def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: str) -> None:
+def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None) -> None:
     for check in strategy_checks.CHECKS:
         report.run(check.__name__.removeprefix("check_"), partial(check, strategy))
     report.run("export", partial(strategy_checks.check_export, strategy, folder))
     report.run("save_for_others", partial(strategy_checks.check_save_for_others, strategy, folder))
-    if continue_from:
-        found = report.run("reshard", partial(strategy_checks.train_on_from, strategy, Path(continue_from)))
+    if continue_from is not None:
+        found = report.run("reshard", partial(strategy_checks.train_on_from, strategy, continue_from))
         report.add(continued=found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--continue_from", default="")
+    parser.add_argument("--continue_from", type=Path)
     parser.add_argument("--only_parity", action="store_true")
     parser.add_argument("--reduces_often", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)

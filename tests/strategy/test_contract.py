@@ -60,7 +60,7 @@ def written(function: object) -> str:
     return ", ".join(parts)
 
 
-@pytest.mark.parametrize("cls", [StrategyBase, SingleStrategy, strategy_class("ddp"), strategy_class("fsdp")])
+@pytest.mark.parametrize("cls", [StrategyBase, SingleStrategy, *map(strategy_class, ("ddp", "fsdp", "deepspeed"))])
 def test_signatures(cls: type[StrategyBase]) -> None:
     assert {name: written(getattr(cls, name)) for name in SIGNATURES} == SIGNATURES
 

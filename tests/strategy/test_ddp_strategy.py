@@ -8,3 +8,4 @@ from lightrl.testing import StrategyContract
 @pytest.mark.slow
 class TestDDP(StrategyContract):
     strategy = "ddp"
+    world_sizes = (2,)
