@@ -1,7 +1,7 @@
 """Run on every rank: trains by each variant, then runs each check, and writes what came out.
 
 python -m lightrl.testing.strategy_program FOLDER [--continue_from FOLDER] [--only_parity] [--reduces_often]
-    --strategy NAME [options of train_grpo.py]
+    [--variants NAME ...] [--steps N] --strategy NAME [options of train_grpo.py]
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Report:
             self._path.write_text(json.dumps(self._content))
 
 
-def run_parity(strategy: StrategyBase, report: Report, folder: Path, steps: int) -> None:
-    for place, (name, variant) in enumerate(VARIANTS.items()):
+def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list[str], steps: int) -> None:
+    for name in names:
+        place, variant = list(VARIANTS).index(name), VARIANTS[name]
         trained = report.run(name, partial(train, strategy, variant, steps))
         report.add(**{f"trained {name}": {"losses": trained.losses, "norms": trained.norms}})
         if strategy.comm.is_main:
@@ -74,13 +75,14 @@ def main() -> None:
     parser.add_argument("--continue_from", type=Path)
     parser.add_argument("--only_parity", action="store_true")
     parser.add_argument("--reduces_often", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments, flags = parser.parse_known_args()
     strategy = create_strategy(parse_config(GRPOConfig, flags))
     strategy.setup_distributed()
     report = Report(strategy, arguments.folder)
     try:
-        run_parity(strategy, report, arguments.folder, arguments.steps)
+        run_parity(strategy, report, arguments.folder, arguments.variants, arguments.steps)
         if not arguments.only_parity:
             if not arguments.reduces_often:
                 reduced_once = strategy_checks.check_one_reduction_per_update
