@@ -90,6 +90,38 @@ class FSDPConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DeepSpeedConfig:
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What is sharded over the ranks: 0 nothing, 1 the optimizer states, 2 the gradients too, 3 the parameters too."""
+    offload_optimizer: bool = False
+    """Keep the optimizer states in host memory and step there; stages 1 to 3."""
+    offload_param: bool = False
+    """Keep the parameters in host memory between their uses; stage 3."""
+    cpu_adam: bool = False
+    """DeepSpeed's Adam for host memory in place of torch's; it is compiled at first use, which takes minutes."""
+    bucket_mb: int = 128
+    """Gradients reduced, and parameters gathered after a step, at a time."""
+    param_persistence_threshold: int = 100_000
+    """At stage 3 a parameter of fewer elements stays whole on every rank."""
+
+
+def check_deepspeed(config: DeepSpeedConfig) -> None:
+    """What cannot be honoured together."""
+    stage = config.zero_stage
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"--deepspeed.zero_stage {stage}: choose one of 0, 1, 2, 3.")
+    if config.offload_param and stage != 3:
+        raise ValueError(f"--deepspeed.offload_param needs --deepspeed.zero_stage 3, not {stage}: only it shards them.")
+    if config.offload_optimizer and stage == 0:
+        raise ValueError("--deepspeed.offload_optimizer needs --deepspeed.zero_stage 1, 2 or 3.")
+    if config.bucket_mb < 1 or config.param_persistence_threshold < 0:
+        raise ValueError(
+            f"--deepspeed.bucket_mb {config.bucket_mb} must be at least 1, and --deepspeed.param_persistence_threshold "
+            f"{config.param_persistence_threshold} at least 0."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class NativeEngineConfig:
     max_num_seqs: int = 256
     """Sequences decoded at the same time on a rank; more requests wait their turn."""
@@ -155,8 +187,8 @@ class GRPOConfig:
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name; builtin:addition is a small model that is made on the spot."""
     strategy: str = "auto"
-    """How the model is spread: single, fsdp, or your own class as package.module:MyStrategy. auto is single in one
-    process, else fsdp."""
+    """How the model is spread: single, ddp, fsdp, deepspeed, or your own class as package.module:MyStrategy. auto is
+    single in one process, else fsdp."""
     engine: str = "native"
     """What generates: native, vllm, sglang, or your own class as package.module:MyEngine."""
     engine_tp_size: int = 1
@@ -220,6 +252,8 @@ class GRPOConfig:
     """Loss."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Strategy fsdp."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    """Strategy deepspeed."""
     native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
     """Engine native."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -238,6 +272,7 @@ class GRPOConfig:
         _check_batches(self)
         _check_numbers(self)
         _check_ranges(self)
+        check_deepspeed(self.deepspeed)
 
     @property
     def samples_per_step(self) -> int:
@@ -540,6 +575,7 @@ class StrategyOptions:
     exact_batches: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 

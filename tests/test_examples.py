@@ -11,7 +11,7 @@ import pytest
 from lightrl.builtin.model import tiny_model
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import load_reward, score
-from lightrl.testing import run_spmd
+from lightrl.testing import StrategyContract, run_spmd
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train_grpo.py"
@@ -29,6 +29,13 @@ def test_digit_reward_counts_characters_in_place(response: str, reward: float) -
     )  # fmt: skip
     digit_reward = load_reward(f"{ROOT}/examples/digit_reward.py:digit_reward")
     assert score(digit_reward, [sample]) == pytest.approx([reward], abs=1e-12)
+
+
+@pytest.mark.slow
+class TestReplicatedStrategy(StrategyContract):
+    strategy = "examples.custom_strategy:ReplicatedStrategy"
+    world_sizes = (2,)
+    cwd = ROOT
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ __all__ = ["BUILTIN_STRATEGIES", "EngineStatus", "StrategyBase", "create_strateg
 
 BUILTIN_STRATEGIES = {
     "single": "lightrl.strategy.single:SingleStrategy",
+    "ddp": "lightrl.strategy.ddp:DDPStrategy",
     "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
+    "deepspeed": "lightrl.strategy.deepspeed:DeepSpeedStrategy",
 }
 
 

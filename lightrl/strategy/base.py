@@ -375,6 +375,7 @@ class StrategyBase(ABC):
         trained tokens, however they are split. This is the only place where a loss is scaled.
         """
         trained = self._trained_entry(model)
+        self.require_loaded_optimizer(trained.optimizer)  # now: later there would be gradients left over
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
         total = self.comm.all_reduce({"weight": sum(weights), "min_count": 0.0}, "sum")["weight"]
         num_micro_batches = self._equal_count(len(data))
@@ -659,9 +660,9 @@ class StrategyBase(ABC):
 
     # ---- Offload -----------------------------------------------------------------------------------------------
 
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
-        """Moves the optimizer's states to host memory; does nothing if they are there or not made yet."""
-        self._offloader(f"optimizer {id(optimizer)}").offload(offload.optimizer_tensors(optimizer))
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
+        """Moves the optimizer's states to host memory, if they are made and not there; returns the bytes freed."""
+        return self._offloader(f"optimizer {id(optimizer)}").offload(self.optimizer_tensors(optimizer))
 
     def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
         """Brings the states back to where they were; device may only name that place."""
@@ -669,22 +670,27 @@ class StrategyBase(ABC):
             raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
         self._offloader(f"optimizer {id(optimizer)}").restore()
 
-    def offload_optimizer(self) -> None:
-        for entry in self._trained:
-            self.maybe_offload_optimizer(entry.optimizer)
+    def offload_optimizer(self) -> int:
+        """All trained models' states; returns the bytes freed on this rank."""
+        return sum(self.maybe_offload_optimizer(entry.optimizer) for entry in self._trained)
 
     def load_optimizer(self, device_id: Any = None) -> None:
         """Brings all states back to the device they left, whatever device_id says."""
         for entry in self._trained:
             self.maybe_load_optimizer(entry.optimizer)
 
-    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
-        """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device."""
+    def offload_param_and_grad(self, offload_grad: bool = False) -> int:
+        """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device.
+
+        Returns the bytes freed on this rank.
+        """
+        freed = 0
         for entry in self._trained:
             self.after_forward_only(entry.model)
-            self._offloader(f"parameters {id(entry.model)}").offload(offload.parameter_tensors(entry.model))
+            freed += self._offloader(f"parameters {id(entry.model)}").offload(self.parameter_tensors(entry.model))
             if offload_grad:
-                self._offloader(f"gradients {id(entry.model)}").offload(offload.gradient_tensors(entry.model))
+                freed += self._offloader(f"gradients {id(entry.model)}").offload(self.gradient_tensors(entry.model))
+        return freed
 
     def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> None:
         """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
@@ -693,13 +699,26 @@ class StrategyBase(ABC):
         """
         for entry in self._trained:
             self._offloader(f"parameters {id(entry.model)}").restore()
-            gradients = self._offloader(f"gradients {id(entry.model)}")
-            if load_grad:
-                gradients.restore()
-            elif gradients.is_offloaded:
-                gradients.discard()
-                for parameter in entry.model.parameters():
-                    parameter.grad = None
+            gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
+            if gradients is None:  # they never left
+                continue
+            gradients.restore()
+            if not load_grad:
+                self.drop_gradients(entry.model)
+
+    def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
+        """This rank's storages of weights and buffers: what an offload moves."""
+        return offload.parameter_tensors(model)
+
+    def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
+        return offload.gradient_tensors(model)
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
+        return offload.optimizer_tensors(optimizer)
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
 
     def require_loaded(self, model: nn.Module) -> None:
         """Reading an emptied storage would crash the process; this says what to do instead."""
@@ -713,6 +732,21 @@ class StrategyBase(ABC):
 
     def _offloader(self, key: str) -> offload.StorageOffloader:
         return self._offloaded.setdefault(key, offload.StorageOffloader())
+
+    # ---- The trained state ----------------------------------------------------------------------------------------
+
+    def get_model_state_dict(
+        self, cpu_offload: bool = False, full_state_dict: bool = True, model: nn.Module | None = None
+    ) -> dict[str, Tensor]:
+        """The trained model's state under HF names.
+
+        full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory.
+        """
+        if not full_state_dict:
+            raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
+        chosen = model if model is not None else self._trained_entry(None).model
+        device = torch.device("cpu") if cpu_offload else self.device
+        return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
     # ---- Checkpoints under the other seed's names ----------------------------------------------------------------
 

@@ -8,18 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightrl.comm import Comm, backend_for
 from lightrl.strategy.bucketed_gather import gather_in_buckets
 from lightrl.strategy.offload import local
 from lightrl.strategy.single import enable_gradient_checkpointing
-from lightrl.strategy.torch_native import TorchStrategy
+from lightrl.strategy.torch_native import TorchStrategy, ensure_process_group
 
 
 class FSDPStrategy(TorchStrategy):
@@ -29,9 +26,7 @@ class FSDPStrategy(TorchStrategy):
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         super().setup_distributed(timeout, num_gpu_per_node)
-        if not dist.is_initialized():  # FSDP needs a group even in one process without torchrun
-            dist.init_process_group(backend_for(self.device), store=HashStore(), rank=0, world_size=1)
-            self.comm = Comm(device=self.device, owns_group=True)
+        self.comm = ensure_process_group(self.comm, self.device)
         self.mesh = self._build_mesh()
 
     def _build_mesh(self) -> DeviceMesh:

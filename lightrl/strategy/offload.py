@@ -39,10 +39,6 @@ class StorageOffloader:
             storage.resize_(0)
         return freed
 
-    def discard(self) -> None:
-        """Forgets what was kept; the tensors stay empty and must not be read again."""
-        self._kept = {}
-
     @torch.no_grad()
     def restore(self) -> int:
         """Returns the bytes brought back."""

@@ -25,9 +25,14 @@ class SingleStrategy(TorchStrategy):
     def prepare_model(self, model: nn.Module) -> nn.Module:
         enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
         model = model.to(self.device)
-        if self.options.dtype == "bfloat16":  # whoever calls the model, as under FSDP's mixed precision
-            model.forward = torch.autocast(self.device.type, dtype=torch.bfloat16)(model.forward)
+        if self.options.dtype == "bfloat16":
+            compute_in_bfloat16(model, self.device)
         return model
+
+
+def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """Whoever calls the model, as under FSDP's mixed precision; the parameters stay as they are."""
+    model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
 
 
 def enable_gradient_checkpointing(model: Any, wanted: bool) -> None:

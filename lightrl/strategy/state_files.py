@@ -60,6 +60,11 @@ class TensorReader:
     def names(self) -> set[str]:
         return set(self._files)
 
+    def keys_of(self, parameter_name: str) -> list[str]:
+        """Of optimizer states: the keys of one parameter."""
+        parts = (name.rpartition("/") for name in self._files)
+        return sorted(key for name, _, key in parts if name == parameter_name)
+
     def __getitem__(self, name: str) -> Tensor:
         path = self._directory / self._files[name]
         try:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
+from lightrl.comm import Comm, backend_for
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
@@ -36,6 +39,53 @@ class TorchStrategy(StrategyBase):
         """How many ranks the back end averages a gradient over; 1 if it has no reduction."""
         return 1
 
+    def run_backward(self, loss: Tensor, model: nn.Module) -> None:
+        """For a back end that must be told that a backward begins."""
+        loss.backward()
+
+    def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
+        """Called once per update, before the clip: for a back end whose backward() reduces nothing."""
+
+    def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
+        """Divides, clips, and steps if the norm is finite on every rank; drops the gradients.
+
+        Returns the norm over all ranks before the clip, and whether it stepped.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.reduce_gradients(model, parameters)
+        if divisor != 1:
+            _scale_gradients(parameters, 1 / divisor)
+        critic_warmup.drop_frozen_gradients(optimizer)
+        grad_norm = float(clip_gradients(parameters, self.max_norm))
+        is_finite = self.comm.agree(math.isfinite(grad_norm))
+        if is_finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return grad_norm, is_finite
+
+    # ---- Where a back end keeps a parameter ----------------------------------------------------------------------
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        return parameter.shape
+
+    def readable(self, parameter: Tensor) -> Tensor:
+        """What gather_whole, gather_named and copy_whole take: without the autograd of the parameter."""
+        return parameter.detach()
+
+    def shard_of(self, parameter: Tensor) -> Tensor:
+        """This rank's part, by reference."""
+        return local(parameter).detach()
+
+    def num_holders(self, parameter: Tensor) -> int:
+        """Ranks that hold the same values of it as this one."""
+        if not isinstance(parameter, DTensor):
+            return self.comm.world
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        return math.prod(size for placement, size in sizes if placement.is_replicate())
+
+    def after_weights_loaded(self, model: nn.Module) -> None:
+        """Called when copy_whole has written all of a model's parameters: for a back end that keeps copies."""
+
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
@@ -43,8 +93,8 @@ class TorchStrategy(StrategyBase):
         weight_decay = kwargs.pop("weight_decay", optim.weight_decay)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = [
-            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in trainable if len(self.whole_shape(p)) >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in trainable if len(self.whole_shape(p)) < 2], "weight_decay": 0.0},
         ]
         settings = {"lr": self.options.lr, "betas": optim.betas, "eps": optim.eps, "fused": True, **kwargs}
         return torch.optim.AdamW([group for group in groups if group["params"]], **settings)
@@ -54,11 +104,11 @@ class TorchStrategy(StrategyBase):
         if kwargs:
             raise TypeError(f"backward() takes no {', '.join(sorted(kwargs))}; known: weight.")
         if weight is not None:
-            self.grad_scaler.scale(loss * (weight * self.averaging_ranks)).backward()
+            self.run_backward(self.grad_scaler.scale(loss * (weight * self.averaging_ranks)), model)
             return
         # Reduced at every call: where the accumulation ends is known only when optimizer_step is called.
         with self.before_micro_batch(model, True):
-            self.grad_scaler.scale(loss / self.accumulation_steps).backward()
+            self.run_backward(self.grad_scaler.scale(loss / self.accumulation_steps), model)
         self._pending_micro_batches[optimizer] = self._pending_micro_batches.get(optimizer, 0) + 1
 
     def optimizer_step(
@@ -76,21 +126,15 @@ class TorchStrategy(StrategyBase):
         self.require_loaded(model)
         self.require_loaded_optimizer(optimizer)
         self._pending_micro_batches[optimizer] = 0
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        divisor = self.grad_scaler.get_scale()
         if 0 < pending < self.accumulation_steps:  # the mean over the micro-batches that there were
-            _scale_gradients(parameters, self.accumulation_steps / pending)
-        if self.grad_scaler.enabled:
-            _scale_gradients(parameters, 1 / self.grad_scaler.get_scale())
-        critic_warmup.drop_frozen_gradients(optimizer)
-        grad_norm = float(clip_gradients(parameters, self.max_norm))
-        is_finite = self.comm.agree(math.isfinite(grad_norm))
+            divisor *= pending / self.accumulation_steps
+        grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         self.grad_scaler.update(is_finite)
         if is_finite:
-            optimizer.step()
             critic_warmup.count_step(optimizer)
             if scheduler is not None:
                 scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
 
     # ---- Whole tensors -----------------------------------------------------------------------------------------
@@ -102,7 +146,7 @@ class TorchStrategy(StrategyBase):
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self.after_forward_only(model)
-        return self.gather_named([(name, item.detach()) for name, item in self.named_parameters_of(model)], dtype)
+        return self.gather_named([(name, self.readable(item)) for name, item in self.named_parameters_of(model)], dtype)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint]:
         """Every rank sums over the shards that it holds, on which the gather of full_parameters has no part."""
@@ -110,18 +154,11 @@ class TorchStrategy(StrategyBase):
         named = self.named_parameters_of(model)
         sums = torch.zeros(len(named), len(Fingerprint._fields), dtype=torch.float64)
         for row, (_, parameter) in enumerate(named):
-            shard = local(parameter).detach()
+            shard = self.shard_of(parameter)
             own = fingerprint(shard.to(dtype) if dtype and shard.is_floating_point() else shard)
-            sums[row] = torch.tensor(own, dtype=torch.float64) / self._holders(parameter)
+            sums[row] = torch.tensor(own, dtype=torch.float64) / self.num_holders(parameter)
         total = self.comm.all_reduce(sums, "sum")
         return {name: Fingerprint(*row) for (name, _), row in zip(named, total.tolist(), strict=True)}
-
-    def _holders(self, parameter: Tensor) -> int:
-        """Ranks that hold the same values of it as this one."""
-        if not isinstance(parameter, DTensor):
-            return self.comm.world
-        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-        return math.prod(size for placement, size in sizes if placement.is_replicate())
 
     def gather_named(
         self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
@@ -156,7 +193,7 @@ class TorchStrategy(StrategyBase):
         self.after_forward_only(chosen)
         found: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters_of(chosen):
-            tensor = self.gather_whole(parameter.detach()) if full_state_dict else local(parameter.detach())
+            tensor = self.gather_whole(self.readable(parameter)) if full_state_dict else self.shard_of(parameter)
             found[name] = tensor.to("cpu", copy=True) if cpu_offload else tensor
         return found
 
@@ -193,13 +230,12 @@ class TorchStrategy(StrategyBase):
         """Everything a run needs to go on; every rank calls it, each writes files of its own name."""
         self.after_forward_only(model)
         self.require_loaded(model)
-        state_files.write_tensors(path, "model", self.gather_named(_saved_tensors(model)), self.comm)
+        state_files.write_tensors(path, "model", self.gather_named(self._saved_tensors(model)), self.comm)
         misc: dict[str, Any] = {"global_step": self.global_step, "client_state": client_state}
         entry = next((entry for entry in self._trained if entry.model is model), None)
         if entry is not None:
             self.require_loaded_optimizer(entry.optimizer)
-            states = state_files.optimizer_state_tensors(self._named_states(model, entry.optimizer), self.gather_whole)
-            state_files.write_tensors(path, "optimizer", states, self.comm)
+            state_files.write_tensors(path, "optimizer", self.optimizer_states(model, entry.optimizer), self.comm)
             misc["has_optimizer"] = True
             misc["frozen_steps"] = critic_warmup.state_of(entry.optimizer)
             misc["grad_scaler"] = self.grad_scaler.state_dict()
@@ -208,9 +244,16 @@ class TorchStrategy(StrategyBase):
         if self.comm.is_main:
             torch.save(misc, path / "state.pt")
 
-    def _named_states(self, model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """All that a checkpoint holds of a model: every parameter once, and the persistent buffers."""
+        named = [(name, self.readable(parameter)) for name, parameter in sorted(model.named_parameters())]
+        return [*named, *persistent_buffers(model)]
+
+    def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name / state key, whole tensor), in one order on all ranks; every rank must iterate it."""
         named = sorted(model.named_parameters())
-        return [(name, optimizer.state[parameter]) for name, parameter in named if parameter in optimizer.state]
+        states = [(name, optimizer.state[parameter]) for name, parameter in named if parameter in optimizer.state]
+        return state_files.optimizer_state_tensors(states, self.gather_whole)
 
     def load_ckpt(
         self,
@@ -257,7 +300,7 @@ class TorchStrategy(StrategyBase):
         reader = state_files.TensorReader(path, "model")
         self.require_loaded(model)
         self.after_forward_only(model)
-        named = dict(_saved_tensors(model))
+        named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
             raise ValueError(
@@ -266,11 +309,11 @@ class TorchStrategy(StrategyBase):
             )
         for name in sorted(set(named) & reader.names):
             whole = reader[name]
-            if whole.shape != named[name].shape:
-                raise ValueError(
-                    f"{path}: {name} has shape {list(whole.shape)}, the model's {list(named[name].shape)}."
-                )
+            shape = self.whole_shape(named[name])
+            if whole.shape != shape:
+                raise ValueError(f"{path}: {name} has shape {list(whole.shape)}, the model's {list(shape)}.")
             self.copy_whole(named[name], whole)
+        self.after_weights_loaded(model)
 
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, misc: dict[str, Any]) -> None:
         if not misc.get("has_optimizer"):
@@ -280,9 +323,12 @@ class TorchStrategy(StrategyBase):
         optimizer.state.clear()
         critic_warmup.restore(optimizer, misc.get("frozen_steps", []))
         self.grad_scaler.load_state_dict(misc.get("grad_scaler", {}))
+        self.load_optimizer_states(model, optimizer, reader)
+
+    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: state_files.TensorReader) -> None:
+        """What optimizer_states gave, into an optimizer whose state is empty."""
         for name, parameter in sorted(model.named_parameters()):
-            keys = sorted(item.rpartition("/")[2] for item in reader.names if item.rpartition("/")[0] == name)
-            for key in keys:
+            for key in reader.keys_of(name):
                 whole = reader[f"{name}/{key}"]
                 is_alike = whole.shape == parameter.shape
                 # A step counter lives where a fused kernel reads it: beside the parameter.
@@ -329,10 +375,45 @@ def _drop_old_tags(root: Path, max_num: int) -> None:
         shutil.rmtree(checkpoint.parent)
 
 
-def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All that a checkpoint holds of a model: every parameter once, and the persistent buffers."""
-    named = [(name, parameter.detach()) for name, parameter in sorted(model.named_parameters())]
-    return [*named, *persistent_buffers(model)]
+@torch.no_grad()
+def broadcast_from_main(model: nn.Module, device: torch.device, comm: Comm) -> None:
+    """Puts the model on the device with rank 0's parameters and buffers; the other ranks' may be on the meta device."""
+    _materialize(model, device)
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.data = parameter.data.to(device)
+        comm.broadcast_tensor(parameter.data)
+    broadcast_buffers(model, device, comm)
+
+
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
+    """Also those that no checkpoint holds: rotary frequencies are garbage in a model that was on the meta device."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            module._buffers[name] = real
+    for _, buffer in sorted(model.named_buffers()):
+        comm.broadcast_tensor(buffer)
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Module.to_empty() would make two parameters of a tied one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+
+
+def ensure_process_group(comm: Comm, device: torch.device) -> Comm:
+    """For a back end that needs a group even in one process without torchrun."""
+    if dist.is_initialized():
+        return comm
+    dist.init_process_group(backend_for(device), store=HashStore(), rank=0, world_size=1)
+    return Comm(device=device, owns_group=True)
 
 
 def _scale_gradients(parameters: list[Tensor], factor: float) -> None:

@@ -1,4 +1,4 @@
-"""For tests of lightrl and of what plugs into it: real ranks with a hard time-out, and the contract of an engine."""
+"""For tests of lightrl and what plugs into it: real ranks with a hard time-out, contracts of engines and strategies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from lightrl.testing.spmd import SpmdError, free_port, run_program, run_spmd
 
 if TYPE_CHECKING:
     from lightrl.testing.engine_contract import EngineContract
+    from lightrl.testing.strategy_contract import StrategyContract
 
-__all__ = ["EngineContract", "SpmdError", "free_port", "run_program", "run_spmd"]
+__all__ = ["EngineContract", "SpmdError", "StrategyContract", "free_port", "run_program", "run_spmd"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EngineContract":  # needs pytest, which those who only start ranks may not have
+    # The contracts need pytest, which those who only start ranks may not have.
+    if name == "EngineContract":
         from lightrl.testing.engine_contract import EngineContract  # noqa: PLC0415
 
         return EngineContract
+    if name == "StrategyContract":
+        from lightrl.testing.strategy_contract import StrategyContract  # noqa: PLC0415
+
+        return StrategyContract
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

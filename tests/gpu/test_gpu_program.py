@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import adamw, plain_training
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing import run_program, run_spmd
+from lightrl.testing import run_program, run_spmd, strategy_program
+from lightrl.testing.tiny_training import adamw, plain_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,13 +32,13 @@ def single_on_gpu() -> SingleStrategy:
 
 def test_nccl_training_equals_plain_training(tmp_path: Path) -> None:
     world = min(2, torch.cuda.device_count())
-    program = ROOT / "tests" / "programs" / "parity_program.py"
-    run_spmd(program, "fsdp", str(tmp_path / "out.json"), world_size=world, timeout_s=280)
-    results = json.loads((tmp_path / "out.json").read_text())
+    flags = ["--only_parity", "--strategy", "fsdp"]
+    run_spmd(str(strategy_program.__file__), str(tmp_path), *flags, world_size=world, timeout_s=280)
+    results = json.loads((tmp_path / "report.json").read_text())
     losses, norms, _ = plain_training(adamw, 1.0)
     for variant in ("all at once", "micro-batches of 1", "a rank without samples"):
-        assert results[variant]["losses"] == pytest.approx(losses, abs=1e-4)
-        assert results[variant]["norms"] == pytest.approx(norms, rel=1e-3)
+        assert results[f"trained {variant}"]["losses"] == pytest.approx(losses, abs=1e-4)
+        assert results[f"trained {variant}"]["norms"] == pytest.approx(norms, rel=1e-3)
 
 
 def test_a_run_on_the_gpu_starts_as_on_the_cpu(tmp_path: Path) -> None:

@@ -1,20 +1,19 @@
 """Run on 2 ranks, or 1: gather_and_generate of the same prompts however they are spread; rank 0 writes the result.
 
-usage: generate_program.py OUTPUT.json ENGINE_GROUP_SIZE
+usage: generate_program.py OUTPUT.json ENGINE_GROUP_SIZE STRATEGY [options]
 """
 
 import json
 import sys
 
 import torch
-from tiny_training import tiny_policy
 
 from lightrl.comm import RankError
-from lightrl.config import StrategyOptions
+from lightrl.config import GRPOConfig, parse_config
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.colocated import EngineStatus
-from lightrl.strategy.fsdp import FSDPStrategy
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy import create_strategy
+from lightrl.testing.tiny_training import tiny_policy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
@@ -78,9 +77,8 @@ def check_status(strategy):
 
 if __name__ == "__main__":
     output, group_size = sys.argv[1], int(sys.argv[2])
-    options = StrategyOptions(engine_tp_size=group_size, exact_batches=True)
-    cls = SingleStrategy if len(sys.argv) > 3 else FSDPStrategy
-    strategy = cls(0, 1.0, 1, 1, options)
+    flags = ["--strategy", sys.argv[3], "--engine_tp_size", str(group_size), *sys.argv[4:]]
+    strategy = create_strategy(parse_config(GRPOConfig, flags))
     strategy.setup_distributed()
     policy = strategy.prepare_model(tiny_policy())
     strategy.set_global_step(7)

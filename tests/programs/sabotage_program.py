@@ -1,20 +1,19 @@
 """Run on 2 ranks, or 1: weight syncs that go wrong on the way, or behind the engine's door; each is caught and named.
 
-usage: sabotage_program.py single|fsdp
+usage: sabotage_program.py STRATEGY [options]
 """
 
 import sys
 from itertools import chain
 
 import torch
-from tiny_training import tiny_policy
 
 from lightrl.comm import RankError
-from lightrl.config import StrategyOptions
+from lightrl.config import GRPOConfig, parse_config
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.colocated import EngineStatus
-from lightrl.strategy.fsdp import FSDPStrategy
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy import create_strategy
+from lightrl.testing.tiny_training import tiny_policy
 
 VICTIM = "model.layers.1.mlp.down_proj.weight"
 OTHER = "model.layers.0.mlp.down_proj.weight"
@@ -119,8 +118,8 @@ def check_level_2(strategy, policy):
 
 
 if __name__ == "__main__":
-    cls = {"single": SingleStrategy, "fsdp": FSDPStrategy}[sys.argv[1]]
-    strategy = cls(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, sync_bucket_mb=1))
+    config = parse_config(GRPOConfig, ["--strategy", sys.argv[1], "--sync_bucket_mb", "1", *sys.argv[2:]])
+    strategy = create_strategy(config)
     strategy.setup_distributed()
     policy = strategy.prepare_model(tiny_policy())
     strategy.set_global_step(7)

@@ -1,5 +1,6 @@
 """Weight syncs that are spoilt, over whole strategies; see the program."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def test_every_sabotage_is_caught_in_one_process() -> None:
 @pytest.mark.slow
 def test_every_sabotage_is_caught_on_two_ranks() -> None:
     assert run_spmd(PROGRAM, "fsdp", world_size=2, timeout_s=180).count("all checked") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_every_sabotage_is_caught_where_zero_shards_the_parameters() -> None:
+    flags = ["--deepspeed.zero_stage", "3", "--deepspeed.param_persistence_threshold", "0"]
+    assert run_spmd(PROGRAM, "deepspeed", *flags, world_size=2, timeout_s=180).count("all checked") == 2
 
 
 def test_prompts_with_images_are_kept_first() -> None:

@@ -18,8 +18,8 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "generate_program.py"
 def test_any_spread_gives_the_same_samples(tmp_path: Path) -> None:
     outputs = [tmp_path / name for name in ("one.json", "two.json", "group.json")]
     run_program([sys.executable, str(PROGRAM), str(outputs[0]), "1", "single"], timeout_s=120)
-    run_spmd(PROGRAM, str(outputs[1]), "1", world_size=2, timeout_s=120)
-    run_spmd(PROGRAM, str(outputs[2]), "2", world_size=2, timeout_s=120)
+    run_spmd(PROGRAM, str(outputs[1]), "1", "fsdp", world_size=2, timeout_s=120)
+    run_spmd(PROGRAM, str(outputs[2]), "2", "fsdp", world_size=2, timeout_s=120)
     alone, *others = [json.loads(path.read_text()) for path in outputs]
     assert len(alone) == 10
     assert [item["sample_index"] for item in alone] == [0, 1] * 5

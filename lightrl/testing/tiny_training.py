@@ -1,20 +1,37 @@
 """A tiny model, samples of uneven lengths, a loss, and the plain PyTorch training that every strategy must equal."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.algorithms.losses import clipped_policy_loss
 from lightrl.data.packing import dummy_batch, pack
 from lightrl.models.policy import Policy
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 
 VOCAB = 98  # not a multiple of 4 ranks; the embedding is tied: both have broken sharded training before
 TEMPERATURE = 0.8
 STEPS = 3
+EVERYTHING = 99  # samples in a micro-batch: more than there are
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def tiny_policy(seed=0, device="cpu"):
+class Trained(NamedTuple):
+    """What a training came to."""
+
+    losses: list[float]
+    norms: list[float]  # before clipping
+    parameters: dict[str, Tensor]
+
+
+def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -31,14 +48,14 @@ def tiny_policy(seed=0, device="cpu"):
         return Policy(AutoModelForCausalLM.from_config(config))
 
 
-def samples(step, count=9):
+def samples(step: int, count: int = 9) -> list[Experience]:
     """Prompt of 1 to 6 tokens, response of 1 to 12; the same on every rank."""
     draw = torch.Generator().manual_seed(100 + step)
     return [_experience(position, draw) for position in range(count)]
 
 
-def _experience(position, draw):
-    def integer(low, high):
+def _experience(position: int, draw: torch.Generator) -> Experience:
+    def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=draw))
 
     prompt = tuple(integer(0, VOCAB) for _ in range(integer(1, 7)))
@@ -57,14 +74,15 @@ def _experience(position, draw):
     return Experience(sample=sample, reward=0.0, advantage=float(torch.randn((), generator=draw)))
 
 
-def make_batch(experiences):
+def make_batch(experiences: Sequence[Experience]) -> PackedBatch:
     if not experiences:
         return dummy_batch(temperature=TEMPERATURE)
     old = {(e.sample.position, 0): e.sample.sampler_logprobs for e in experiences}
     return pack(experiences, temperature=TEMPERATURE, old_logprobs=old, ref_logprobs=None)
 
 
-def loss_fn(scores, batch):
+def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
+    assert batch.old_logprobs is not None
     loss = clipped_policy_loss(
         scores.logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.3
     )
@@ -72,11 +90,11 @@ def loss_fn(scores, batch):
     return (loss.loss_sum - 0.01 * entropy) / loss.num_tokens.clamp(min=1)
 
 
-def num_tokens(batch):
+def num_tokens(batch: PackedBatch) -> Tensor:
     return batch.loss_mask.sum()
 
 
-def padded_loss(model, experiences):
+def padded_loss(model: Any, experiences: Sequence[Experience]) -> Tensor:
     """The same loss from HF's own padded forward and full logits, with nothing of lightrl in it."""
     longest = max(e.num_tokens for e in experiences)
     total, count = torch.zeros(()), 0
@@ -98,31 +116,41 @@ def padded_loss(model, experiences):
     return total / count
 
 
-def plain_training(make_optimizer, max_norm):
-    """Losses, gradient norms and final parameters of STEPS plain steps in one process."""
+def plain_training(
+    make_optimizer: MakeOptimizer, max_norm: float, *, frozen: str | None = None, steps: int = STEPS
+) -> Trained:
+    """So many plain steps in one process; parameters whose name begins with `frozen` do not train."""
     torch.manual_seed(0)
-    model = tiny_policy().hf
+    model: Any = tiny_policy().hf
     model.set_attn_implementation("eager")
-    optimizer = make_optimizer(model.parameters())
+    freeze(model, frozen)
+    parameters = trainable(model)
+    optimizer = make_optimizer(parameters)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = padded_loss(model, samples(step))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         norms.append(float(norm))
-    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def adamw(parameters):
+def freeze(model: nn.Module, prefix: str | None) -> None:
+    for name, parameter in model.named_parameters():
+        if prefix is not None and name.startswith(prefix):
+            parameter.requires_grad_(False)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
 
 
-def sgd(parameters):
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

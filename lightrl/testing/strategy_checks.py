@@ -1,0 +1,491 @@
+"""What every strategy must do besides training alike: run on all ranks at once, one check after the other.
+
+A check raises on the rank that finds something; the program then ends, and torchrun ends the other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.testing import assert_close
+
+from lightrl.comm import RankError
+from lightrl.data.packing import unpack
+from lightrl.engines.base import WeightSyncError
+from lightrl.models.policy import Policy
+from lightrl.records import PackedBatch, TokenScores
+from lightrl.strategy.base import StrategyBase, TrainBatchResult
+from lightrl.testing.tiny_training import (
+    EVERYTHING,
+    MakeOptimizer,
+    adamw,
+    loss_fn,
+    make_batch,
+    num_tokens,
+    samples,
+    tiny_policy,
+    trainable,
+)
+
+VICTIM = "model.layers.1.mlp.down_proj.weight"
+_SMALL = 256  # elements; a reduction of less carries a norm or a flag, no gradients
+
+
+def fresh(strategy: StrategyBase, seed: int = 0, make_optimizer: MakeOptimizer = adamw) -> tuple[Policy, Optimizer]:
+    policy: Any = strategy.prepare_model(tiny_policy(seed=seed))
+    optimizer = make_optimizer(trainable(policy))
+    strategy.register(policy, optimizer)
+    return policy, optimizer
+
+
+def my_batches(strategy: StrategyBase, step: int, size: int = 2) -> list[PackedBatch]:
+    mine = samples(step)[strategy.comm.rank :: strategy.comm.world]
+    return [make_batch(mine[i : i + size]).to(strategy.device) for i in range(0, len(mine), size)]
+
+
+def train(strategy: StrategyBase, policy: nn.Module, step: int) -> TrainBatchResult:
+    return strategy.train_batch(my_batches(strategy, step), loss_fn, num_tokens, model=policy)
+
+
+def parameters(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in strategy.full_parameters(policy)}
+
+
+def same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert sorted(actual) == sorted(wanted)
+    for name, value in wanted.items():
+        assert_close(actual[name].detach(), value.detach(), atol=0, rtol=0, msg=partial("{}: {}".format, name))
+
+
+def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(value, second[name]) for name, value in first.items())
+
+
+def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except error_type as error:
+        if text not in str(error):
+            raise AssertionError(f"{text!r} is not in the error") from error
+        return
+    raise AssertionError(f"no error with {text!r}")
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------------
+
+
+def check_same_weights_everywhere(strategy: StrategyBase) -> None:
+    """Each rank builds from another seed; all end with rank 0's, under the HF names, tied ones once."""
+    policy, _ = fresh(strategy, seed=strategy.comm.rank)
+    alone = dict(tiny_policy(seed=0).hf.named_parameters())
+    found = parameters(strategy, policy)
+    assert list(found) == sorted(alone)
+    assert "lm_head.weight" not in found
+    same(found, {name: value.detach() for name, value in alone.items()})
+    train(strategy, policy, 0)
+    sums = {name: float(value.double().sum()) for name, value in parameters(strategy, policy).items()}
+    assert all(item == sums for item in strategy.comm.all_gather_object(sums))
+    unwrapped: Any = strategy.unwrap_model(policy)
+    assert unwrapped.lm_head.weight is unwrapped.model.embed_tokens.weight
+
+
+def check_state_dict_modes(strategy: StrategyBase) -> None:
+    """Full or this rank's part, copied or live."""
+    policy, _ = fresh(strategy)
+    expected = parameters(strategy, policy)
+    full = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=True, model=policy)
+    same(full, expected)
+    same({name: value.cpu() for name, value in whole_state(strategy, policy).items()}, expected)
+    live = strategy.get_model_state_dict(cpu_offload=False, full_state_dict=False, model=policy)
+    copied = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=False, model=policy)
+    total = strategy.comm.all_reduce(sum(value.numel() for value in live.values()), "sum")
+    size = sum(value.numel() for value in expected.values())
+    assert total in (size, size * strategy.comm.world), (total, size)  # shards of it, or the whole on every rank
+    before = {name: value.clone() for name, value in copied.items()}
+    train(strategy, policy, 0)
+    assert any(not torch.equal(live[name].cpu(), before[name]) for name in live if live[name].numel())
+    same(copied, before)
+    same(full, expected)
+
+
+def whole_state(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
+    return strategy.get_model_state_dict(cpu_offload=False, full_state_dict=True, model=policy)
+
+
+def check_export(strategy: StrategyBase, folder: Path) -> None:
+    """A HF folder that from_pretrained loads; the test that started this program compares it with the file beside."""
+    policy, _ = fresh(strategy)
+    train(strategy, policy, 0)
+    strategy.save_pretrained(policy, folder / "hf")
+    full = parameters(strategy, policy)
+    if strategy.comm.is_main:
+        torch.save(full, folder / "exported.pt")
+
+
+def check_engine_weights(strategy: StrategyBase) -> None:
+    """The engine beside it gets the trained weights, generates from them on every rank, and refuses stale ones."""
+    policy, _ = fresh(strategy)
+    train(strategy, policy, 0)
+    strategy.set_global_step(1)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    assert strategy.last_sync is not None
+    assert strategy.last_sync.canary is not None
+    assert strategy.last_sync.canary < 1e-4
+    alone = tiny_policy()
+    alone.hf.load_state_dict(parameters(strategy, policy), strict=False)  # lm_head is not among them: it is tied
+    alone.hf.set_attn_implementation("eager")
+    prompts = [[5, 9, 33], [7]] if strategy.comm.is_main else []  # none on the other ranks
+    items = strategy.gather_and_generate({"max_tokens": 4, "temperature": 0.0}, all_prompt_token_ids=prompts)
+    assert len(items) == len(prompts)
+    for item in items:
+        assert item.output_token_ids == greedy(alone.hf, item.prompt_token_ids, len(item.output_token_ids))
+    honest = strategy.full_parameters
+
+    def stale(*args: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor - 1e-3 if name == VICTIM else tensor) for name, tensor in honest(*args))
+
+    strategy.full_parameters = stale  # type: ignore[assignment, method-assign]
+    expect((WeightSyncError, RankError), VICTIM, lambda: strategy.update_engine_weights(policy))
+    strategy.full_parameters = honest  # type: ignore[method-assign]
+    strategy.update_engine_weights(policy)
+    assert strategy.engine is not None
+    strategy.engine.close()
+    strategy.engine = None
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+# ---- Updates -----------------------------------------------------------------------------------------------------
+
+
+def check_global_norm_and_clipping(strategy: StrategyBase) -> None:
+    """The norm is that of all parameters over all ranks; SGD at rate 1 then moves them by just max_norm."""
+    policy, _ = fresh(strategy, make_optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    before = parameters(strategy, policy)
+    strategy.max_norm = 0.5
+
+    def huge_loss(scores: TokenScores, batch: PackedBatch) -> Tensor:
+        return 1e6 * loss_fn(scores, batch)
+
+    huge = strategy.train_batch(my_batches(strategy, 0), huge_loss, num_tokens, model=policy)
+    moved = [value - before[name] for name, value in parameters(strategy, policy).items()]
+    assert huge.grad_norm > 1e5
+    assert_close(torch.stack([change.norm() for change in moved]).norm(), torch.tensor(0.5), atol=1e-4, rtol=0)
+    norms = strategy.comm.all_gather_object(huge.grad_norm)
+    assert norms == [norms[0]] * len(norms)
+
+
+def check_nan_on_one_rank(strategy: StrategyBase) -> None:
+    """All ranks skip, say so, and leave everything as it was; the next step is an ordinary one."""
+    policy, _ = fresh(strategy)
+    reference, _ = fresh(strategy)
+    train(strategy, policy, 0)
+    train(strategy, reference, 0)
+    before = parameters(strategy, policy)
+    is_last = strategy.comm.rank == strategy.comm.world - 1
+
+    def poisoned(scores: TokenScores, batch: PackedBatch) -> Tensor:
+        return loss_fn(scores, batch) * (math.nan if is_last else 1.0)
+
+    scaler = strategy.build_grad_scaler(True, init_scale=1024.0)
+    result = strategy.train_batch(my_batches(strategy, 1), poisoned, num_tokens, model=policy)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert scaler.get_scale() == 512.0  # on the ranks that had no NaN too
+    same(parameters(strategy, policy), before)
+    scaled = train(strategy, policy, 2)
+    strategy.build_grad_scaler(False)
+    plain = train(strategy, reference, 2)
+    assert not scaled.skipped  # the NaN is gone with its step, from the moments too
+    assert_close((scaled.loss, scaled.grad_norm), (plain.loss, plain.grad_norm), atol=1e-6, rtol=1e-5)
+    wanted = parameters(strategy, reference)
+    for name, value in parameters(strategy, policy).items():
+        assert_close(value, wanted[name], atol=1e-5, rtol=0)
+
+
+def check_one_reduction_per_update(strategy: StrategyBase) -> None:
+    """Micro-batches cost no more collectives of gradients than one batch."""
+    if strategy.comm.world == 1:
+        return
+    counts = []
+    for size in (1, EVERYTHING):
+        policy, _ = fresh(strategy)
+        mine = samples(0)[strategy.comm.rank :: strategy.comm.world][:4]
+        batches = [make_batch(mine[i : i + size]).to(strategy.device) for i in range(0, 4, size)]
+        with counted_reductions() as calls:
+            strategy.train_batch(batches, loss_fn, num_tokens, model=policy)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0, counts
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[str]]:
+    names = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the last since torch 2.13
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    calls: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+            if max(tensor.numel() for tensor in tensors) > _SMALL:
+                calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, counting(name, function))
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def check_accumulation_by_calls(strategy: StrategyBase) -> None:
+    """backward and optimizer_step per micro-batch, an update every accumulation_steps calls."""
+    strategy.accumulation_steps = 2
+    policy, optimizer = fresh(strategy)
+    batches = my_batches(strategy, 0)[:2]
+    for batch in batches:
+        before = parameters(strategy, policy)
+        strategy.backward(loss_fn(policy(batch), batch), policy, optimizer)
+        step = strategy.optimizer_step(optimizer, policy, None)
+        assert step.stepped == differ(parameters(strategy, policy), before) == (batch is batches[-1])
+    # The same update by train_batch when every micro-batch weighs the same.
+    other, _ = fresh(strategy)
+    result = strategy.train_batch(batches, loss_fn, lambda batch: 1.0, model=other)
+    assert_close(step.grad_norm, result.grad_norm, atol=1e-6, rtol=1e-5)
+    # A flush before its time takes the mean of what there is.
+    early, optimizer = fresh(strategy)
+    strategy.backward(loss_fn(early(batches[0]), batches[0]), early, optimizer)
+    flushed = strategy.optimizer_step(optimizer, early, None, is_boundary=True)
+    single, _ = fresh(strategy)
+    result = strategy.train_batch(batches[:1], loss_fn, lambda batch: 1.0, model=single)
+    assert_close(flushed.grad_norm, result.grad_norm, atol=1e-6, rtol=1e-5)
+    strategy.accumulation_steps = 1
+
+
+# ---- Forward -----------------------------------------------------------------------------------------------------
+
+
+def check_forward_restores_order(strategy: StrategyBase) -> None:
+    """A sample's logprobs do not hang on the split; the reference is one sample at a time in this process."""
+    policy, _ = fresh(strategy)
+    mine = samples(0)[strategy.comm.rank :: strategy.comm.world]
+    found: dict[Any, Any] = {}
+    batches = my_batches(strategy, 0)
+    for batch, scores in zip(batches, strategy.forward(batches, model=policy), strict=True):
+        found.update(unpack(batch, scores.logprobs))
+    alone = tiny_policy(seed=0)
+    for item in mine:
+        expected = alone(make_batch([item])).logprobs.detach()
+        assert_close(found[(item.sample.position, 0)].cpu(), expected, atol=1e-5, rtol=0)
+    assert policy.training
+
+
+def check_eval_batch(strategy: StrategyBase) -> None:
+    policy, _ = fresh(strategy)
+    evaluated = strategy.eval_batch(my_batches(strategy, 0), loss_fn, num_tokens, model=policy)
+    assert_close(evaluated, train(strategy, policy, 0).loss, atol=1e-6, rtol=0)
+
+
+def check_several_models(strategy: StrategyBase) -> None:
+    """An actor and a critic that train, a reward and a reference model that only run, each as if it were alone."""
+    prepared = strategy.prepare_models_and_optimizers(
+        tiny_policy(), tiny_policy(seed=4), [tiny_policy(seed=2)], tiny_policy(seed=3), None, 10
+    )
+    (actor, optimizer, scheduler), (critic, _, _), (reward,), initial = prepared
+    assert scheduler.optimizer is optimizer
+    assert not any(p.requires_grad for model in (reward, initial) for p in model.parameters())
+    batches = my_batches(strategy, 0)
+    for _ in range(2):
+        for model, seed in ((reward, 2), (initial, 3)):
+            scores = strategy.forward(batches, model=model)[0].logprobs
+            assert_close(
+                scores.cpu(), tiny_policy(seed=seed)(batches[0].to(torch.device("cpu"))).logprobs, atol=1e-5, rtol=0
+            )
+        before = parameters(strategy, critic)
+        assert train(strategy, actor, 0).grad_norm > 0
+        same(parameters(strategy, critic), before)
+        assert train(strategy, critic, 0).grad_norm > 0
+        assert differ(parameters(strategy, critic), before)
+    same(parameters(strategy, initial), dict(tiny_policy(seed=3).hf.named_parameters()))
+    frozen = strategy.prepare(tiny_policy(seed=1), is_rlhf=True)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert strategy.prepare(None) is None
+    policy = tiny_policy()
+    policy, optimizer = strategy.prepare((policy, strategy.create_optimizer(policy)))  # made before, used after
+    before = parameters(strategy, policy)
+    train(strategy, policy, 0)
+    assert differ(parameters(strategy, policy), before)
+
+
+# ---- Offload -----------------------------------------------------------------------------------------------------
+
+
+def check_offload(strategy: StrategyBase) -> None:
+    """Bit-equal, idempotent, memory really freed, and training as if nothing had happened."""
+    reference, _ = fresh(strategy)
+    wanted = [train(strategy, reference, step) for step in range(3)]
+    strategy._trained = []
+    policy, optimizer = fresh(strategy)
+    strategy.maybe_offload_optimizer(optimizer)  # before the first step there may be nothing to move
+    strategy.maybe_load_optimizer(optimizer)
+    size = sum(value.nbytes for value in parameters(strategy, policy).values())
+    for step in range(3):
+        before = parameters(strategy, policy)
+        freed = strategy.offload_optimizer()
+        assert freed * strategy.comm.world >= (2 * size if step else 0), freed  # two moments per parameter
+        freed = strategy.offload_param_and_grad()
+        assert freed * strategy.comm.world >= size, freed
+        assert strategy.offload_param_and_grad() == 0
+        expect(RuntimeError, "weights are offloaded", lambda: policy(make_batch([]).to(strategy.device)))
+        expect(RuntimeError, "weights are offloaded", lambda: parameters(strategy, policy))
+        strategy.load_param_and_grad()
+        strategy.load_param_and_grad()
+        if step:
+            expect(RuntimeError, "optimizer's states are offloaded", lambda: train(strategy, policy, 0))
+        strategy.load_optimizer()
+        same(parameters(strategy, policy), before)
+        found = train(strategy, policy, step)
+        assert (found.loss, found.grad_norm) == (wanted[step].loss, wanted[step].grad_norm)
+    same(parameters(strategy, policy), parameters(strategy, reference))
+    expect(ValueError, "cannot be loaded to", lambda: strategy.maybe_load_optimizer(optimizer, torch.device("meta")))
+
+
+def check_offloaded_gradients(strategy: StrategyBase) -> None:
+    """Gradients of a half-done accumulation survive an offload, or are dropped, as the caller says."""
+
+    def update(first: float, between: Callable[[], object]) -> dict[str, Tensor]:
+        strategy._trained = []
+        policy, optimizer = fresh(strategy)
+        for place, batch in enumerate(my_batches(strategy, 0)[:2]):
+            with strategy.before_micro_batch(policy, True):
+                weight = 0.5 if place else first
+                strategy.backward(loss_fn(policy(batch), batch), policy, optimizer, weight=weight)
+            if not place:
+                between()
+        strategy.optimizer_step(optimizer, policy, None, is_boundary=True)
+        return parameters(strategy, policy)
+
+    def offload(load_grad: bool) -> None:
+        strategy.offload_param_and_grad(offload_grad=True)
+        strategy.load_param_and_grad(load_grad=load_grad)
+
+    same(update(0.5, lambda: offload(True)), update(0.5, lambda: None))
+    same(update(0.5, lambda: offload(False)), update(0.0, lambda: None))
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(strategy: StrategyBase) -> None:
+    """4 steps equal 2 steps, save, load into fresh objects, 2 steps; flags are honoured."""
+    reference, _ = fresh(strategy)
+    wanted = [train(strategy, reference, step) for step in range(4)]
+    policy, _ = fresh(strategy)
+    for step in range(2):
+        train(strategy, policy, step)
+    folder = strategy.comm.broadcast_object(tempfile.mkdtemp())
+    strategy.set_global_step(2)
+    strategy.save_ckpt(policy, folder, client_state={"cursor": [1, 2], "name": "x"}, max_mem=0)
+    strategy.save_ckpt(policy, folder, tag="best", max_mem=0)
+
+    other, _ = fresh(strategy, seed=5)
+    path, client_state = strategy.load_ckpt(other, folder, tag="step-000002")
+    assert client_state == {"cursor": [1, 2], "name": "x"}
+    assert Path(path).name == "step-000002"
+    assert strategy.global_step == 2
+    same(parameters(strategy, other), parameters(strategy, policy))
+    for step in (2, 3):
+        found = train(strategy, other, step)
+        assert (found.loss, found.grad_norm) == (wanted[step].loss, wanted[step].grad_norm)
+    same(parameters(strategy, other), parameters(strategy, reference))
+    draws = []
+    for _ in range(2):
+        strategy.load_ckpt(other, folder, tag="best")
+        draws.append(torch.rand(3))
+    assert_close(draws[0], draws[1], atol=0, rtol=0)  # the RNG state came with it
+    train(strategy, other, 2)
+
+    only_weights, _ = fresh(strategy, seed=5)
+    strategy.load_ckpt(only_weights, folder, tag="step-000002", load_module_only=True)
+    same(parameters(strategy, only_weights), parameters(strategy, policy))
+    train(strategy, only_weights, 2)
+    assert differ(parameters(strategy, only_weights), parameters(strategy, other))  # its moments began anew
+    expect(FileNotFoundError, "no complete checkpoint", lambda: load_on_one(strategy, other, folder, "step-000009"))
+    assert strategy.load_ckpt(other, folder + "/nothing") == (None, None)
+
+
+def load_on_one(strategy: StrategyBase, policy: nn.Module, folder: str, tag: str) -> None:
+    try:
+        strategy.load_ckpt(policy, folder, tag=tag)
+    except RankError as error:  # rank 0 looks, the others hear of it
+        raise FileNotFoundError(str(error)) from error
+
+
+def check_save_for_others(strategy: StrategyBase, folder: Path) -> None:
+    """What train_on_from() reads at another world size, and another strategy too."""
+    policy, _ = fresh(strategy)
+    for step in range(2):
+        train(strategy, policy, step)
+    strategy.set_global_step(2)
+    strategy.save_ckpt(policy, str(folder / "checkpoint"), max_mem=0)
+
+
+def train_on_from(strategy: StrategyBase, folder: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of two more steps, whoever wrote the checkpoint."""
+    policy, _ = fresh(strategy, seed=5)
+    path, _ = strategy.load_ckpt(policy, str(folder / "checkpoint"))
+    assert path is not None, folder
+    results = [train(strategy, policy, step) for step in (2, 3)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+# ---- Small members -----------------------------------------------------------------------------------------------
+
+
+def check_small_members(strategy: StrategyBase) -> None:
+    assert strategy.get_rank() == strategy.comm.rank
+    assert strategy.is_rank_0() == (strategy.comm.rank == 0)
+    report = strategy.report_memory("test")
+    assert 0 < report["memory/host_gb/min"] <= report["memory/host_gb/mean"] <= report["memory/host_gb/max"]
+    strategy.sync_and_clear_cache()
+    loader = strategy.setup_dataloader(list(range(10)), batch_size=2, shuffle=False, drop_last=False)
+    seen = [int(item) for batch in loader for item in batch]
+    assert sorted(item for part in strategy.comm.all_gather_object(seen) for item in part) == list(range(10))
+
+
+CHECKS: list[Callable[[StrategyBase], None]] = [
+    check_same_weights_everywhere,
+    check_state_dict_modes,
+    check_global_norm_and_clipping,
+    check_nan_on_one_rank,
+    check_accumulation_by_calls,
+    check_forward_restores_order,
+    check_eval_batch,
+    check_several_models,
+    check_offload,
+    check_offloaded_gradients,
+    check_checkpoint,
+    check_engine_weights,
+    check_small_members,
+]

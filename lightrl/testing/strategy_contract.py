@@ -1,0 +1,162 @@
+"""What every strategy must do, as tests that pytest runs over any of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from lightrl.config import StrategyOptions
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing import strategy_checks, strategy_program
+from lightrl.testing.spmd import SpmdError, run_program, run_spmd
+from lightrl.testing.strategy_parity import VARIANTS
+from lightrl.testing.tiny_training import Trained, plain_training
+
+reference = cache(plain_training)
+
+
+class Run(NamedTuple):
+    """One start of the program on so many ranks."""
+
+    world: int
+    folder: Path
+    report: dict[str, Any]
+    output: str  # of a run that failed, else empty
+
+    def require(self, name: str) -> None:
+        """Fails for the part that failed; what would have come after it is skipped."""
+        if name in self.report["done"]:
+            return
+        culprit = self.report.get("running")
+        text = f"on {self.world} rank(s): {self.output}"
+        if culprit == name or culprit is None:
+            pytest.fail(text)
+        pytest.skip(f"{culprit} failed before it")
+
+
+class Alone(NamedTuple):
+    folder: Path  # holds a checkpoint
+    continued: list[tuple[float, float]]  # (loss, gradient norm) of the steps after it
+
+
+class StrategyContract:
+    """Subclass it in a test file and name the strategy; pytest then runs the contract over it.
+
+        class TestMyStrategy(StrategyContract):
+            strategy = "my_pkg.my_module:MyStrategy"
+
+    The ranks are started once for each world size. Every test sees what all of them did.
+    """
+
+    strategy: ClassVar[str]
+    flags: ClassVar[tuple[str, ...]] = ()  # more of the command line, such as ("--fsdp.replicate_size", "2")
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
+    only_parity: ClassVar[bool] = False  # for another set of flags of a strategy that runs the rest elsewhere
+    reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
+    timeout_s: ClassVar[float] = 280
+    cwd: ClassVar[Path | None] = None  # where the module of the strategy is importable; else where pytest runs
+    env: ClassVar[Mapping[str, str]] = {}
+
+    @pytest.fixture(scope="class")
+    def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+        """One process without this strategy: a checkpoint after two steps, and two more."""
+        folder = tmp_path_factory.mktemp("alone")
+        single = single_process()
+        strategy_checks.check_save_for_others(single, folder)
+        return Alone(folder, strategy_checks.train_on_from(single, folder))
+
+    @pytest.fixture(scope="class")
+    def runs(self, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> list[Run]:
+        return [self._start(world, tmp_path_factory.mktemp(f"world{world}"), alone) for world in self.world_sizes]
+
+    def _start(self, world: int, folder: Path, alone: Alone) -> Run:
+        arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", self.strategy, *self.flags]
+        arguments += ["--only_parity"] if self.only_parity else []
+        arguments += [] if self.reduces_once else ["--reduces_often"]
+        output = ""
+        try:
+            if world == 1:
+                command = [sys.executable, "-m", strategy_program.__name__, *arguments]
+                run_program(command, timeout_s=self.timeout_s, cwd=self.cwd, env=self.env)
+            else:
+                run_spmd(
+                    str(strategy_program.__file__), *arguments, world_size=world, timeout_s=self.timeout_s,
+                    cwd=self.cwd, env=self.env,
+                )  # fmt: skip
+        except SpmdError as error:
+            output = str(error)
+        path = folder / "report.json"
+        return Run(world, folder, json.loads(path.read_text()) if path.exists() else {"done": []}, output)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_training_equals_plain_training(self, runs: list[Run], variant: str) -> None:
+        """Losses, gradient norms and parameters after three steps, for every split of the samples."""
+        chosen = VARIANTS[variant]
+        wanted = reference(chosen.make_optimizer, chosen.max_norm, frozen=chosen.frozen)
+        for run in runs:
+            run.require(variant)
+            found = run.report[f"trained {variant}"]
+            parameters = torch.load(run.folder / f"variant{list(VARIANTS).index(variant)}.pt", weights_only=True)
+            compare(Trained(found["losses"], found["norms"], parameters), wanted, is_adam=chosen.max_norm > 0)
+
+    @pytest.mark.parametrize("check", [item.__name__.removeprefix("check_") for item in strategy_checks.CHECKS])
+    def test_check(self, runs: list[Run], check: str) -> None:
+        """lightrl.testing.strategy_checks says what each of them wants."""
+        self._skip_if_only_parity()
+        for run in runs:
+            run.require(check)
+
+    def test_gradients_are_reduced_once_per_update(self, runs: list[Run]) -> None:
+        if self.only_parity or not self.reduces_once:
+            pytest.skip("not asked of this strategy")
+        for run in runs:
+            run.require("one_reduction_per_update")
+
+    def test_the_export_loads_in_transformers(self, runs: list[Run]) -> None:
+        self._skip_if_only_parity()
+        for run in runs:
+            run.require("export")
+            model: Any = AutoModelForCausalLM.from_pretrained(run.folder / "hf")
+            trained = torch.load(run.folder / "exported.pt", weights_only=True)
+            strategy_checks.same({name: p.detach() for name, p in model.named_parameters()}, trained)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_a_checkpoint_is_read_at_another_world_size_and_by_another_strategy(
+        self, runs: list[Run], alone: Alone
+    ) -> None:
+        self._skip_if_only_parity()
+        for run in runs:
+            run.require("save_for_others")
+            run.require("reshard")
+            for found in (run.report["continued"], strategy_checks.train_on_from(single_process(), run.folder)):
+                for (loss, norm), (wanted_loss, wanted_norm) in zip(found, alone.continued, strict=True):
+                    assert loss == pytest.approx(wanted_loss, abs=1e-5)
+                    assert norm == pytest.approx(wanted_norm, rel=1e-4)
+
+    def _skip_if_only_parity(self) -> None:
+        if self.only_parity:
+            pytest.skip("only the training is compared with these flags")
+
+
+def single_process() -> SingleStrategy:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
+    strategy.setup_distributed()
+    return strategy
+
+
+def compare(found: Trained, wanted: Trained, *, is_adam: bool) -> None:
+    assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), atol=1e-5, rtol=0)
+    assert_close(torch.tensor(found.norms), torch.tensor(wanted.norms), atol=0, rtol=1e-4)
+    assert sorted(found.parameters) == sorted(wanted.parameters)
+    atol = 1e-4 if is_adam else 1e-5  # AdamW turns a gradient of 1e-9 into a step of the size of lr
+    for name, value in wanted.parameters.items():
+        assert_close(found.parameters[name], value, atol=atol, rtol=0, msg=partial("{}: {}".format, name))

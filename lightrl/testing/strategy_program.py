@@ -1,0 +1,99 @@
+"""Run on every rank: trains by each variant, then runs each check, and writes what came out.
+
+python -m lightrl.testing.strategy_program FOLDER [--continue_from FOLDER] [--only_parity] [--reduces_often]
+    [--variants NAME ...] [--steps N] --strategy NAME [options of train_grpo.py]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrl.config import GRPOConfig, parse_config
+from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.testing import strategy_checks
+from lightrl.testing.strategy_parity import VARIANTS, train
+from lightrl.testing.tiny_training import STEPS
+
+
+class Report:
+    """What was done, on the disk after every part of it: a rank that fails ends the program."""
+
+    def __init__(self, strategy: StrategyBase, folder: Path) -> None:
+        self._strategy = strategy
+        self._path = folder / "report.json"
+        self._content: dict[str, Any] = {"done": []}
+
+    def run(self, name: str, function: Callable[[], Any]) -> Any:
+        self._say({"running": name})
+        self._strategy._trained = []
+        self._strategy.max_norm = 1.0
+        result = function()
+        self._strategy.comm.barrier()
+        self._say({"running": None, "done": [*self._content["done"], name]})
+        return result
+
+    def add(self, **content: Any) -> None:
+        self._say(content)
+
+    def _say(self, content: dict[str, Any]) -> None:
+        self._content |= content
+        if self._strategy.comm.is_main:
+            self._path.write_text(json.dumps(self._content))
+
+
+def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list[str], steps: int) -> None:
+    for name in names:
+        place, variant = list(VARIANTS).index(name), VARIANTS[name]
+        trained = report.run(name, partial(train, strategy, variant, steps))
+        report.add(**{f"trained {name}": {"losses": trained.losses, "norms": trained.norms}})
+        if strategy.comm.is_main:
+            torch.save(trained.parameters, folder / f"variant{place}.pt")
+
+
+def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None) -> None:
+    for check in strategy_checks.CHECKS:
+        report.run(check.__name__.removeprefix("check_"), partial(check, strategy))
+    report.run("export", partial(strategy_checks.check_export, strategy, folder))
+    report.run("save_for_others", partial(strategy_checks.check_save_for_others, strategy, folder))
+    if continue_from is not None:
+        found = report.run("reshard", partial(strategy_checks.train_on_from, strategy, continue_from))
+        report.add(continued=found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--continue_from", type=Path)
+    parser.add_argument("--only_parity", action="store_true")
+    parser.add_argument("--reduces_often", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments, flags = parser.parse_known_args()
+    strategy = create_strategy(parse_config(GRPOConfig, flags))
+    strategy.setup_distributed()
+    report = Report(strategy, arguments.folder)
+    try:
+        run_parity(strategy, report, arguments.folder, arguments.variants, arguments.steps)
+        if not arguments.only_parity:
+            if not arguments.reduces_often:
+                reduced_once = strategy_checks.check_one_reduction_per_update
+                report.run("one_reduction_per_update", partial(reduced_once, strategy))
+            run_checks(strategy, report, arguments.folder, arguments.continue_from)
+    except Exception:
+        sys.stderr.write(f"rank {strategy.comm.rank}:\n{traceback.format_exc()}\n")
+        sys.stderr.flush()
+        raise SystemExit(1) from None  # at once: the other ranks wait in a collective until torchrun ends them
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""DeepSpeed at every stage under the contract of all strategies, and what only it has."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from lightrl.config import DeepSpeedConfig, GRPOConfig, StrategyOptions
+from lightrl.strategy import create_strategy, strategy_class
+from lightrl.testing import StrategyContract, run_spmd
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "deepspeed_program.py"
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason='needs DeepSpeed: pip install "lightrl[deepspeed]"'
+)
+SHARD_EVERYTHING = ("--deepspeed.param_persistence_threshold", "0")  # the tiny model has small parameters only
+IN_HOST_MEMORY = ("--deepspeed.offload_optimizer", "True")
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero0(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "0")
+    world_sizes = (2,)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero1(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "1")
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero2(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "2")
+    world_sizes = (2,)
+    reduces_once = False
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero3(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "3", *SHARD_EVERYTHING)
+    world_sizes = (2,)
+    reduces_once = False
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero2InHostMemory(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "2", *IN_HOST_MEMORY)
+    world_sizes = (2,)
+    reduces_once = False
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero3InHostMemory(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "3", "--deepspeed.offload_param", "True", *IN_HOST_MEMORY, *SHARD_EVERYTHING)
+    world_sizes = (2,)
+    reduces_once = False
+
+
+@needs_deepspeed
+@pytest.mark.slow
+class TestZero3Checkpointed(StrategyContract):
+    strategy = "deepspeed"
+    flags = ("--deepspeed.zero_stage", "3", "--gradient_checkpointing", "True", *SHARD_EVERYTHING)
+    world_sizes = (2,)
+    only_parity = True
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_sharding_bfloat16_warmup_and_frozen_models(tmp_path: Path) -> None:
+    assert run_spmd(PROGRAM, str(tmp_path), world_size=2, timeout_s=200).count("all checked") == 2
+
+
+def test_without_deepspeed_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "lightrl\[deepspeed\]"'):
+        create_strategy(GRPOConfig(strategy="deepspeed"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"zero_stage": 2, "offload_param": True}, "offload_param needs --deepspeed.zero_stage 3, not 2"),
+        ({"zero_stage": 0, "offload_optimizer": True}, "offload_optimizer needs --deepspeed.zero_stage 1, 2 or 3"),
+        ({"zero_stage": 4}, "choose one of 0, 1, 2, 3"),
+        ({"bucket_mb": 0}, "bucket_mb 0 must be at least 1"),
+        ({"zero_stage": 1, "param_persistence_threshold": -1}, "param_persistence_threshold -1 at least 0"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(settings: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GRPOConfig(strategy="deepspeed", deepspeed=DeepSpeedConfig(**settings))
+    with pytest.raises(ValueError, match=text):  # a Namespace or dict passes by the checks of GRPOConfig
+        strategy_class("deepspeed")(0, 1.0, 1, 1, StrategyOptions.from_args({"deepspeed": settings}))
