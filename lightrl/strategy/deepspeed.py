@@ -234,6 +234,7 @@ class DeepSpeedStrategy(TorchStrategy):
             yield from super().optimizer_states(model, optimizer)
             return
         flats = _flat_of_each(zero)
+        _link_states(zero)
         for name, parameter in sorted(model.named_parameters()):
             flat = flats.get(id(parameter))
             state = optimizer.state.get(flat, {}) if flat is not None else {}
@@ -367,11 +368,13 @@ def _flat_of_each(zero: Any) -> dict[int, Tensor]:
 
 
 def _link_states(zero: Any) -> None:
-    """Stages 1 and 2 look states up by parameter in a table, made at the first step if it is not there."""
+    """Makes anew the table in which stages 1 and 2 look up the states of a parameter.
+
+    They make it once, when their first group of parameters has stepped and the others have no states yet.
+    """
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
-        zero._hp_optimizer_states_linked = False  # a group that has taken no step has no states yet
 
 
 def _buckets(named: list[tuple[str, Tensor]], limit_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -149,7 +149,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
+    """Two groups, which a strategy must keep apart."""
+    found = list(parameters)
+    half = len(found) // 2
+    groups = [{"params": found[:half], "weight_decay": 0.1}, {"params": found[half:], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
