@@ -8,9 +8,17 @@ from lightrl.testing.spmd import SpmdError, free_port, run_program, run_spmd
 
 if TYPE_CHECKING:
     from lightrl.testing.engine_contract import EngineContract
-    from lightrl.testing.strategy_contract import StrategyContract
+    from lightrl.testing.strategy_contract import StrategyContract, StrategyParity
 
-__all__ = ["EngineContract", "SpmdError", "StrategyContract", "free_port", "run_program", "run_spmd"]
+__all__ = [
+    "EngineContract",
+    "SpmdError",
+    "StrategyContract",
+    "StrategyParity",
+    "free_port",
+    "run_program",
+    "run_spmd",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,8 +27,8 @@ def __getattr__(name: str) -> Any:
         from lightrl.testing.engine_contract import EngineContract  # noqa: PLC0415
 
         return EngineContract
-    if name == "StrategyContract":
-        from lightrl.testing.strategy_contract import StrategyContract  # noqa: PLC0415
+    if name in ("StrategyContract", "StrategyParity"):
+        from lightrl.testing import strategy_contract  # noqa: PLC0415
 
-        return StrategyContract
+        return getattr(strategy_contract, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

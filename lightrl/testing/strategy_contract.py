@@ -48,23 +48,20 @@ class Alone(NamedTuple):
     continued: list[tuple[float, float]]  # (loss, gradient norm) of the steps after it
 
 
-class StrategyContract:
-    """Subclass it in a test file and name the strategy; pytest then runs the contract over it.
+class StrategyParity:
+    """The part of the contract that compares trainings, for further options of a strategy that runs the rest elsewhere.
 
-        class TestMyStrategy(StrategyContract):
-            strategy = "my_pkg.my_module:MyStrategy"
-
-    The ranks are started once for each world size. Every test sees what all of them did.
+    Subclass it as StrategyContract.
     """
 
     strategy: ClassVar[str]
     flags: ClassVar[tuple[str, ...]] = ()  # more of the command line, such as ("--fsdp.replicate_size", "2")
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
-    only_parity: ClassVar[bool] = False  # for another set of flags of a strategy that runs the rest elsewhere
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
     timeout_s: ClassVar[float] = 280
     cwd: ClassVar[Path | None] = None  # where the module of the strategy is importable; else where pytest runs
     env: ClassVar[Mapping[str, str]] = {}
+    _only_parity: ClassVar[bool] = True
 
     @pytest.fixture(scope="class")
     def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
@@ -80,7 +77,7 @@ class StrategyContract:
 
     def _start(self, world: int, folder: Path, alone: Alone) -> Run:
         arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", self.strategy, *self.flags]
-        arguments += ["--only_parity"] if self.only_parity else []
+        arguments += ["--only_parity"] if self._only_parity else []
         arguments += [] if self.reduces_once else ["--reduces_often"]
         output = ""
         try:
@@ -108,21 +105,31 @@ class StrategyContract:
             parameters = torch.load(run.folder / f"variant{list(VARIANTS).index(variant)}.pt", weights_only=True)
             compare(Trained(found["losses"], found["norms"], parameters), wanted, is_adam=chosen.max_norm > 0)
 
+
+class StrategyContract(StrategyParity):
+    """Subclass it in a test file and name the strategy; pytest then runs the contract over it.
+
+        class TestMyStrategy(StrategyContract):
+            strategy = "my_pkg.my_module:MyStrategy"
+
+    The ranks are started once for each world size. Every test sees what all of them did.
+    """
+
+    _only_parity = False
+
     @pytest.mark.parametrize("check", [item.__name__.removeprefix("check_") for item in strategy_checks.CHECKS])
     def test_check(self, runs: list[Run], check: str) -> None:
         """lightrl.testing.strategy_checks says what each of them wants."""
-        self._skip_if_only_parity()
         for run in runs:
             run.require(check)
 
     def test_gradients_are_reduced_once_per_update(self, runs: list[Run]) -> None:
-        if self.only_parity or not self.reduces_once:
+        if not self.reduces_once:
             pytest.skip("not asked of this strategy")
         for run in runs:
             run.require("one_reduction_per_update")
 
     def test_the_export_loads_in_transformers(self, runs: list[Run]) -> None:
-        self._skip_if_only_parity()
         for run in runs:
             run.require("export")
             model: Any = AutoModelForCausalLM.from_pretrained(run.folder / "hf")
@@ -133,7 +140,6 @@ class StrategyContract:
     def test_a_checkpoint_is_read_at_another_world_size_and_by_another_strategy(
         self, runs: list[Run], alone: Alone
     ) -> None:
-        self._skip_if_only_parity()
         for run in runs:
             run.require("save_for_others")
             run.require("reshard")
@@ -141,10 +147,6 @@ class StrategyContract:
                 for (loss, norm), (wanted_loss, wanted_norm) in zip(found, alone.continued, strict=True):
                     assert loss == pytest.approx(wanted_loss, abs=1e-5)
                     assert norm == pytest.approx(wanted_norm, rel=1e-4)
-
-    def _skip_if_only_parity(self) -> None:
-        if self.only_parity:
-            pytest.skip("only the training is compared with these flags")
 
 
 def single_process() -> SingleStrategy:

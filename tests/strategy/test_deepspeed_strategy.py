@@ -7,7 +7,7 @@ import pytest
 
 from lightrl.config import DeepSpeedConfig, GRPOConfig, StrategyOptions
 from lightrl.strategy import create_strategy, strategy_class
-from lightrl.testing import StrategyContract, run_spmd
+from lightrl.testing import StrategyContract, StrategyParity, run_spmd
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "deepspeed_program.py"
 needs_deepspeed = pytest.mark.skipif(
@@ -70,11 +70,10 @@ class TestZero3InHostMemory(StrategyContract):
 
 @needs_deepspeed
 @pytest.mark.slow
-class TestZero3Checkpointed(StrategyContract):
+class TestZero3Checkpointed(StrategyParity):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "3", "--gradient_checkpointing", "True", *SHARD_EVERYTHING)
     world_sizes = (2,)
-    only_parity = True
 
 
 @needs_deepspeed

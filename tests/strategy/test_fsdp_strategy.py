@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.testing import StrategyContract
+from lightrl.testing import StrategyContract, StrategyParity
 
 pytestmark = pytest.mark.slow
 
@@ -11,28 +11,24 @@ class TestFSDP(StrategyContract):
     strategy = "fsdp"
 
 
-class TestKeptWeightsAndCheckpointing(StrategyContract):
+class TestKeptWeightsAndCheckpointing(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.reshard_after_forward", "False", "--gradient_checkpointing", "True")
     world_sizes = (2,)
-    only_parity = True
 
 
-class TestCpuOffload(StrategyContract):
+class TestCpuOffload(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.cpu_offload", "True")
     world_sizes = (2,)
-    only_parity = True
 
 
-class TestFourRanks(StrategyContract):
+class TestFourRanks(StrategyParity):
     strategy = "fsdp"
     world_sizes = (4,)
-    only_parity = True
 
 
-class TestReplicas(StrategyContract):
+class TestReplicas(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.replicate_size", "2")
     world_sizes = (4,)
-    only_parity = True
