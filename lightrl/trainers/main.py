@@ -8,6 +8,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+import torch
+
 from lightrl.comm import RankError
 from lightrl.config import GRPOConfig, tell_user_error
 from lightrl.trainers.base import Trainer
@@ -15,6 +17,9 @@ from lightrl.trainers.base import Trainer
 
 def run_trainer(trainer_class: type[Trainer], config: GRPOConfig) -> None:
     """Trains and cleans up; ends the process with the exit code if anything fails."""
+    if not torch.cuda.is_available():
+        # transformers imports deepspeed where it is installed, which warns on stdout of a choice that is plain here.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     try:
         trainer = _build(trainer_class, config)

@@ -482,7 +482,7 @@ def test_it_says_what_it_needs(folders, monkeypatch) -> None:
         build(source, engine_args=("max_num_seq=3",))
     with pytest.raises(ValueError, match="tensor_parallel_size=.*use --engine_tp_size"):
         build(source, engine_args=("tensor_parallel_size=2",))
-    from tiny_training import tiny_policy
+    from lightrl.testing.tiny_training import tiny_policy
 
     with pytest.raises(ValueError, match="attention heads are of size 8; vLLM on a CPU takes 32, 64"):
         build(tiny_policy().hf)

@@ -5,12 +5,12 @@ usage: sglang_program.py
 
 import sglang_fast_start
 import torch
-from tiny_training import tiny_policy
 
 from lightrl.comm import RankError
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import SamplingParams, WeightSyncError
 from lightrl.strategy.fsdp import FSDPStrategy
+from lightrl.testing.tiny_training import tiny_policy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
 PARAMS = {"max_tokens": 8, "n": 2}
