@@ -11,6 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
+    "config/parsing.py": "test_config.py",
+    "config/runs.py": "test_config.py",
+    "config/sections.py": "test_config.py",
+    "config/strategy_options.py": "strategy/test_contract.py",
+    "config/values.py": "test_config.py",
     "engines/base.py": "engines/test_colocated.py",
     "engines/sglang_sync.py": "engines/real_sglang/test_sglang_engine.py",
     "rollout/evaluator.py": "rollout/test_collector.py",
@@ -27,6 +32,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "testing/strategy_program.py": "strategy/test_single_strategy.py",
     "testing/tiny_training.py": "strategy/test_single_strategy.py",
     "trainers/base.py": "trainers/test_grpo_program.py",
+    "trainers/rollout.py": "trainers/test_grpo_program.py",
     "trainers/main.py": "trainers/test_grpo_program.py",
 }
 TEXT_SUFFIXES = {"", ".cfg", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt", ".yaml", ".yml"}

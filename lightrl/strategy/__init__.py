@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightrl.config import GRPOConfig
+from lightrl.config import RunConfig
 from lightrl.imports import load_object
 from lightrl.strategy.base import EngineStatus, StrategyBase, is_actor
 
@@ -35,12 +35,12 @@ def strategy_class(name: str) -> type[StrategyBase]:
     return found
 
 
-def create_strategy(config: GRPOConfig | Any) -> StrategyBase:
+def create_strategy(config: RunConfig | Any) -> StrategyBase:
     """The strategy that config.strategy names, not yet connected: call setup_distributed() next."""
     return strategy_class(config.strategy)(
         seed=config.seed,
         max_norm=config.optim.max_norm,
         micro_train_batch_size=config.micro_batch_size or 1,
-        train_batch_size=config.samples_per_step // config.num_minibatches,
+        train_batch_size=config.samples_per_update,
         args=config,
     )

@@ -1,34 +1,32 @@
-"""The loop around a trainer's step(): set-up, evaluation, logging, checkpoints, resume."""
+"""The loop around a trainer's steps: set-up, evaluation, logging, checkpoints, resume."""
 
 from __future__ import annotations
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from lightrl.builtin import model as builtin_model
-from lightrl.config import BUILTIN_MODEL, GRPOConfig, describe_batches
-from lightrl.data.media import PromptEncoder, media_folder
-from lightrl.data.prompts import MediaFields, build_prompts, load_records
-from lightrl.data.sampler import PromptSampler, shard
-from lightrl.engines import check_engine_name
+from lightrl.config import BUILTIN_MODEL, RunConfig
+from lightrl.data.media import PromptEncoder
+from lightrl.data.prompts import load_records
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
-from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer
+from lightrl.models.load import check_model_folder, load_tokenizer
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.models.policy import Policy, check_scores
-from lightrl.records import Experience, Prompt
-from lightrl.rewards import AnyReward, load_reward
-from lightrl.rollout.collector import Collector
-from lightrl.rollout.evaluator import Evaluator
+from lightrl.records import Experience
 from lightrl.strategy import StrategyBase, create_strategy
-from lightrl.trainers.console import RunConsole
+from lightrl.trainers.console import RunConsole, Shown
 from lightrl.trainers.run_folder import RunFolder, find_checkpoint, new_run_path
 
 logger = logging.getLogger(__name__)
+
+_COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that make tokens/per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +34,17 @@ class StepReport:
     """What a step gives the loop."""
 
     metrics: dict[str, float]  # over all ranks
-    experience: Sequence[Experience]  # of this rank
+    experience: Sequence[Experience] = ()  # of this rank; the first are logged
 
 
 class Trainer(ABC):
     """Builds everything a config names and runs steps. Construction stops at the first thing that is wrong."""
 
-    def __init__(
-        self, config: GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
-    ) -> None:
+    kind: ClassVar[str]  # names a run's folder
+    shown: ClassVar[Shown] = Shown()
+
+    def __init__(self, config: RunConfig, *, strategy: StrategyBase | None = None) -> None:
         self.config = config
-        check_engine_name(config.engine)
-        reward = reward or load_reward(config.reward)
         self.strategy = strategy or create_strategy(config)
         self.strategy.setup_distributed()
         self.step_index = 0
@@ -57,46 +54,60 @@ class Trainer(ABC):
         with self.strategy.comm.phase("set-up", local=True):
             if self._checkpoint is not None and not self._checkpoint.is_dir():
                 raise FileNotFoundError(f"{self._checkpoint} is not there for every rank: use a folder that all see.")
-            train_records, eval_records = self._records()
-        self._model_path = self._find_model()
+            records = self._records()
+        self.model_path = self._find_model()
         with self.strategy.comm.phase("set-up", local=True):
-            self.tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.trust_remote_code)
-            self.media = MediaProcessor.load(self._model_path, trust_remote_code=config.trust_remote_code)
+            self.tokenizer = load_tokenizer(self.model_path, trust_remote_code=config.trust_remote_code)
+            self.media = MediaProcessor.load(self.model_path, trust_remote_code=config.trust_remote_code)
             self.encoder = PromptEncoder(self.media) if self.media is not None else None
-            self.prompts = self._prompts(train_records, config.train_data)
-            self.eval_prompts = self._prompts(eval_records, config.eval_data)[: config.eval.max_prompts or None]
-        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
-        self.policy, self.optimizer, self.scheduler, self.reference = self._models()
+            self.read_data(*records)
         self.strategy.tokenizer = self.tokenizer
         self.strategy.media = self.media
+        self.model = self.build_models()
         with self.strategy.comm.phase("set-up"):
             self._resume()
             self.strategy.set_global_step(self.step_index)
-            self.strategy.setup_inference_engine(config, config.engine, actor=self.policy)
-            self.strategy.maybe_sleep_inference_engine()
-        self.collector = Collector(self.strategy, reward, seed=config.seed, max_new_tokens=config.max_new_tokens)
-        self.evaluator = Evaluator(
-            self.strategy, self.collector, self.eval_prompts, temperature=config.eval.temperature
-        )
+            self.get_ready()
+
+    # ---- What a trainer writes ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
-        """Rolls out, learns and syncs once."""
+    def read_data(self, train: list[Any], evaluation: list[Any]) -> None:
+        """Turns the records of --train_data and --eval_data into what the steps take; rank by rank, no collectives."""
 
-    def sync_engine(self) -> None:
-        """Gives the engine the weights that this step ended with; their version is the number of steps done."""
-        strategy = self.strategy
-        freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
-        with self.watch.measure("time/sync"), strategy.comm.phase("weight sync"):
-            strategy.set_global_step(self.step_index + 1)
-            strategy.update_engine_weights(self.policy)
-        report = strategy.last_sync
-        assert report is not None
-        found = {"gb": report.num_bytes / 1e9, "gb_per_s": report.gb_per_s, "version": float(report.version)}
-        found |= {} if report.canary is None else {"canary_max_abs": report.canary}
-        for name, value in found.items():
-            self.statistics.highest(f"sync/{name}", value)
-        self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
+    @abstractmethod
+    def build_models(self) -> nn.Module:
+        """Loads and prepares all models; returns the one that is trained, saved and resumed."""
+
+    @abstractmethod
+    def take_step(self) -> StepReport:
+        """Draws the batch of step_index and learns from it once."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Over all ranks; changes no state of the training. Empty where there is nothing to evaluate on."""
+
+    @abstractmethod
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the model, as plain values: the place in the data above all."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What state_dict gave."""
+
+    def get_ready(self) -> None:
+        """The last part of the set-up, after a checkpoint was read."""
+
+    def save_models(self, folder: Path) -> None:
+        """Writes what a user takes away: every rank calls it."""
+        self.strategy.save_pretrained(self.model, folder)
+        if self.strategy.comm.is_main:
+            saved = self.tokenizer if self.media is None else self.media.processor
+            saved.save_pretrained(folder)
 
     # ---- Set-up ------------------------------------------------------------------------------------------------
 
@@ -106,7 +117,7 @@ class Trainer(ABC):
         found: tuple[Path, Path | None] | str = ""
         if comm.is_main:
             try:
-                root = Path(self.config.output_dir) if self.config.output_dir else new_run_path("grpo")
+                root = Path(self.config.output_dir) if self.config.output_dir else new_run_path(self.kind)
                 folder = RunFolder(root.absolute())
                 folder.check(self.config)
                 found = folder.root, find_checkpoint(self.config, folder.checkpoints)
@@ -136,70 +147,12 @@ class Trainer(ABC):
                 path = str(builtin_model.builtin_model_path(on_progress=self.strategy.print))
         return self.strategy.comm.broadcast_object(path)
 
-    def _prompts(self, records: list[Any], source: str) -> list[Prompt]:
-        if not records:
-            return []
-        config = self.config
-        context = context_length(self._model_path, trust_remote_code=config.trust_remote_code)
-        if context <= config.max_new_tokens:
-            raise ValueError(
-                f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
-                f"{context} tokens."
-            )
-        prompts = build_prompts(
-            records,
-            self.tokenizer,
-            prompt_field=config.data.prompt_field,
-            answer_field=config.data.answer_field,
-            max_prompt_tokens=context - config.max_new_tokens,
-            chat_template=config.data.chat_template,
-            media=MediaFields(
-                image_field=config.data.image_field,
-                video_field=config.data.video_field,
-                folder=media_folder(source),
-                processor=self.media,
-            ),
-        )
-        longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
-        if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
-            raise ValueError(
-                f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
-                f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
-            )
-        return prompts
-
-    def _models(self) -> tuple[Policy, Any, Any, Policy | None]:
-        config, strategy = self.config, self.strategy
-        with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
-            policy = self._load(is_reference=False)
-        total_updates = config.max_steps * config.optimizer_steps_per_step
-        (actor, optimizer, scheduler), *_ = strategy.prepare_models_and_optimizers(
-            policy, None, None, None, strategy.args, total_updates
-        )
-        if config.algorithm.kl_coef == 0:
-            return actor, optimizer, scheduler, None
-        # Only now: before the policy was sharded, rank 0 would have held both models whole.
-        with strategy.comm.phase("loading the reference model", local=True):
-            reference = self._load(is_reference=True)
-        return actor, optimizer, scheduler, strategy.prepare(reference, is_rlhf=True)
-
-    def _load(self, *, is_reference: bool) -> Policy:
-        policy = load_policy(
-            self._model_path,
-            materialize=self.strategy.materializes_weights,
-            trust_remote_code=self.config.trust_remote_code,
-            is_reference=is_reference,
-        )
-        if self.strategy.materializes_weights and not is_reference:
-            check_scores(policy, next(policy.parameters()).device)
-        return policy
-
     def _resume(self) -> None:
         if self._checkpoint is None:
             return
-        _, state = self.strategy.load_ckpt(self.policy, str(self._checkpoint.parent), tag=self._checkpoint.name)
+        _, state = self.strategy.load_ckpt(self.model, str(self._checkpoint.parent), tag=self._checkpoint.name)
         self.step_index = int(state["step"])
-        self.sampler.load_state_dict(state["sampler"])
+        self.load_state_dict(state)
 
     # ---- The loop ----------------------------------------------------------------------------------------------
 
@@ -211,7 +164,9 @@ class Trainer(ABC):
                 self.folder.open(config, self.step_index)
         board = self._tensorboard()
         metrics: dict[str, float] = {}
-        with RunConsole(enabled=comm.is_main, first_step=self.step_index, max_steps=config.max_steps) as console:
+        with RunConsole(
+            self.shown, enabled=comm.is_main, first_step=self.step_index, max_steps=config.max_steps
+        ) as console:
             self._announce(console)
             if self.step_index == 0:
                 metrics = self._evaluate(console)
@@ -225,37 +180,42 @@ class Trainer(ABC):
         return metrics
 
     def _announce(self, console: RunConsole) -> None:
-        world = self.strategy.comm.world
         console.say(f"run folder: {self.folder.root}")
-        console.say(describe_batches(self.config, world))
+        console.say(self.describe_batches())
         if self.step_index:
             console.say(f"continuing after step {self.step_index} from {self._checkpoint}")
 
     def _one_step(self, console: RunConsole) -> dict[str, float]:
         started = time.perf_counter()
-        batch = [(position, self.prompts[index]) for position, index in enumerate(self.sampler.next_batch())]
-        report = self.step(shard(batch, self.strategy.comm.rank, self.strategy.comm.world))
+        report = self.take_step()
         seconds = time.perf_counter() - started
         self.step_index += 1
         metrics = dict(report.metrics)
         metrics |= self.watch.take()
         metrics["time/step"] = seconds
-        metrics["tokens/per_second"] = (metrics["tokens/prompt"] + metrics["tokens/response"]) / seconds
+        metrics["tokens/per_second"] = sum(metrics.get(f"tokens/{part}", 0.0) for part in _COUNTED) / seconds
         metrics |= memory_in_use()
         self._log_samples(report.experience)
         console.step_done(self.step_index, metrics)
-        if self._is_due(self.config.eval.every):
+        if self._is_due(self.eval_every):
             metrics |= self._evaluate(console)
         return metrics
+
+    @property
+    @abstractmethod
+    def eval_every(self) -> int:
+        """Steps between evaluations; 0 never evaluates."""
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step_index % every == 0 or self.step_index == self.config.max_steps)
 
     def _evaluate(self, console: RunConsole) -> dict[str, float]:
-        if not self.eval_prompts or self.config.eval.every == 0:
+        if self.eval_every == 0:
             return {}
         with self.watch.measure("time/eval"):
-            metrics = self.evaluator.evaluate()
+            metrics = self.evaluate()
+        if not metrics:
+            return {}
         console.evaluated(self.step_index, metrics)
         return metrics | dict(self.watch.take())
 
@@ -292,18 +252,16 @@ class Trainer(ABC):
         with self.watch.measure("time/checkpoint"):
             self.strategy.set_global_step(self.step_index)
             self.strategy.save_ckpt(
-                self.policy,
+                self.model,
                 str(self.folder.checkpoints),
                 max_num=self.config.checkpoint.keep,
                 max_mem=0,
-                client_state={"step": self.step_index, "sampler": self.sampler.state_dict()},
+                client_state={"step": self.step_index, **self.state_dict()},
             )
 
     def _finish(self, board: Any, console: RunConsole) -> None:
-        self.strategy.save_pretrained(self.policy, self.folder.final)
+        self.save_models(self.folder.final)
         if self.strategy.comm.is_main:
-            saved = self.tokenizer if self.media is None else self.media.processor
-            saved.save_pretrained(self.folder.final)
             console.final_table(self.folder.metrics())
             console.say(f"model: {self.folder.final}")
         if board is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -12,10 +13,20 @@ from rich.table import Table
 _LINES_PER_RUN = 20  # where there is no terminal, a line per so many-th of the run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Names of the metrics that a trainer shows."""
+
+    step: tuple[str, ...] = ("reward/mean", "tokens/per_second", "entropy")
+    evaluation: tuple[str, ...] = ("eval/accuracy", "eval/reward")
+    table: tuple[str, ...] = ("eval/accuracy", "reward/mean", "entropy")  # the first has a bar, out of 1
+
+
 class RunConsole:
     """Silent on every rank but 0."""
 
-    def __init__(self, *, enabled: bool, first_step: int, max_steps: int) -> None:
+    def __init__(self, shown: Shown, *, enabled: bool, first_step: int, max_steps: int) -> None:
+        self._shown = shown
         self._console = Console(quiet=not enabled, highlight=False)
         self._every = max(1, max_steps // _LINES_PER_RUN)
         self._max_steps = max_steps
@@ -44,26 +55,32 @@ class RunConsole:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """step counts finished steps."""
-        status = f"reward {metrics['reward/mean']:.3f}  {metrics['tokens/per_second']:,.0f} tokens/s"
-        self._progress.update(self._task, completed=step, status=status)
+        texts = [_text(name, metrics[name]) for name in self._shown.step if name in metrics]
+        self._progress.update(self._task, completed=step, status="  ".join(texts[:2]))
         if not self._console.is_terminal and (step % self._every == 0 or step == self._max_steps):
-            self.say(f"step {step}/{self._max_steps}  {status}  entropy {metrics['entropy']:.3f}")
+            self.say("  ".join([f"step {step}/{self._max_steps}", *texts]))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.say(f"step {step}  eval/accuracy {metrics['eval/accuracy']:.3f}  eval/reward {metrics['eval/reward']:.3f}")
+        self.say("  ".join([f"step {step}", *(f"{name} {metrics[name]:.3f}" for name in self._shown.evaluation)]))
 
     def final_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The evaluations of the run."""
-        table = Table("step", "eval/accuracy", "", "reward/mean", "entropy", "seconds")
+        first, *others = self._shown.table
+        table = Table("step", first, "", *others, "seconds")
         seconds = 0.0
         for row in rows:
             seconds += row.get("time/step") or 0.0
-            if "eval/accuracy" in row:
-                bar = "#" * round(20 * row["eval/accuracy"])
-                cells = [_cell(row, name) for name in ("eval/accuracy", "reward/mean", "entropy")]
-                table.add_row(str(row["step"]), cells[0], bar, cells[1], cells[2], f"{seconds:.0f}")
+            if row.get(first) is not None:
+                bar = "#" * round(20 * min(max(row[first], 0.0), 1.0))
+                table.add_row(
+                    str(row["step"]), _cell(row, first), bar, *(_cell(row, name) for name in others), f"{seconds:.0f}"
+                )
         if table.row_count:
             self._console.print(table)
+
+
+def _text(name: str, value: float) -> str:
+    return f"{value:,.0f} tokens/s" if name == "tokens/per_second" else f"{name.removesuffix('/mean')} {value:.3f}"
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

@@ -15,15 +15,17 @@ from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.strategy import StrategyBase
-from lightrl.trainers.base import StepReport, Trainer
+from lightrl.trainers.base import StepReport
 from lightrl.trainers.objective import PolicyObjective
+from lightrl.trainers.rollout import RolloutTrainer
 
 _MINIBATCH_STREAM = 3
 
 
-class GRPOTrainer(Trainer):
-    """One `step()` is one pass of the loop; everything around it is in Trainer."""
+class GRPOTrainer(RolloutTrainer):
+    """One `step()` is one pass of the loop; everything around it is in Trainer and RolloutTrainer."""
 
+    kind = "grpo"
     config: GRPOConfig
 
     def __init__(
@@ -31,6 +33,10 @@ class GRPOTrainer(Trainer):
     ) -> None:
         self.objective = PolicyObjective(config.algorithm)
         super().__init__(config, strategy=strategy, reward=reward)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.algorithm.kl_coef != 0
 
     def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
         """prompts: (position in the step's global batch, prompt), this rank's share."""

@@ -6,16 +6,17 @@ import logging
 import os
 import sys
 import traceback
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
 from lightrl.comm import RankError
-from lightrl.config import GRPOConfig, tell_user_error
+from lightrl.config import RunConfig, tell_user_error
 from lightrl.trainers.base import Trainer
 
 
-def run_trainer(trainer_class: type[Trainer], config: GRPOConfig) -> None:
+def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
     """Trains and cleans up; ends the process with the exit code if anything fails."""
     if not torch.cuda.is_available():
         # transformers imports deepspeed where it is installed, which warns on stdout of a choice that is plain here.
@@ -36,7 +37,7 @@ def run_trainer(trainer_class: type[Trainer], config: GRPOConfig) -> None:
         _exit(1)
 
 
-def _build(trainer_class: type[Trainer], config: GRPOConfig) -> Trainer:
+def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """What is wrong with the options, the data or the folder shows here, before anything is trained or written."""
     try:
         return trainer_class(config)

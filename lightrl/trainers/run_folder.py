@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.config import GRPOConfig, as_dict, to_yaml
+from lightrl.config import RunConfig, as_dict, to_yaml
 from lightrl.records import Experience
 
 # What may differ between the two halves of one run: none of it changes what is computed at a step.
@@ -34,7 +34,7 @@ class RunFolder:
 
     # ---- Opening -----------------------------------------------------------------------------------------------
 
-    def check(self, config: GRPOConfig) -> None:
+    def check(self, config: RunConfig) -> None:
         """Refuses a folder that holds something else; changes nothing."""
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"--output_dir {self.root} is a file. Name a folder.")
@@ -61,7 +61,7 @@ class RunFolder:
                 "options to continue that run."
             )
 
-    def open(self, config: GRPOConfig, steps_done: int) -> None:
+    def open(self, config: RunConfig, steps_done: int) -> None:
         """Saves the config; what an interrupted run logged after the checkpoint that is continued is dropped."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
@@ -107,7 +107,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_checkpoint(config: GRPOConfig, checkpoints: Path) -> Path | None:
+def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
     """The checkpoint that --resume asks for; None starts from the beginning."""
     if config.resume == "never":
         return None

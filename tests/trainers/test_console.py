@@ -1,12 +1,12 @@
 import pytest
 
-from lightrl.trainers.console import RunConsole
+from lightrl.trainers.console import RunConsole, Shown
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunConsole(enabled=True, first_step=0, max_steps=40) as console:
+    with RunConsole(Shown(), enabled=True, first_step=0, max_steps=40) as console:
         for step in range(1, 5):
             console.step_done(step, METRICS)
         console.evaluated(4, {"eval/accuracy": 0.75, "eval/reward": 0.5})
@@ -19,7 +19,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunConsole(enabled=False, first_step=0, max_steps=2) as console:
+    with RunConsole(Shown(), enabled=False, first_step=0, max_steps=2) as console:
         console.say("hello")
         console.step_done(2, METRICS)
     assert capsys.readouterr().out == ""

@@ -1,0 +1,268 @@
+"""What a run is told, by kind of trainer: the fields are the flags, the --help, the YAML keys and the saved file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightrl.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    DeepSpeedConfig,
+    DistributedConfig,
+    EvalConfig,
+    FSDPConfig,
+    LogConfig,
+    NativeEngineConfig,
+    OptimConfig,
+    check_deepspeed,
+)
+from lightrl.config.values import (
+    check_at_least_one,
+    check_finite,
+    check_fractions,
+    check_not_negative,
+    check_types,
+    engine_arguments,
+    nearest_multiples,
+)
+
+BUILTIN_MODEL = "builtin:addition"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """What every trainer needs: a model, a way to spread it, data, an optimizer, a folder."""
+
+    config: str = ""
+    """YAML file with any of these options; the flags on the command line win over it."""
+    model: str = BUILTIN_MODEL
+    """Hugging Face folder or name; builtin:addition is a small model that is made on the spot."""
+    strategy: str = "auto"
+    """How the model is spread: single, ddp, fsdp, deepspeed, or your own class as package.module:MyStrategy. auto is
+    single in one process, else fsdp."""
+    train_data: str = BUILTIN_MODEL
+    """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
+    eval_data: str = ""
+    """The same for evaluation; empty evaluates on builtin:addition's held-out problems if that is trained on, else
+    not at all."""
+    seed: int = 0
+    """Every draw of the run hangs on this, the step, the prompt and the sample; never on the rank."""
+    max_steps: int = 200
+    """Steps; one step rolls out num_prompts prompts and learns from them."""
+    output_dir: str = ""
+    """The run's folder; empty makes a new one under runs/."""
+    resume: str = "auto"
+    """auto continues the newest complete checkpoint of output_dir if there is one, never refuses a used folder,
+    PATH continues that checkpoint."""
+    micro_batch_size: int = 0
+    """Samples per forward and backward on a rank; 0 leaves it to max_tokens_per_microbatch. It changes memory and
+    speed, never the result."""
+    max_tokens_per_microbatch: int = 16384
+    """Prompt and response tokens per forward and backward on a rank."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation in trainer and engine; parameters and optimizer states stay float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward to save memory."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Strategy fsdp."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    """Strategy deepspeed."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Logging."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """Processes and devices."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for what the types cannot say. A subclass calls this first, by its class's name."""
+        check_finite({"lr": self.lr})
+        check_not_negative(
+            {
+                "max_steps": self.max_steps,
+                "lr": self.lr,
+                "optim.max_norm": self.optim.max_norm,
+                "optim.weight_decay": self.optim.weight_decay,
+                "optim.warmup_steps": self.optim.warmup_steps,
+                "checkpoint.every": self.checkpoint.every,
+                "log.samples_per_step": self.log.samples_per_step,
+            }
+        )
+        check_at_least_one(
+            {
+                "max_tokens_per_microbatch": self.max_tokens_per_microbatch,
+                "checkpoint.keep": self.checkpoint.keep,
+                "fsdp.replicate_size": self.fsdp.replicate_size,
+            }
+        )
+        check_fractions({"optim.warmup_ratio": self.optim.warmup_ratio, "optim.min_lr_ratio": self.optim.min_lr_ratio})
+        _check_run_numbers(self)
+        check_deepspeed(self.deepspeed)
+
+    @property
+    def samples_per_update(self) -> int:
+        """Over all ranks, at an optimizer step."""
+        raise NotImplementedError
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Of which a run has max_steps times as many."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(RunConfig):
+    """What a trainer needs that generates and scores what it learns from."""
+
+    engine: str = "native"
+    """What generates: native, vllm, sglang, or your own class as package.module:MyEngine."""
+    engine_tp_size: int = 1
+    """Consecutive ranks that share one engine by tensor parallelism."""
+    engine_mem_fraction: float = 0.4
+    """Share of a GPU's memory for the engine's weights and KV cache while it is awake (vllm, sglang)."""
+    engine_args: tuple[str, ...] = ()
+    """More of the engine's own arguments as name=value, for vllm those of LLM(), for sglang those of Engine()."""
+    engine_sleep_level: Literal[1, 2] = 1
+    """What the engine gives up while the model trains: 1 the KV cache (vllm moves its weights to host memory), 2 the
+    weights too, which the next weight sync brings back."""
+    sync_bucket_mb: int = 512
+    """Whole weights that a weight sync holds at a time, beyond those of trainer and engine."""
+    canary_every: int = 50
+    """Weight syncs between comparisons of a few logprobs, engine against trainer; the first sync is always compared.
+    0 never compares."""
+    reward: str = "exact_match"
+    """A built-in reward, or your own function as package.module:function or path/to/file.py:function."""
+    num_prompts: int = 16
+    """Prompts per step, over all ranks."""
+    group_size: int = 16
+    """Samples per prompt."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass over a step's samples; the prompts are split evenly among them."""
+    num_epochs: int = 1
+    """Passes over a step's samples."""
+    max_new_tokens: int = 8
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; the training logprobs are those of the same distribution."""
+    native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
+    """Engine native."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+
+    def check(self) -> None:
+        RunConfig.check(self)
+        check_finite({"temperature": self.temperature})
+        check_not_negative(
+            {
+                "eval.every": self.eval.every,
+                "eval.temperature": self.eval.temperature,
+                "eval.max_prompts": self.eval.max_prompts,
+                "canary_every": self.canary_every,
+            }
+        )
+        check_at_least_one(
+            {
+                "num_prompts": self.num_prompts,
+                "num_minibatches": self.num_minibatches,
+                "num_epochs": self.num_epochs,
+                "max_new_tokens": self.max_new_tokens,
+                "group_size": self.group_size,
+                "engine_tp_size": self.engine_tp_size,
+                "sync_bucket_mb": self.sync_bucket_mb,
+                "native.max_num_seqs": self.native.max_num_seqs,
+            }
+        )
+        _check_rollout_numbers(self)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.num_prompts * self.group_size
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.samples_per_step // self.num_minibatches
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.num_epochs * self.num_minibatches
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig(RolloutConfig):
+    """Train a language model by GRPO."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Loss."""
+
+    def check(self) -> None:
+        RolloutConfig.check(self)
+        check_not_negative({"algorithm.kl_coef": self.algorithm.kl_coef})
+        if self.group_size < (1 if self.algorithm.advantage in _NEED_NO_GROUP else 2):
+            raise ValueError(
+                f"--group_size is {self.group_size}: {self.algorithm.advantage} compares the samples of a prompt with "
+                "each other and needs at least 2. Use 4 to 16."
+            )
+
+
+_NEED_NO_GROUP = ("reinforce", "reinforce_plus_plus", "remax")  # advantages of one sample a prompt
+
+
+def describe_batches(config: RolloutConfig, world_size: int) -> str:
+    """The batch arithmetic in one line, for the start of a run."""
+    per_update = config.samples_per_step // config.num_minibatches
+    per_rank = -(-per_update // world_size)
+    if config.micro_batch_size:
+        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
+    else:
+        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
+    return (
+        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
+        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
+        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
+        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
+    )
+
+
+def _check_run_numbers(config: RunConfig) -> None:
+    if config.micro_batch_size < 0:
+        raise ValueError(f"--micro_batch_size is {config.micro_batch_size}: it must be 0 (by tokens) or above.")
+    if not all(0 <= beta < 1 for beta in config.optim.betas) or not config.optim.eps > 0:
+        raise ValueError(
+            f"--optim.betas {config.optim.betas} and --optim.eps {config.optim.eps}: the betas must be in [0, 1) and "
+            "eps above 0."
+        )
+    if not -(2**63) <= config.seed < 2**63:
+        raise ValueError(f"--seed {config.seed}: it must fit in 64 bits.")
+    if not 0 < config.distributed.timeout_s <= 1e7:
+        raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
+
+
+def _check_rollout_numbers(config: RolloutConfig) -> None:
+    if config.num_prompts % config.num_minibatches:
+        hint = nearest_multiples(config.num_prompts, config.num_minibatches, "--num_prompts")
+        raise ValueError(
+            f"--num_prompts {config.num_prompts} cannot be split evenly into --num_minibatches "
+            f"{config.num_minibatches}. {hint}"
+        )
+    if not config.temperature > 0:
+        raise ValueError(
+            f"--temperature is {config.temperature}: it must be above 0, since greedy samples of a prompt are all the "
+            "same and teach nothing. For a greedy evaluation use --eval.temperature 0."
+        )
+    if not 0 < config.engine_mem_fraction < 1:
+        raise ValueError(f"--engine_mem_fraction is {config.engine_mem_fraction}: it must be between 0 and 1.")
+    engine_arguments(config)
