@@ -106,6 +106,8 @@ class PackedBatch:
     sampler_logprobs: Tensor  # [N] float32
     old_logprobs: Tensor | None = None  # [N] float32, of the policy before the update
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    old_values: Tensor | None = None  # [N] float32, the critic's before the update
+    returns: Tensor | None = None  # [N] float32, what the critic is trained towards
     temperature: float = 1.0  # the tokens were sampled at
     keys: tuple[tuple[int, int], ...]  # S times (prompt position, sample index)
     vision: VisionInputs | None = None  # None: no sequence has an image or video
@@ -122,3 +124,19 @@ class TokenScores:
 
     logprobs: Tensor  # [N] float32, at the batch's temperature
     entropy: Tensor  # [N] float32, of the same distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateValues:
+    """What the critic says of a PackedBatch."""
+
+    values: Tensor  # [N] float32, of the state in which each response token was chosen
+    final_values: Tensor  # [S] float32, of the state after the last token of each sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresAndValues(TokenScores):
+    """Of a policy and a critic that share a backbone."""
+
+    values: Tensor  # both as in StateValues
+    final_values: Tensor

@@ -34,6 +34,9 @@ def pack(
     temperature: float,
     old_logprobs: TokenValues | None,
     ref_logprobs: TokenValues | None,
+    advantages: TokenValues | None = None,
+    old_values: TokenValues | None = None,
+    returns: TokenValues | None = None,
     loss_masks: Mapping[Key, Sequence[bool]] | None = None,
     encode: Callable[[Prompt], EncodedPrompt] | None = None,
 ) -> PackedBatch:
@@ -43,6 +46,8 @@ def pack(
         temperature: what the tokens were sampled at.
         old_logprobs: per sample, of the policy before the update; None where it is not needed.
         ref_logprobs: per sample, of the frozen reference; None where it is not needed.
+        advantages: per sample, one for each response token; None gives them all that of the sample.
+        old_values, returns: per sample, for a critic: its values before the update, and what it is trained towards.
         loss_masks: per sample, True for each response token to train; None trains them all.
         encode: prompts as a vision-language model takes them; None for a model of text alone.
     """
@@ -64,10 +69,12 @@ def pack(
         targets=torch.tensor(_concatenated(s.response_ids for s in samples), dtype=torch.int64),
         sequence_index=owners,
         loss_mask=_loss_mask(samples, loss_masks),
-        advantages=torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owners],
+        advantages=_advantages(ordered, owners, advantages),
         sampler_logprobs=torch.tensor(_concatenated(s.sampler_logprobs for s in samples), dtype=torch.float32),
         old_logprobs=_token_values(samples, old_logprobs, "old_logprobs"),
         ref_logprobs=_token_values(samples, ref_logprobs, "ref_logprobs"),
+        old_values=_token_values(samples, old_values, "old_values"),
+        returns=_token_values(samples, returns, "returns"),
         temperature=temperature,
         keys=tuple(sample_key(sample) for sample in samples),
         vision=join_vision(encoded, cu_seqlens[:-1]) if encoded is not None else None,
@@ -89,6 +96,8 @@ def dummy_batch(*, temperature: float) -> PackedBatch:
         sampler_logprobs=zero,
         old_logprobs=zero,
         ref_logprobs=zero,
+        old_values=zero,
+        returns=zero,
         temperature=temperature,
         keys=(DUMMY_KEY,),
     )
@@ -204,6 +213,11 @@ def _per_token(
 
 def _token_values(samples: list[Sample], values: TokenValues | None, name: str) -> Tensor | None:
     return None if values is None else torch.tensor(_per_token(samples, values, name), dtype=torch.float32)
+
+
+def _advantages(ordered: list[Experience], owners: Tensor, given: TokenValues | None) -> Tensor:
+    found = _token_values([item.sample for item in ordered], given, "advantages")
+    return torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owners] if found is None else found
 
 
 def _loss_mask(samples: list[Sample], masks: Mapping[Key, Sequence[bool]] | None) -> Tensor:

@@ -26,20 +26,20 @@ disable_progress_bar()  # every rank would draw one; the run has its own
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def check_model_folder(path: str) -> None:
+def check_model_folder(path: str, option: str = "--model") -> None:
     """Says what a local folder lacks before transformers takes it for the name of a repository."""
     folder = Path(path).expanduser()
     looks_local = path.startswith(("/", ".", "~")) or folder.exists()
     if not path or (":" in path and not folder.exists()):
-        raise ValueError(f"--model {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
+        raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
     if not looks_local:
         return
     if not folder.is_dir():
-        raise FileNotFoundError(f"--model {path}: there is no such folder.")
+        raise FileNotFoundError(f"{option} {path}: there is no such folder.")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--model {path}: the folder has no config.json, so it holds no Hugging Face model.")
+        raise FileNotFoundError(f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise FileNotFoundError(f"--model {path}: the folder has no tokenizer. Save it there with save_pretrained().")
+        raise FileNotFoundError(f"{option} {path}: the folder has no tokenizer. Save it there with save_pretrained().")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

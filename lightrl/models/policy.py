@@ -48,9 +48,16 @@ class Policy(nn.Module):
         disable_dropout(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
-        hidden = packed_hidden_states(
+        return self.scores(self.hidden_states(batch), batch)
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """[T, H] behind the last layer."""
+        return packed_hidden_states(
             self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens, self._embeddings(batch)
         )
+
+    def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
+        """Of the response tokens, from the hidden states of the whole pack."""
         head = self.hf.get_output_embeddings()
         logprobs, entropy = chosen_logprobs(
             hidden[batch.score_index],

@@ -1,0 +1,205 @@
+"""The critic: a language model's body with one value per token in place of its words, or a second head on a policy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from lightrl.models.multimodal import blank_vision, decoder_inputs, takes_images
+from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.policy import Policy, disable_dropout
+from lightrl.records import PackedBatch, ScoresAndValues, StateValues
+
+HEAD_FILE = "value_head.safetensors"
+_BODY, _HEAD = "body.", "value_head."
+_REWARD_HEAD = "score.weight"  # of transformers' models for sequence classification, as reward models are
+
+
+class ValueHead(nn.Linear):
+    """From a hidden state to one number, in float32 whatever the body computes in."""
+
+    computes_in_float32 = True
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, H] to [N]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
+class Critic(nn.Module):
+    """Values packs of sequences. Its names in a checkpoint are body.* and value_head.*."""
+
+    is_actor = False
+
+    def __init__(self, body: PreTrainedModel, value_head: ValueHead) -> None:
+        """Takes over a model from transformers that has no output embedding, such as AutoModel gives."""
+        super().__init__()
+        self.body = body
+        self.value_head = value_head
+        self._takes_images = takes_images(body.config)
+        use_packed_attention(body.get_decoder())
+        disable_dropout(body)
+
+    def forward(self, batch: PackedBatch) -> StateValues:
+        decoder = self.body.get_decoder()
+        hidden = packed_hidden_states(
+            decoder, batch.input_ids, batch.position_ids, batch.cu_seqlens, self._embeddings(batch)
+        )
+        values, final_values = _values(self.value_head, hidden, batch)
+        return StateValues(values=values, final_values=final_values)
+
+    def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
+        if not self._takes_images:
+            return None
+        # As for a policy: every rank runs the vision tower.
+        vision = batch.vision or blank_vision(self.body.config, batch.input_ids.device)
+        return decoder_inputs(self.body, batch.input_ids[None], vision)
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.body.gradient_checkpointing_enable(**kwargs)
+
+    def save_pretrained(self, path: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+        """A Hugging Face folder of the body with the head beside it, which load_critic reads."""
+        body = {name.removeprefix(_BODY): value for name, value in state_dict.items() if name.startswith(_BODY)}
+        self.body.save_pretrained(path, state_dict=body)
+        save_value_head(
+            path, {name.removeprefix(_HEAD): value for name, value in state_dict.items() if name.startswith(_HEAD)}
+        )
+
+
+class ActorCritic(Policy):
+    """A policy with a value head on its own body. The head is no part of the Hugging Face model."""
+
+    def __init__(self, hf_model: PreTrainedModel, value_head: ValueHead) -> None:
+        super().__init__(hf_model)
+        self.value_head = value_head
+
+    def forward(self, batch: PackedBatch) -> ScoresAndValues:
+        hidden = self.hidden_states(batch)
+        scores = self.scores(hidden, batch)
+        values, final_values = _values(self.value_head, hidden, batch)
+        return ScoresAndValues(
+            logprobs=scores.logprobs, entropy=scores.entropy, values=values, final_values=final_values
+        )
+
+
+def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """[N] before each response token is chosen, [S] behind the last; one call, since a sharded head is gathered by it.
+
+    The state in which a token is chosen is the place that predicts it.
+    """
+    ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
+    values = head(hidden[torch.cat([batch.score_index, ends])])
+    num_scored = batch.score_index.shape[0]
+    return values[:num_scored], values[num_scored:]
+
+
+# ---- Loading and saving ------------------------------------------------------------------------------------------
+
+
+def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, trust_remote_code: bool = False) -> Critic:
+    """A critic in float32 from a policy's folder, a reward model's, or a critic's own.
+
+    A folder without a value head gets a new one. materialize=False builds it on the meta device, for ranks that get its
+    weights later.
+    """
+    if materialize:
+        body = _load_body(path, trust_remote_code)
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    body.config.use_cache = False
+    return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
+
+
+def load_value_head(path: str, config: Any, *, materialize: bool, init_std: float, seed: int) -> ValueHead:
+    """The folder's own head or its reward model's score; a new one of this deviation (0: all values are 0) if none."""
+    text = config.get_text_config()
+    hidden_size = getattr(text, "word_embed_proj_dim", None) or text.hidden_size
+    with torch.device("cpu" if materialize else "meta"):
+        head = ValueHead(hidden_size)
+    if not materialize:
+        return head
+    with torch.no_grad():
+        head.weight.normal_(std=init_std, generator=torch.Generator().manual_seed(seed % 2**63))
+        head.bias.zero_()
+        for name, value in _saved_head(path).items():
+            own: Tensor = getattr(head, name)
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"{path}: its value head's {name} has shape {list(value.shape)}, but a critic of this model needs "
+                    f"{list(own.shape)}. Give a model with one score per token."
+                )
+            own.copy_(value)
+    return head
+
+
+def save_value_head(path: str | Path, state: Mapping[str, Tensor]) -> None:
+    """Beside a Hugging Face model; its loaders pass over the file."""
+    save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, Path(path) / HEAD_FILE)
+
+
+def _load_body(path: str, trust_remote_code: bool) -> PreTrainedModel:
+    with _without_load_report():  # it would name the output embedding, which is left out on purpose
+        body, found = AutoModel.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(f"--critic_model {path} lacks weights: {', '.join(missing[:5])}. Give a whole model.")
+    loaded: PreTrainedModel = body
+    return loaded
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _saved_head(path: str) -> dict[str, Tensor]:
+    own = _file_of(path, HEAD_FILE)
+    if own is not None:
+        return load_file(own)
+    index = _file_of(path, "model.safetensors.index.json")
+    name = "model.safetensors"
+    if index is not None:
+        name = json.loads(Path(index).read_text())["weight_map"].get(_REWARD_HEAD, "")
+    weights = _file_of(path, name) if name else None
+    if weights is None:
+        return {}
+    with safe_open(weights, framework="pt") as file:
+        return {"weight": file.get_tensor(_REWARD_HEAD).float()} if _REWARD_HEAD in file.keys() else {}  # noqa: SIM118
+
+
+def _file_of(path: str, name: str) -> str | None:
+    """Where a folder, or a name on the hub, keeps the file; None if it has none."""
+    found: str | None = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found
