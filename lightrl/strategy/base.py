@@ -141,9 +141,11 @@ class StrategyBase(ABC):
         max_mem: int = 1000,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes model, optimizer, scheduler, RNG state, counters and client_state atomically.
 
+        companions: models that belong to it, such as a critic, saved with their optimizers in the same moment.
         max_num and max_mem (MB, 0 = no limit) bound what is kept; the newest always stays.
         """
 
@@ -157,6 +159,7 @@ class StrategyBase(ABC):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        companions: Mapping[str, nn.Module] | None = None,
     ) -> Any:
         """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
 
@@ -252,6 +255,7 @@ class StrategyBase(ABC):
     ) -> tuple[Any, Any, Any, Any]:
         """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
 
+        A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
         max_steps counts optimizer steps. critic, reward_models (one, a list, or None) and initial_model may be None.
         """
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
@@ -274,6 +278,10 @@ class StrategyBase(ABC):
         optimizer = self.create_optimizer(
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
+        if critic_warmup.has_value_head(model) and is_actor(model):
+            critic_warmup.set_head_rate(optimizer, model, options.critic_lr)
+        if options.critic_warmup_steps and (critic_warmup.has_value_head(model) or not is_actor(model)):
+            critic_warmup.freeze_all_but_value_head(optimizer, model, options.critic_warmup_steps)
         scheduler = schedules.build_lr_scheduler(optimizer, optim, max_steps)
         self.register(model, optimizer, scheduler)
         return model, optimizer, scheduler

@@ -1,6 +1,12 @@
-"""Critic warm-up: for its first steps an optimizer trains the new value head only, and leaves the rest as it was."""
+"""What an optimizer does otherwise with a value head than with the body below it.
+
+Critic warm-up: for its first steps it trains the new head only, and leaves the rest as it was. A head on a policy's
+body has a learning rate of its own.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -9,20 +15,43 @@ _HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")
 _STEPS_LEFT = "frozen_steps"  # key of a parameter group
 
 
+def has_value_head(model: nn.Module) -> bool:
+    return bool(_head_parameters(model))
+
+
 def freeze_all_but_value_head(optimizer: Optimizer, model: nn.Module, steps: int) -> None:
     """Splits every parameter group in the value head's part, which trains, and the rest, frozen for `steps` updates."""
     if steps < 1:
         raise ValueError(f"critic_warmup_steps is {steps}: the warm-up needs at least 1.")
-    head = {id(item) for name, item in model.named_parameters() if set(name.split(".")) & set(_HEAD_NAMES)}
+    for group, is_head in _split(optimizer, model):
+        group[_STEPS_LEFT] = 0 if is_head else steps
+
+
+def set_head_rate(optimizer: Optimizer, model: nn.Module, lr: float) -> None:
+    """Splits the same way; the head's groups learn at this rate. Call it before a schedule is built."""
+    for group, is_head in _split(optimizer, model):
+        if is_head:
+            group["lr"] = lr
+
+
+def _head_parameters(model: nn.Module) -> set[int]:
+    return {id(item) for name, item in model.named_parameters() if set(name.split(".")) & set(_HEAD_NAMES)}
+
+
+def _split(optimizer: Optimizer, model: nn.Module) -> list[tuple[dict[str, Any], bool]]:
+    """Parts every group in two: (group, whether it is the value head's), the body's before the head's."""
+    head = _head_parameters(model)
     if not head:
         raise ValueError(f"{type(model).__name__} has no value head: none of its modules is named {_HEAD_NAMES}.")
     groups, optimizer.param_groups = optimizer.param_groups, []
-    for group in groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for is_head in (True, False):
+    found = []
+    for is_head in (False, True):
+        for group in groups:
             chosen = [item for item in group["params"] if (id(item) in head) is is_head]
             if chosen:
-                optimizer.add_param_group({**settings, "params": chosen, _STEPS_LEFT: 0 if is_head else steps})
+                optimizer.add_param_group({**group, "params": chosen})
+                found.append((optimizer.param_groups[-1], is_head))
+    return found
 
 
 def drop_frozen_gradients(optimizer: Optimizer) -> None:

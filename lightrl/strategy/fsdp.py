@@ -53,6 +53,8 @@ class FSDPStrategy(TorchStrategy):
         enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
         settings = self._sharding()
+        if self.options.dtype == "bfloat16":
+            self._shard_float32_parts(model, settings)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
             fully_shard(block, **settings)
         fully_shard(model, **settings)
@@ -61,6 +63,13 @@ class FSDPStrategy(TorchStrategy):
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
+
+    def _shard_float32_parts(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        """Modules that ask for it, such as a value head, are units whose weights are not rounded for their forward."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=settings["mp_policy"].reduce_dtype)
+        for module in model.modules():
+            if getattr(module, "computes_in_float32", False):
+                fully_shard(module, **{**settings, "mp_policy": policy})
 
     def _sharding(self) -> dict[str, Any]:
         fsdp = self.options.fsdp

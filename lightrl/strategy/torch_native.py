@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +208,9 @@ class TorchStrategy(StrategyBase):
         max_mem: int = 1000,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """A tag is a folder of its own under save_dir; at most max_num tags are kept."""
+        """A tag is a folder of its own under save_dir; at most max_num tags are kept. A companion is a folder in it."""
         root = Path(save_dir) / tag if tag else Path(save_dir)
         directory = CheckpointDirectory(root, keep=max_num, max_bytes=max_mem * _MEGABYTE)
         with self.comm.phase("checkpoint", local=True):
@@ -219,6 +220,9 @@ class TorchStrategy(StrategyBase):
         assert path is not None
         with self.comm.phase("checkpoint"):
             self.write_state(path, model, client_state)
+            for name, companion in sorted((companions or {}).items()):
+                (path / name).mkdir(exist_ok=True)
+                self.write_state(path / name, companion, {})
             self.comm.barrier()
         with self.comm.phase("checkpoint", local=True):
             if self.comm.is_main:
@@ -264,15 +268,33 @@ class TorchStrategy(StrategyBase):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        companions: Mapping[str, nn.Module] | None = None,
     ) -> Any:
         """Returns (path, client_state); (None, None) if load_dir holds no complete checkpoint and no tag was given."""
         path = self._checkpoint_path(Path(load_dir), tag)
         if path is None:
             return None, None
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        for name, companion in sorted((companions or {}).items()):
+            if not (path / name / "state.pt").is_file():
+                raise ValueError(f"{path} holds no {name}: it was saved by a run that had none.")
+            self._load_state(path / name, companion, *flags)
+        return path, self._load_state(path, model, *flags)  # last, since its RNG state is the one that stays
+
+    def _load_state(
+        self,
+        path: Path,
+        model: nn.Module,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+    ) -> Any:
+        """Reads what write_state wrote; returns the client_state."""
         misc = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
         self._read_model(path, model, strict=load_module_strict)
         if load_module_only:
-            return path, misc["client_state"]
+            return misc["client_state"]
         entry = next((entry for entry in self._trained if entry.model is model), None)
         if load_optimizer_states and entry is not None:
             self._read_optimizer(path, model, entry.optimizer, misc)
@@ -286,7 +308,7 @@ class TorchStrategy(StrategyBase):
         rng = path / f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt"
         if rng.exists():  # at another world size the streams of the ranks are others anyway
             _set_rng_state(torch.load(rng, weights_only=True, map_location="cpu"))
-        return path, misc["client_state"]
+        return misc["client_state"]
 
     def _checkpoint_path(self, load_dir: Path, tag: str | None) -> Path | None:
         """Rank 0 chooses, so that all ranks load the same one."""
