@@ -34,6 +34,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "trainers/base.py": "trainers/test_grpo_program.py",
     "trainers/rollout.py": "trainers/test_grpo_program.py",
     "trainers/main.py": "trainers/test_grpo_program.py",
+    "trainers/policy_trainer.py": "trainers/test_grpo_program.py",
 }
 TEXT_SUFFIXES = {"", ".cfg", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 # A home or mount as it stands on somebody's machine. /tmp, /usr, /etc and /proc are the same everywhere.

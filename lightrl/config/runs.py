@@ -16,6 +16,7 @@ from lightrl.config.sections import (
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
+    check_coefficients,
     check_deepspeed,
 )
 from lightrl.config.values import (
@@ -210,7 +211,7 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         RolloutConfig.check(self)
-        check_not_negative({"algorithm.kl_coef": self.algorithm.kl_coef})
+        check_coefficients(self.algorithm, self.samples_per_step)
         if self.group_size < (1 if self.algorithm.advantage in _NEED_NO_GROUP else 2):
             raise ValueError(
                 f"--group_size is {self.group_size}: {self.algorithm.advantage} compares the samples of a prompt with "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightrl.config.values import check_finite, check_not_negative
+
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
@@ -54,9 +56,49 @@ class AlgorithmConfig:
     """Estimator of that KL per token (Schulman 2020)."""
     kl_gradient: Literal["own", "kl"] = "own"
     """Its gradient: that of the estimator, or that of the KL itself."""
+    kl_target: float = 0.0
+    """Mean KL per trained token that kl_coef is moved towards after each step, up while the KL is above it and down
+    while it is below (Ziegler 2019); 0 leaves kl_coef as it is."""
+    kl_horizon: int = 10_000
+    """Samples over which a kl_coef with a target can change by a fifth."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    entropy_target: float = 0.0
+    """Mean entropy per trained token below which entropy_coef grows by entropy_step after each step; above it the
+    coefficient shrinks and does not act (Skywork-OR1). 0 leaves entropy_coef as it is."""
+    entropy_step: float = 0.005
+    """How much an entropy_coef with a target moves at a time."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Where the ratio's denominator comes from: the trainer's own forward before the update, or what the engine
     reported."""
+
+
+def check_coefficients(config: AlgorithmConfig, samples_per_step: int) -> None:
+    """Ranges of the weights of KL and entropy, and what their targets need."""
+    check_not_negative(
+        {f"algorithm.{name}": getattr(config, name) for name in ("kl_coef", "kl_target", "entropy_target")}
+    )
+    check_finite({"algorithm.entropy_coef": config.entropy_coef})
+    if not config.entropy_step > 0 or config.kl_horizon < 1:
+        raise ValueError(
+            f"--algorithm.entropy_step {config.entropy_step} and --algorithm.kl_horizon {config.kl_horizon}: both must "
+            "be above 0."
+        )
+    if config.kl_target and not config.kl_coef:
+        raise ValueError(
+            f"--algorithm.kl_target {config.kl_target} needs a --algorithm.kl_coef above 0 to start from: 0 times "
+            "anything stays 0. Use 0.01."
+        )
+    if config.kl_target and config.kl_horizon < samples_per_step:
+        raise ValueError(
+            f"--algorithm.kl_horizon {config.kl_horizon} is less than the {samples_per_step} samples of a step: the "
+            f"coefficient would jump. Use at least {10 * samples_per_step}."
+        )
+    if config.entropy_target and config.entropy_coef < 0:
+        raise ValueError(
+            f"--algorithm.entropy_coef {config.entropy_coef} is negative, and --algorithm.entropy_target holds it in "
+            "[0, 1]. Leave one of them out."
+        )
 
 
 @dataclass(kw_only=True, slots=True)

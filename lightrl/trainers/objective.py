@@ -1,4 +1,4 @@
-"""What a run optimises, from the names in its config: advantages of scored samples, and the loss of a micro-batch."""
+"""What a run optimises, from the names in its config: the loss of a micro-batch, and advantages of scored samples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.advantages import ScoredSamples, signal_counts
-from lightrl.algorithms.aggregation import mean_loss
+from lightrl.algorithms.aggregation import TokenWeights, mean_loss
 from lightrl.algorithms.corrections import OffPolicyTokens, corrected
+from lightrl.algorithms.entropy import entropy_bonus
 from lightrl.algorithms.kl import kl_terms
 from lightrl.algorithms.moments import moment_sums, whiten
 from lightrl.algorithms.registry import (
@@ -25,18 +26,19 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+from lightrl.trainers.coefficients import Coefficients
 
 GREEDY_BASELINE = "remax"
 
 
-class PolicyObjective:
+class PolicyLoss:
     """Built before anything expensive, so that a wrong name costs nothing."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, *, kl_in_loss: bool = True) -> None:
+        """kl_in_loss=False leaves the KL to the rewards, and only measures it here."""
         self._config = config
-        self._estimate = load_advantage(
-            config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
-        )
+        self._kl_in_loss = kl_in_loss
+        self.coefficients = Coefficients(config)
         self._policy_loss = load_loss(config.loss, named_values(config.loss_args, "algorithm.loss_args"))
         aggregation_args = named_values(config.aggregation_args, "algorithm.aggregation_args")
         self._aggregate = load_aggregation(config.aggregation, aggregation_args)
@@ -55,42 +57,13 @@ class PolicyObjective:
                 "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
             )
 
-    @property
-    def needs_greedy_baseline(self) -> bool:
-        """Whether advantages() must be given the reward of a greedy response to each prompt."""
-        return self._config.advantage == GREEDY_BASELINE
-
-    # ---- Advantages --------------------------------------------------------------------------------------------
-
-    def advantages(
-        self,
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        comm: Comm,
-        baselines: Sequence[float] | None = None,
-    ) -> list[Experience]:
-        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too."""
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
-        scored = ScoredSamples(
-            rewards=torch.tensor(rewards, dtype=torch.float64),
-            group_ids=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
-            lengths=lengths,
-            baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
-            signal_share=_signal_share(samples, rewards, comm),
-        )
-        values = self._estimate(scored).double() if samples else torch.zeros(0, dtype=torch.float64)
-        if self._config.advantage in WHITENED:
-            values = whiten(values, comm.all_reduce(moment_sums(values, lengths), "sum"))
-        return [
-            Experience(sample=sample, reward=reward, advantage=advantage)
-            for sample, reward, advantage in zip(samples, rewards, values.tolist(), strict=True)
-        ]
-
-    # ---- Loss --------------------------------------------------------------------------------------------------
-
     def weight(self, batch: PackedBatch) -> Tensor:
         """The micro-batch's share of the denominator, for train_batch."""
-        return self._aggregate(batch.loss_mask, batch.sequence_index, len(batch.keys)).total
+        return self.token_weights(batch).total
+
+    def token_weights(self, batch: PackedBatch) -> TokenWeights:
+        """How the micro-batch's tokens count."""
+        return self._aggregate(batch.loss_mask, batch.sequence_index, len(batch.keys))
 
     def loss(self, scores: TokenScores, batch: PackedBatch, statistics: Statistics) -> Tensor:
         """The mean over the micro-batch; train_batch turns it into the mean over all of them."""
@@ -124,8 +97,10 @@ class PolicyObjective:
         kl = self._kl(scores, batch)
         statistics.mean("kl", float(kl.detach().sum()), count)
         statistics.mean("entropy", float(torch.where(mask, scores.entropy.detach(), 0.0).sum()), count)
-        weights = self._aggregate(mask, batch.sequence_index, num_sequences)
-        return mean_loss(policy.terms + self._config.kl_coef * kl, weights)
+        terms = policy.terms + self.coefficients.kl * kl if self._kl_in_loss else policy.terms
+        if self.coefficients.entropy:
+            terms = terms + entropy_bonus(scores.entropy, mask, coef=self.coefficients.entropy)
+        return mean_loss(terms, self.token_weights(batch))
 
     def _kl(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         if batch.ref_logprobs is None or self._config.kl_coef == 0:
@@ -137,6 +112,45 @@ class PolicyObjective:
             kind=self._config.kl_estimator,
             gradient=self._config.kl_gradient,
         )
+
+
+class PolicyObjective(PolicyLoss):
+    """The loss, and from a sample's reward to its advantage."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        super().__init__(config)
+        self._estimate = load_advantage(
+            config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
+        )
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether advantages() must be given the reward of a greedy response to each prompt."""
+        return self._config.advantage == GREEDY_BASELINE
+
+    def advantages(
+        self,
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        comm: Comm,
+        baselines: Sequence[float] | None = None,
+    ) -> list[Experience]:
+        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too."""
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        scored = ScoredSamples(
+            rewards=torch.tensor(rewards, dtype=torch.float64),
+            group_ids=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
+            lengths=lengths,
+            baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
+            signal_share=_signal_share(samples, rewards, comm),
+        )
+        values = self._estimate(scored).double() if samples else torch.zeros(0, dtype=torch.float64)
+        if self._config.advantage in WHITENED:
+            values = whiten(values, comm.all_reduce(moment_sums(values, lengths), "sum"))
+        return [
+            Experience(sample=sample, reward=reward, advantage=advantage)
+            for sample, reward, advantage in zip(samples, rewards, values.tolist(), strict=True)
+        ]
 
 
 def _signal_share(samples: Sequence[Sample], rewards: Sequence[float], comm: Comm) -> float:

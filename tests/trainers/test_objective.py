@@ -13,7 +13,7 @@ from lightrl.config import AlgorithmConfig
 from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
 from lightrl.records import PackedBatch, Prompt, Sample, TokenScores
-from lightrl.trainers.objective import PolicyObjective
+from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 
 
 def loss_of(batch: PackedBatch, logprobs: torch.Tensor, **algorithm: object) -> tuple[torch.Tensor, Statistics]:
@@ -51,6 +51,34 @@ def test_the_kl_penalty_adds_its_mean() -> None:
     # 0.5 x 0.5^2 = 0.125 and 0; the mean 0.0625, times 0.1
     assert_close(loss.detach(), torch.tensor(0.00625), atol=1e-6, rtol=0)
     assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["kl"] == 0.0625
+
+
+def test_the_entropy_bonus_takes_off_its_mean() -> None:
+    logprobs, entropy = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 1.5, 9.0], requires_grad=True)
+    objective = PolicyObjective(AlgorithmConfig(entropy_coef=0.1))
+    batch = batch_of([0.0, 0.0, 0.0], [True, True, False])
+    loss = objective.loss(TokenScores(logprobs=logprobs, entropy=entropy), batch, Statistics())
+    loss.backward()
+    # -0.1 (0.5 + 1.5) / 2; the third is not trained
+    assert_close(loss.detach(), torch.tensor(-0.1), atol=1e-6, rtol=0)
+    assert_close(entropy.grad, torch.tensor([-0.05, -0.05, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_a_kl_in_the_reward_is_only_measured() -> None:
+    batch = batch_of([0.0], [True], ref_logprobs=torch.tensor([-1.5]))
+    scores = TokenScores(logprobs=torch.tensor([-1.0]), entropy=torch.zeros(1))
+    statistics = Statistics()
+    found = PolicyLoss(AlgorithmConfig(kl_coef=0.1, kl_estimator="k2"), kl_in_loss=False)
+    assert float(found.loss(scores, batch, statistics)) == 0
+    assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["kl"] == 0.125
+
+
+def test_coefficients_that_moved_are_the_ones_that_act() -> None:
+    objective = PolicyObjective(AlgorithmConfig(kl_coef=0.1, kl_estimator="k2"))
+    objective.coefficients.kl = 0.4
+    batch = batch_of([0.0], [True], ref_logprobs=torch.tensor([-1.5]))
+    scores = TokenScores(logprobs=torch.tensor([-1.0]), entropy=torch.zeros(1))
+    assert float(objective.loss(scores, batch, Statistics())) == pytest.approx(0.4 * 0.125, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
