@@ -163,6 +163,11 @@ def save_json(path: Path, value: Any) -> None:
     _replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def save_bytes(path: Path, content: bytes) -> None:
+    """Writes the file whole or not at all."""
+    _replace_file(path, content)
+
+
 def load_json(path: Path) -> Any:
     """What save_json wrote."""
     return json.loads(path.read_bytes())

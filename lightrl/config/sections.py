@@ -183,6 +183,8 @@ class CheckpointConfig:
     """Steps between checkpoints; also after the last step. 0 saves none."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    asynchronous: bool = False
+    """Train on while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
 
 
 @dataclass(kw_only=True, slots=True)

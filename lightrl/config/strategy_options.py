@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lightrl.config.parsing import option_names
 from lightrl.config.runs import RunConfig
 from lightrl.config.sections import (
+    CheckpointConfig,
     DeepSpeedConfig,
     DistributedConfig,
     FSDPConfig,
@@ -59,6 +60,7 @@ class StrategyOptions:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @classmethod
     def from_args(cls, args: Any) -> StrategyOptions:

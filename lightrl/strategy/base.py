@@ -38,6 +38,7 @@ from lightrl.metrics import memory_in_use
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.seeding import mix_seed
 from lightrl.strategy import critic_warmup, generation, offload, schedules
+from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.canary import Canary
 from lightrl.strategy.grad_scaler import GradScaler
 
@@ -110,6 +111,7 @@ class StrategyBase(ABC):
         self._trained: list[_Trained] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._offloaded: dict[str, offload.StorageOffloader] = {}
+        self._saving: BackgroundSave | None = None  # None on all ranks or on none
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
@@ -162,6 +164,12 @@ class StrategyBase(ABC):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> Any:
         """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
+
+    def poll_saving(self) -> None:
+        """Completes a checkpoint that is being written if all ranks have done so; raises on all what failed on one."""
+
+    def finish_saving(self) -> None:
+        """The same, but waits for it; every rank must call it."""
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -360,11 +368,14 @@ class StrategyBase(ABC):
         self.global_step = global_step
 
     def close(self) -> None:
-        """Ends the engine, then leaves the process group."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-        self.comm.close()
+        """Completes a checkpoint under way, ends the engine, then leaves the process group."""
+        try:
+            self.finish_saving()
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
+            self.comm.close()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -383,6 +394,7 @@ class StrategyBase(ABC):
         trained tokens, however they are split. This is the only place where a loss is scaled.
         """
         trained = self._trained_entry(model)
+        self.poll_saving()
         self.require_loaded_optimizer(trained.optimizer)  # now: later there would be gradients left over
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
         total = self.comm.all_reduce({"weight": sum(weights), "min_count": 0.0}, "sum")["weight"]

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.config import check_deepspeed
-from lightrl.strategy import critic_warmup, offload, state_files
+from lightrl.strategy import critic_warmup, offload
 from lightrl.strategy.single import compute_in_bfloat16, enable_gradient_checkpointing
+from lightrl.strategy.state_files import Piece, TensorReader
 from lightrl.strategy.torch_native import TorchStrategy, broadcast_buffers, broadcast_from_main, ensure_process_group
 from lightrl.strategy.zero_partitions import (
     DataclassOutputs,
@@ -228,10 +229,11 @@ class DeepSpeedStrategy(TorchStrategy):
 
     # ---- Optimizer states --------------------------------------------------------------------------------------
 
-    def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    def optimizer_pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
+        """One parameter's state is gathered at a time: a rank's part is no rows but a range of many parameters."""
         zero = _zero_of(model)
         if zero is None:
-            yield from super().optimizer_states(model, optimizer)
+            yield from super().optimizer_pieces(model, optimizer)
             return
         flats = _flat_of_each(zero)
         _link_states(zero)
@@ -241,11 +243,11 @@ class DeepSpeedStrategy(TorchStrategy):
             for key in sorted(state):
                 if torch.is_tensor(state[key]) and flat is not None and state[key].shape == flat.shape:
                     whole = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                    yield f"{name}/{key}", whole
+                    yield Piece(f"{name}/{key}", whole)
                 else:
-                    yield f"{name}/{key}", torch.as_tensor(state[key], dtype=torch.float32)  # the number of steps
+                    yield Piece(f"{name}/{key}", torch.as_tensor(state[key], dtype=torch.float32))  # number of steps
 
-    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: state_files.TensorReader) -> None:
+    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: TensorReader) -> None:
         zero = _zero_of(model)
         if zero is None:
             super().load_optimizer_states(model, optimizer, reader)
@@ -262,7 +264,7 @@ class DeepSpeedStrategy(TorchStrategy):
                     self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.to(self.device), key)
 
     def _make_state(
-        self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, reader: state_files.TensorReader
+        self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, reader: TensorReader
     ) -> None:
         """Moments of zero, as long as the flat tensor in which ZeRO keeps many parameters; and the number of steps."""
         state = optimizer.state[flat]

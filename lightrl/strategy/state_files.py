@@ -1,86 +1,179 @@
-"""Training state as safetensors of whole tensors under HF names, so that any strategy at any world size reads it.
+"""Training state as safetensors of tensors under HF names, so that any strategy at any world size reads it.
 
-Each rank gathers every tensor (a collective) but writes only its share, so no rank holds or writes the whole model.
+A rank writes the rows that it holds, or its share of the tensors that all ranks have whole, so no rank holds, gathers
+or writes the whole model. What is read back may be any rows of a tensor, whoever wrote them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightrl.checkpoint import load_json, save_json, save_tensors
+from lightrl.checkpoint import load_json, save_bytes, save_json, save_tensors
 from lightrl.comm import Comm
 
 _FILE_BYTES = 2 << 30  # a file is written when it has gathered this much, which bounds the memory it takes
 
 
-def write_tensors(directory: Path, kind: str, tensors: Iterable[tuple[str, Tensor]], comm: Comm) -> None:
-    """Writes (name, whole tensor) pairs, which every rank must iterate; tensor i goes to the rank least loaded."""
-    load = [0] * comm.world
-    pending: dict[str, Tensor] = {}
-    index: dict[str, str] = {}
-    pending_bytes = num_files = 0
+class Piece(NamedTuple):
+    """What a rank can write of a tensor: some of its rows, or the whole, which every rank then has."""
 
-    def flush() -> None:
-        nonlocal pending, pending_bytes, num_files
-        name = f"{kind}-rank{comm.rank:05d}-{num_files:05d}.safetensors"
-        save_tensors(directory / name, pending)
-        index.update(dict.fromkeys(pending, name))
-        pending, pending_bytes, num_files = {}, 0, num_files + 1
+    name: str
+    tensor: Tensor
+    rows: tuple[int, int] | None = None  # [first, last) of dim 0; None: the whole tensor
+    num_rows: int = 0  # of the whole tensor, where rows are given
 
-    for name, tensor in tensors:
-        writer = min(range(comm.world), key=load.__getitem__)
-        size = tensor.numel() * tensor.element_size()
-        load[writer] += size
-        if writer == comm.rank:
-            pending[name] = tensor.detach().to("cpu", copy=True)
-            pending_bytes += size
+
+class StateWriter:
+    """Writes this rank's files of one checkpoint, or keeps copies in host memory and the writing for later.
+
+    `jobs` is what is left to do then; they touch neither the model nor another rank, so a thread may run them.
+    """
+
+    def __init__(self, directory: Path, comm: Comm, *, deferred: bool = False) -> None:
+        self._directory = directory
+        self._comm = comm
+        self._deferred = deferred
+        self.jobs: list[Callable[[], None]] = []
+
+    def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
+        """Every rank must iterate the same names; a whole tensor goes to the rank that has the least of those."""
+        load = [0] * self._comm.world
+        pending: dict[str, Tensor] = {}
+        index: dict[str, dict[str, Any]] = {}
+        pending_bytes = num_files = 0
+
+        def flush() -> None:
+            nonlocal pending, pending_bytes, num_files
+            name = f"{kind}-rank{self._comm.rank:05d}-{num_files:05d}.safetensors"
+            tensors, path = pending, self._directory / name
+            index.update({key: {**index[key], "file": name} for key in tensors})
+            self._do(lambda: save_tensors(path, tensors))
+            pending, pending_bytes, num_files = {}, 0, num_files + 1
+
+        for piece in pieces:
+            if piece.rows is None:
+                writer = min(range(self._comm.world), key=load.__getitem__)
+                load[writer] += piece.tensor.nbytes
+                if writer != self._comm.rank:
+                    continue
+            elif piece.rows[0] == piece.rows[1]:
+                continue  # fewer rows than ranks, or another replica writes them
+            pending[piece.name] = piece.tensor.detach().to("cpu", copy=True)
+            index[piece.name] = _index_entry(piece)
+            pending_bytes += piece.tensor.nbytes
             if pending_bytes >= _FILE_BYTES:
                 flush()
-    if pending:
-        flush()
-    save_json(directory / f"{kind}-rank{comm.rank:05d}.json", index)
+        if pending:
+            flush()
+        path = self._directory / f"{kind}-rank{self._comm.rank:05d}.json"
+        self._do(lambda: save_json(path, index))
+
+    def add_object(self, name: str, value: Any) -> None:
+        """Plain values and tensors, as they are now."""
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        self._do(lambda: save_bytes(self._directory / name, buffer.getvalue()))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._deferred:
+            self.jobs.append(job)
+        else:
+            job()
+
+
+def _index_entry(piece: Piece) -> dict[str, Any]:
+    shape, dtype = list(piece.tensor.shape), str(piece.tensor.dtype).removeprefix("torch.")
+    if piece.rows is None:
+        return {"shape": shape, "dtype": dtype}
+    return {"shape": [piece.num_rows, *shape[1:]], "dtype": dtype, "rows": list(piece.rows)}
+
+
+class _Part(NamedTuple):
+    start: int
+    stop: int
+    file: str
 
 
 class TensorReader:
-    """Reads single tensors of what write_tensors wrote, at whatever world size that was."""
+    """Reads single tensors, or some rows of them, of what was written at whatever world size."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self._directory = directory
-        self._files: dict[str, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        self._keys: dict[str, list[str]] = {}
         for path in sorted(directory.glob(f"{kind}-rank*.json")):
-            self._files.update(load_json(path))
+            for name, entry in load_json(path).items():
+                shape = torch.Size(entry["shape"])
+                self._shapes[name], self._dtypes[name] = shape, getattr(torch, entry["dtype"])
+                start, stop = entry.get("rows", (0, shape[0] if shape else 1))
+                self._parts.setdefault(name, []).append(_Part(start, stop, entry["file"]))
+        for name in sorted(self._shapes):
+            parameter, _, key = name.rpartition("/")
+            self._keys.setdefault(parameter, []).append(key)
+        for parts in self._parts.values():
+            parts.sort()
 
     @property
     def names(self) -> set[str]:
-        return set(self._files)
+        return set(self._shapes)
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Of the whole tensor."""
+        return self._shapes[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
 
     def keys_of(self, parameter_name: str) -> list[str]:
         """Of optimizer states: the keys of one parameter."""
-        parts = (name.rpartition("/") for name in self._files)
-        return sorted(key for name, _, key in parts if name == parameter_name)
+        return self._keys.get(parameter_name, [])
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._directory / self._files[name]
+        """The whole tensor."""
+        shape = self._shapes[name]
+        return self.rows(name, 0, shape[0] if shape else 1)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of dim 0; a scalar has one."""
+        shape = self._shapes[name]
+        found: list[Tensor] = []
+        place = start
+        for part in self._parts[name]:
+            last = min(stop, part.stop)
+            if part.start <= place < last:
+                found.append(self._read(part.file, name, place - part.start, last - part.start, whole=not shape))
+                place = last
+        if start < stop and place != stop:
+            raise ValueError(f"{self._directory} lacks rows {place} to {stop} of {name}. Continue another step.")
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0, *shape[1:], dtype=self._dtypes[name])
+
+    def _read(self, file: str, name: str, start: int, stop: int, *, whole: bool) -> Tensor:
+        path = self._directory / file
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+            with safe_open(path, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[start:stop]
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}). Continue another step with --resume PATH.") from error
         return tensor
 
 
-def optimizer_state_tensors(
-    states: Iterable[tuple[str, dict[str, Any]]], gather: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name / state key, whole tensor) for every tensor state, in one order on all ranks."""
+def state_tensors(states: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, Tensor]]:
+    """An optimizer's states as (parameter name / state key, tensor), in one order on all ranks."""
+    found = []
     for name, state in states:
         for key in sorted(state):
             if not torch.is_tensor(state[key]):
                 raise ValueError(f"The optimizer's state {key!r} of {name} is no tensor, so it cannot be saved.")
-            yield f"{name}/{key}", gather(state[key])
+            found.append((f"{name}/{key}", state[key]))
+    return found

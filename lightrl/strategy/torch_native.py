@@ -24,9 +24,12 @@ from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
 from lightrl.comm import Comm, backend_for
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.strategy import critic_warmup, state_files
+from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.offload import local
+from lightrl.strategy.row_shards import own_rows
+from lightrl.strategy.state_files import Piece, StateWriter, TensorReader
 
 _MEGABYTE = 1 << 20
 
@@ -210,54 +213,97 @@ class TorchStrategy(StrategyBase):
         save_latest: bool = True,
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """A tag is a folder of its own under save_dir; at most max_num tags are kept. A companion is a folder in it."""
+        """A tag is a folder of its own under save_dir; at most max_num tags are kept. A companion is a folder in it.
+
+        With --checkpoint.asynchronous it returns when the state is copied to host memory. The checkpoint counts when
+        all ranks have written it: after a later update, finish_saving(), the next save, or close().
+        """
+        self.finish_saving()
         root = Path(save_dir) / tag if tag else Path(save_dir)
         directory = CheckpointDirectory(root, keep=max_num, max_bytes=max_mem * _MEGABYTE)
+        step = self.global_step
         with self.comm.phase("checkpoint", local=True):
             client_state = _checked_client_state(client_state or {})
-            temporary = directory.begin(self.global_step) if self.comm.is_main else None
+            temporary = directory.begin(step) if self.comm.is_main else None
         path = self.comm.broadcast_object(temporary)
         assert path is not None
+        is_asynchronous = self.options.checkpoint.asynchronous
         with self.comm.phase("checkpoint"):
-            self.write_state(path, model, client_state)
+            writer = StateWriter(path, self.comm, deferred=is_asynchronous)
+            self.write_state(writer, model, client_state)
+            jobs = [*writer.jobs]
             for name, companion in sorted((companions or {}).items()):
                 (path / name).mkdir(exist_ok=True)
-                self.write_state(path / name, companion, {})
-            self.comm.barrier()
+                writer = StateWriter(path / name, self.comm, deferred=is_asynchronous)
+                self.write_state(writer, companion, {})
+                jobs += writer.jobs
+
+        def commit() -> None:
+            directory.commit(step, is_latest=save_latest)
+            if tag:
+                _drop_old_tags(Path(save_dir), max_num)
+
+        self._saving = BackgroundSave(jobs, commit)
+        if not is_asynchronous:
+            self.finish_saving()
+
+    def poll_saving(self) -> None:
+        if self._saving is not None and self.comm.agree(self._saving.is_written):
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is None:  # on every rank, since all of them save together
+            return
+        with self.comm.phase("checkpoint", local=True):
+            saving.wait()
+            if saving.error is not None:
+                raise RuntimeError(f"A checkpoint could not be written: {saving.error}") from saving.error
         with self.comm.phase("checkpoint", local=True):
             if self.comm.is_main:
-                directory.commit(self.global_step, is_latest=save_latest)
-                if tag:
-                    _drop_old_tags(Path(save_dir), max_num)
+                saving.commit()
 
-    def write_state(self, path: Path, model: nn.Module, client_state: dict[str, Any]) -> None:
+    def write_state(self, writer: StateWriter, model: nn.Module, client_state: dict[str, Any]) -> None:
         """Everything a run needs to go on; every rank calls it, each writes files of its own name."""
         self.after_forward_only(model)
         self.require_loaded(model)
-        state_files.write_tensors(path, "model", self.gather_named(self._saved_tensors(model)), self.comm)
+        writer.add_tensors("model", self.pieces_of(self._saved_tensors(model)))
         misc: dict[str, Any] = {"global_step": self.global_step, "client_state": client_state}
         entry = next((entry for entry in self._trained if entry.model is model), None)
         if entry is not None:
             self.require_loaded_optimizer(entry.optimizer)
-            state_files.write_tensors(path, "optimizer", self.optimizer_states(model, entry.optimizer), self.comm)
+            writer.add_tensors("optimizer", self.optimizer_pieces(model, entry.optimizer))
             misc["has_optimizer"] = True
             misc["frozen_steps"] = critic_warmup.state_of(entry.optimizer)
             misc["grad_scaler"] = self.grad_scaler.state_dict()
             misc["scheduler"] = _plain_state(entry.scheduler) if entry.scheduler is not None else None
-        torch.save(_rng_state(), path / f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt")
+        writer.add_object(f"rng-rank{self.comm.rank:05d}-of-{self.comm.world:05d}.pt", _rng_state())
         if self.comm.is_main:
-            torch.save(misc, path / "state.pt")
+            writer.add_object("state.pt", misc)
+
+    def pieces_of(self, named: list[tuple[str, Tensor]]) -> Iterator[Piece]:
+        """What this rank writes of each tensor: its rows; gathered is only what is sharded in another way."""
+        others = []
+        for name, tensor in named:
+            rows = own_rows(tensor)
+            if rows is None:
+                others.append((name, tensor))
+                continue
+            stop = rows.stop if rows.is_first_replica else rows.start
+            yield Piece(name, local(tensor).detach(), (rows.start, stop), tensor.shape[0])
+        for name, whole in self.gather_named(others):
+            yield Piece(name, whole)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """All that a checkpoint holds of a model: every parameter once, and the persistent buffers."""
         named = [(name, self.readable(parameter)) for name, parameter in sorted(model.named_parameters())]
         return [*named, *persistent_buffers(model)]
 
-    def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name / state key, whole tensor), in one order on all ranks; every rank must iterate it."""
+    def optimizer_pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
+        """Named parameter name / state key, in one order on all ranks; every rank must iterate it."""
         named = sorted(model.named_parameters())
         states = [(name, optimizer.state[parameter]) for name, parameter in named if parameter in optimizer.state]
-        return state_files.optimizer_state_tensors(states, self.gather_whole)
+        return self.pieces_of(state_files.state_tensors(states))
 
     def load_ckpt(
         self,
@@ -271,6 +317,7 @@ class TorchStrategy(StrategyBase):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> Any:
         """Returns (path, client_state); (None, None) if load_dir holds no complete checkpoint and no tag was given."""
+        self.finish_saving()
         path = self._checkpoint_path(Path(load_dir), tag)
         if path is None:
             return None, None
@@ -319,7 +366,7 @@ class TorchStrategy(StrategyBase):
         return self.comm.broadcast_object(path)
 
     def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
-        reader = state_files.TensorReader(path, "model")
+        reader = TensorReader(path, "model")
         self.require_loaded(model)
         self.after_forward_only(model)
         named = dict(self._saved_tensors(model))
@@ -330,38 +377,42 @@ class TorchStrategy(StrategyBase):
                 f"unknown {unknown[:5] or 'nothing'}."
             )
         for name in sorted(set(named) & reader.names):
-            whole = reader[name]
-            shape = self.whole_shape(named[name])
-            if whole.shape != shape:
-                raise ValueError(f"{path}: {name} has shape {list(whole.shape)}, the model's {list(shape)}.")
-            self.copy_whole(named[name], whole)
+            found, shape = reader.shape_of(name), self.whole_shape(named[name])
+            if found != shape:
+                raise ValueError(f"{path}: {name} has shape {list(found)}, the model's {list(shape)}.")
+            self.read_into(named[name], reader, name)
         self.after_weights_loaded(model)
 
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, misc: dict[str, Any]) -> None:
         if not misc.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
         self.require_loaded_optimizer(optimizer)
-        reader = state_files.TensorReader(path, "optimizer")
+        reader = TensorReader(path, "optimizer")
         optimizer.state.clear()
         critic_warmup.restore(optimizer, misc.get("frozen_steps", []))
         self.grad_scaler.load_state_dict(misc.get("grad_scaler", {}))
         self.load_optimizer_states(model, optimizer, reader)
 
-    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: state_files.TensorReader) -> None:
-        """What optimizer_states gave, into an optimizer whose state is empty."""
+    @torch.no_grad()
+    def read_into(self, target: Tensor, reader: TensorReader, name: str) -> None:
+        """This rank's part of a saved tensor, and no more of the file where the part is rows."""
+        rows = own_rows(target)
+        if rows is None:
+            self.copy_whole(target, reader[name])
+        else:
+            local(target).copy_(reader.rows(name, rows.start, rows.stop))
+
+    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: TensorReader) -> None:
+        """What optimizer_pieces gave, into an optimizer whose state is empty."""
         for name, parameter in sorted(model.named_parameters()):
             for key in reader.keys_of(name):
-                whole = reader[f"{name}/{key}"]
-                is_alike = whole.shape == parameter.shape
-                # A step counter lives where a fused kernel reads it: beside the parameter.
-                optimizer.state[parameter][key] = (
-                    self._like_parameter(whole, parameter) if is_alike else whole.to(local(parameter).device)
-                )
-
-    def _like_parameter(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        state = torch.zeros_like(parameter, dtype=whole.dtype)
-        self.copy_whole(state, whole)
-        return state
+                saved = f"{name}/{key}"
+                if reader.shape_of(saved) == parameter.shape:
+                    state = torch.zeros_like(parameter, dtype=reader.dtype_of(saved))
+                    self.read_into(state, reader, saved)
+                else:  # a step counter lives where a fused kernel reads it: beside the parameter
+                    state = reader[saved].to(local(parameter).device)
+                optimizer.state[parameter][key] = state
 
 
 def _find_checkpoint(load_dir: Path, tag: str | None) -> Path | None:

@@ -58,9 +58,19 @@ def run_program(
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
+        output = _ended(process)
         raise SpmdError(f"No end after {timeout_s:.0f} s: {' '.join(command)}\n{output}") from None
     if (process.returncode != 0) != expect_failure:
         raise SpmdError(f"Exit code {process.returncode}: {' '.join(command)}\n{output}")
+    return output
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """Asks first: torchrun's ranks are sessions of their own, which only torchrun can end."""
+    process.terminate()
+    try:
+        output, _ = process.communicate(timeout=45)  # torchrun kills after 30 s
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
     return output

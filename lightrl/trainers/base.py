@@ -260,6 +260,7 @@ class Trainer(ABC):
             )
 
     def _finish(self, board: Any, console: RunConsole) -> None:
+        self.strategy.finish_saving()
         self.save_models(self.folder.final)
         if self.strategy.comm.is_main:
             console.final_table(self.folder.metrics())

@@ -1,0 +1,38 @@
+"""One checkpoint whose files are written by a thread, beside the training; it calls no collective."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BackgroundSave:
+    """Runs the jobs in order at once; an error ends them and waits to be asked for."""
+
+    jobs: Sequence[Callable[[], None]]
+    commit: Callable[[], None]  # makes it a checkpoint, on rank 0, once all ranks have written
+    error: BaseException | None = None
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for job in self.jobs:
+                job()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.jobs = ()  # they hold the copies of the tensors
+
+    @property
+    def is_written(self) -> bool:
+        """Also where an error ended it."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
