@@ -62,6 +62,52 @@ class Experience:
     def num_tokens(self) -> int:
         return len(self.sample.prompt_ids) + len(self.sample.response_ids)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The name of the sample, equal on every rank and for every world size."""
+        return (self.sample.position, self.sample.sample_index)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"A sample of prompt {self.sample.prompt.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Tokens of a data set to learn from. A conversation's later questions are part of the response, untrained."""
+
+    prompt_ids: tuple[int, ...]  # up to the first trained token
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]  # one per response token, True = trained
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One line of a data set to learn from without sampling: an answer to imitate, or a pair of them."""
+
+    index: int  # place in the data set
+    where: str  # file and line, for messages
+    answers: tuple[Answer, ...]  # one, or the chosen and the rejected
+    margin: float = 0.0  # by how much the chosen one should win
+    position: int = 0  # in the step's global batch
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.position, 0)
+
+    @property
+    def label(self) -> str:
+        return f"{self.where}: the example"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:

@@ -8,7 +8,8 @@ from lightrl.seeding import mix_seed
 
 NUM_HELDOUT = 512
 _SMALLEST, _LARGEST = 10, 99
-_SPLIT_SEED = 7
+_SPLIT_SEED, _ERROR_SEED = 7, 8
+_LARGEST_ERROR = 20
 
 
 def train_problems() -> list[dict[str, str]]:
@@ -19,6 +20,25 @@ def train_problems() -> list[dict[str, str]]:
 def heldout_problems() -> list[dict[str, str]]:
     """The 512 sums never trained on, in either order of their terms."""
     return [_problem(left, right) for left, right in _split()[1]]
+
+
+def with_responses(problems: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The right answer as the response to imitate."""
+    return [{"prompt": problem["prompt"], "response": problem["answer"]} for problem in problems]
+
+
+def with_pairs(problems: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The right answer as the chosen one, and one that is off by 1 to 20 as the rejected one."""
+    return [
+        {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": _wrong_answer(problem)}
+        for problem in problems
+    ]
+
+
+def _wrong_answer(problem: dict[str, str]) -> str:
+    draw = mix_seed(_ERROR_SEED, *problem["prompt"].encode()) % (2 * _LARGEST_ERROR)
+    error = draw - _LARGEST_ERROR if draw < _LARGEST_ERROR else draw - _LARGEST_ERROR + 1
+    return str(int(problem["answer"]) + error)
 
 
 def _problem(left: int, right: int) -> dict[str, str]:

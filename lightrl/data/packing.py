@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,22 @@ from torch import Tensor
 from lightrl.models.multimodal import join_vision, pack_positions
 from lightrl.records import EncodedPrompt, Experience, PackedBatch, Prompt, Sample
 
+
+class Packable(Protocol):
+    """What goes into one micro-batch as a whole: a sample, or an example with all its answers."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def key(self) -> Key: ...
+
+    @property
+    def label(self) -> str: ...
+
+
 _T = TypeVar("_T")
+_Item = TypeVar("_Item", bound=Packable)
 Key = tuple[int, int]  # (prompt position, sample index): names a sample on any world size
 TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
 
@@ -114,8 +129,8 @@ def unpack(batch: PackedBatch, values: Tensor) -> dict[Key, Tensor]:
 
 
 def split_micro_batches(
-    experiences: Sequence[Experience], *, max_tokens: int | None, max_samples: int | None, min_num: int = 1
-) -> list[list[Experience]]:
+    items: Sequence[_Item], *, max_tokens: int | None, max_samples: int | None, min_num: int = 1
+) -> list[list[_Item]]:
     """Cuts samples into as few micro-batches as the limits allow, of like size, largest first.
 
     The result depends on the set of samples, not on their order. It has at least min_num entries, so that ranks can
@@ -125,14 +140,14 @@ def split_micro_batches(
         max_tokens: prompt and response tokens of a micro-batch; None is no limit.
         max_samples: samples of a micro-batch; None is no limit.
     """
-    _check_limits(experiences, max_tokens, max_samples)
-    ordered = sorted(experiences, key=lambda item: (-item.num_tokens, sample_key(item.sample)))
+    _check_limits(items, max_tokens, max_samples)
+    ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     fewest = _first_fit(ordered, max_tokens, max_samples)
     num = max(min(min_num, len(ordered)), len(fewest))
     if num == min_num == 1:
         return fewest
 
-    def fits(batches: list[list[Experience]]) -> bool:
+    def fits(batches: list[list[_Item]]) -> bool:
         return all(_fits(batch, max_tokens, max_samples) for batch in batches)
 
     candidates = [_halved_until(fewest, num)]
@@ -226,36 +241,36 @@ def _loss_mask(samples: list[Sample], masks: Mapping[Key, Sequence[bool]] | None
     return torch.tensor(_per_token(samples, masks, "loss_masks"), dtype=torch.bool)
 
 
-def _check_limits(experiences: Sequence[Experience], max_tokens: int | None, max_samples: int | None) -> None:
+def _check_limits(items: Sequence[_Item], max_tokens: int | None, max_samples: int | None) -> None:
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: it must be at least 1, or None for no limit.")
     if max_tokens is None:
         return
-    for item in experiences:
+    for item in items:
         if item.num_tokens > max_tokens:
             raise ValueError(
-                f"A sample of prompt {item.sample.prompt.index} has {item.num_tokens} tokens (prompt and response), "
+                f"{item.label} has {item.num_tokens} tokens (prompt and response), "
                 f"more than a micro-batch may hold: raise --max_tokens_per_microbatch (now {max_tokens}) to at least "
                 f"{item.num_tokens}, or allow shorter prompts and responses."
             )
 
 
-def _num_tokens(batch: Sequence[Experience]) -> int:
+def _num_tokens(batch: Sequence[_Item]) -> int:
     return sum(item.num_tokens for item in batch)
 
 
-def _largest_load(batches: list[list[Experience]]) -> int:
+def _largest_load(batches: list[list[_Item]]) -> int:
     return max((_num_tokens(batch) for batch in batches), default=0)
 
 
-def _fits(batch: Sequence[Experience], max_tokens: int | None, max_samples: int | None) -> bool:
+def _fits(batch: Sequence[_Item], max_tokens: int | None, max_samples: int | None) -> bool:
     has_room = max_tokens is None or _num_tokens(batch) <= max_tokens
     return has_room and (max_samples is None or len(batch) <= max_samples)
 
 
-def _first_fit(ordered: list[Experience], max_tokens: int | None, max_samples: int | None) -> list[list[Experience]]:
+def _first_fit(ordered: list[_Item], max_tokens: int | None, max_samples: int | None) -> list[list[_Item]]:
     """First-fit decreasing: near the fewest bins that hold everything."""
-    batches: list[list[Experience]] = []
+    batches: list[list[_Item]] = []
     loads: list[int] = []
     for item in ordered:
         for place, batch in enumerate(batches):
@@ -270,7 +285,7 @@ def _first_fit(ordered: list[Experience], max_tokens: int | None, max_samples: i
     return batches
 
 
-def _halved_until(batches: list[list[Experience]], num: int) -> list[list[Experience]]:
+def _halved_until(batches: list[list[_Item]], num: int) -> list[list[_Item]]:
     """Splits the largest batch that can be split until there are num of them; the parts keep within any limit."""
     parts = list(batches)
     while len(parts) < num:
@@ -280,9 +295,9 @@ def _halved_until(batches: list[list[Experience]], num: int) -> list[list[Experi
     return parts
 
 
-def _balanced(ordered: list[Experience], num: int) -> list[list[Experience]]:
+def _balanced(ordered: list[_Item], num: int) -> list[list[_Item]]:
     """Longest first, each to the batch with the fewest tokens."""
-    batches: list[list[Experience]] = [[] for _ in range(num)]
+    batches: list[list[_Item]] = [[] for _ in range(num)]
     loads = [0] * num
     for item in ordered:
         place = min(range(num), key=lambda i: (loads[i], len(batches[i]), i))
@@ -291,9 +306,9 @@ def _balanced(ordered: list[Experience], num: int) -> list[list[Experience]]:
     return batches
 
 
-def _cut_in_order(ordered: list[Experience], num: int) -> list[list[Experience]]:
+def _cut_in_order(ordered: list[_Item], num: int) -> list[list[_Item]]:
     """Cuts the samples, sorted by length, at num - 1 places as near as can be to equal shares of the tokens."""
-    batches: list[list[Experience]] = []
+    batches: list[list[_Item]] = []
     start, tokens_left = 0, _num_tokens(ordered)
     for batches_left in range(num, 0, -1):
         last_start = len(ordered) - batches_left + 1  # leaves one sample to each of the others

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightrl.builtin.task import heldout_problems, train_problems
+from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
 from lightrl.data.media import image_size, resolved, video_size
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
@@ -23,6 +23,10 @@ ChatTemplateUse = Literal["auto", "always", "never"]
 _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
     "addition": train_problems,
     "addition-heldout": heldout_problems,
+    "addition-answers": lambda: with_responses(train_problems()),
+    "addition-answers-heldout": lambda: with_responses(heldout_problems()),
+    "addition-pairs": lambda: with_pairs(train_problems()),
+    "addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
 }
 _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
@@ -265,7 +269,7 @@ def _tokenize(
         if not value.strip():
             raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
         if chat_template == "never" or (chat_template == "auto" and not has_template):
-            return value, _require_tokens(_tokenize_raw(value, tokenizer), where, field)
+            return value, _require_tokens(tokenize_raw(value, tokenizer), where, field)
         messages = [{"role": "user", "content": value}]
     else:
         messages = _require_messages(value, where, field, takes_parts)
@@ -281,7 +285,8 @@ def _tokenize(
     return text, _require_tokens(tokenizer(text, add_special_tokens=False)["input_ids"], where, field)
 
 
-def _tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a text that no chat template rendered, to be gone on from."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
     token_ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
     # A tokenizer that ends each text with EOS would have the model answer after the end.
@@ -306,7 +311,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
     if not value:
         raise ValueError(f"{where}: {field!r} is an empty list. It must hold at least one message.")
     messages = [
-        _require_message(message, f"{where}: {field}[{place}]", takes_parts) for place, message in enumerate(value)
+        require_message(message, f"{where}: {field}[{place}]", takes_parts) for place, message in enumerate(value)
     ]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -316,7 +321,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
     return messages
 
 
-def _require_message(message: Any, where: str, takes_parts: bool) -> Record:
+def require_message(message: Any, where: str, takes_parts: bool) -> Record:
     """A message whose content is a string, or for a vision-language model a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content = message.get("content")

@@ -2,7 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrl.builtin.task import heldout_problems, train_problems
+from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
 
 
 def _prompts(problems: list[dict[str, str]]) -> set[str]:
@@ -43,3 +43,15 @@ def test_callers_cannot_edit_each_others_problems() -> None:
 def test_task_needs_no_torch() -> None:
     program = "import sys, lightrl.builtin.task; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_responses_are_the_answers() -> None:
+    assert with_responses(train_problems())[0] == {"prompt": "95+18=", "response": "113"}
+
+
+def test_rejected_answers_are_off_by_1_to_20_either_way() -> None:
+    pairs = with_pairs(train_problems())
+    errors = [int(pair["rejected"]) - int(pair["chosen"]) for pair in pairs]
+    assert sorted(set(errors)) == [*range(-20, 0), *range(1, 21)]
+    assert abs(sum(errors)) / len(errors) < 0.5  # of a spread of 12: neither side is preferred
+    assert pairs == with_pairs(train_problems())

@@ -1,0 +1,224 @@
+"""From records to Examples: answers that stand in the data set, rendered, tokenised, and masked to what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, Record, require_message, tokenize_raw
+from lightrl.records import Answer, Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleFields:
+    """Where the parts of an example stand in a record."""
+
+    prompt: str = "prompt"
+    response: str = "response"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    margin: str = "margin"
+    media: tuple[str, ...] = ("images", "videos")  # refused: only text is trained on here
+
+
+class ExampleBuilder:
+    """Turns records into examples for one tokenizer; a record that cannot be used is an error that says where it is.
+
+    Args:
+        chat_template: whether a prompt that is a string becomes one user message: "auto" if the tokenizer has a
+            template. Messages are always rendered by the template.
+        train_on: every assistant turn of a conversation, or its last one alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: ExampleFields,
+        *,
+        chat_template: ChatTemplateUse = "auto",
+        train_on: Literal["all", "last"] = "all",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._fields = fields
+        self._train_on = train_on
+        self._renders_strings = chat_template == "always" or (chat_template == "auto" and bool(tokenizer.chat_template))
+        self._special_ids = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    # ---- Records -----------------------------------------------------------------------------------------------
+
+    def responses(self, records: Sequence[LocatedRecord]) -> list[Example]:
+        """Of each record the response to its prompt, or what the assistant says in its messages."""
+        return [
+            Example(index=index, where=where, answers=(self._response(record, where),))
+            for index, (record, where) in enumerate(records)
+        ]
+
+    def pairs(self, records: Sequence[LocatedRecord]) -> list[Example]:
+        """Of each record the chosen and the rejected answer."""
+        return [self._pair(index, record, where) for index, (record, where) in enumerate(records)]
+
+    def _response(self, record: Record, where: str) -> Answer:
+        self._refuse_media(record, where)
+        fields = self._fields
+        if record.get(fields.response) is not None:
+            return self._answer(record, where, fields.response, self._train_on)
+        if record.get("messages") is not None:
+            return self._conversation(_messages(record["messages"], where, "messages"), where, self._train_on)
+        raise ValueError(
+            f"{where}: the record has neither {fields.response!r} nor 'messages', only {sorted(record)}. Name the "
+            "field that holds the response by --data.response_field."
+        )
+
+    def _pair(self, index: int, record: Record, where: str) -> Example:
+        self._refuse_media(record, where)
+        fields = self._fields
+        for option in ("chosen", "rejected"):
+            if record.get(getattr(fields, option)) is None:
+                raise ValueError(
+                    f"{where}: the record has no {getattr(fields, option)!r}, only {sorted(record)}. Name the field "
+                    f"by --data.{option}_field."
+                )
+        chosen = self._answer(record, where, fields.chosen, "last")
+        rejected = self._answer(record, where, fields.rejected, "last")
+        return Example(
+            index=index, where=where, answers=(chosen, rejected), margin=_margin(record.get(fields.margin), where)
+        )
+
+    def _answer(self, record: Record, where: str, field: str, train_on: Literal["all", "last"]) -> Answer:
+        """The field is a string, the messages that follow the prompt, or a whole conversation."""
+        value, prompt = record[field], record.get(self._fields.prompt)
+        if isinstance(value, list):
+            answer = _messages(value, where, field)
+            if answer[0]["role"] != "assistant":
+                return self._conversation(answer, where, train_on)
+        elif isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"{where}: {field!r} is empty: an answer must hold text.")
+            answer = [{"role": "assistant", "content": value}]
+        else:
+            raise ValueError(f"{where}: {field!r} is a {type(value).__name__}. It must be a string or messages.")
+        if prompt is None:
+            raise ValueError(
+                f"{where}: {field!r} is an answer, and the record has no {self._fields.prompt!r}, only "
+                f"{sorted(record)}. Name the field that holds the prompt by --data.prompt_field."
+            )
+        if isinstance(prompt, str) and not self._renders_strings and isinstance(value, str):
+            return self._encode([prompt, value], where, lambda text: tokenize_raw(text, self._tokenizer))
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return self._conversation(_messages(prompt, where, self._fields.prompt) + answer, where, train_on)
+
+    def _refuse_media(self, record: Record, where: str) -> None:
+        found = [field for field in self._fields.media if field and record.get(field)]
+        if found:
+            raise ValueError(
+                f"{where}: {found[0]!r} names images or videos, and only text is trained on here. Leave them out."
+            )
+
+    # ---- Text to tokens ----------------------------------------------------------------------------------------
+
+    def _conversation(self, messages: Messages, where: str, train_on: Literal["all", "last"]) -> Answer:
+        """Cuts the rendered text where an assistant turn begins and where it ends; what is behind the last is left."""
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"{where}: messages are rendered by a chat template, and the tokenizer has none. Use a model that has "
+                "one, or give prompt and response as strings."
+            )
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+        if not all(messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns):
+            raise ValueError(f"{where}: an answer is empty. It must hold text.")
+        text = self._render(messages[: turns[-1] + 1], where)
+        parts: list[str] = []
+        done = 0
+        for turn in turns if train_on == "all" else turns[-1:]:
+            before = self._render(messages[:turn], where, add_generation_prompt=True)
+            # What stands behind the end of the turn, such as a line break, is the template's and not the model's.
+            after = self._render(messages[: turn + 1], where).rstrip()
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"{where}: the chat template renders the assistant's turn {turn} otherwise when more follows, so "
+                    "what to train cannot be told. Use --data.train_on last."
+                )
+            parts += [text[done : len(before)], after[len(before) :]]
+            done = len(after)
+        return self._encode(parts, where, self._tokenize)
+
+    def _render(self, messages: Messages, where: str, **settings: Any) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+        except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
+            raise ValueError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
+        """Parts are in turn given and trained; the last one gets an end token unless the template gave it one."""
+        pieces = self._tokens_of_parts(parts, tokenize)
+        end = self._tokenizer.eos_token_id
+        if end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
+            pieces[-1].append(end)
+        if not pieces[0]:
+            raise ValueError(f"{where}: the prompt has no tokens, and a response needs something before it.")
+        mask = [place % 2 == 0 for place, piece in enumerate(pieces[1:]) for _ in piece]
+        return Answer(
+            prompt_ids=tuple(pieces[0]),
+            response_ids=tuple(token for piece in pieces[1:] for token in piece),
+            loss_mask=tuple(mask),
+        )
+
+    def _tokens_of_parts(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> list[list[int]]:
+        """Of the whole text, cut; where a token would cross a cut, of each part alone, as the model will meet them."""
+        whole = tokenize("".join(parts))
+        pieces, text, done = [], "", 0
+        for part in parts[:-1]:
+            text += part
+            so_far = tokenize(text)
+            if whole[: len(so_far)] != so_far:
+                return [tokenize(parts[0]), *(self._tokenize(other) for other in parts[1:])]
+            pieces.append(so_far[done:])
+            done = len(so_far)
+        return [*pieces, whole[done:]]
+
+
+def keep_fitting(
+    examples: Sequence[Example], *, max_tokens: int, too_long: Literal["error", "skip"]
+) -> tuple[list[Example], int]:
+    """The examples all of whose answers have at most max_tokens, and the number of those left out."""
+    fitting = []
+    for example in examples:
+        longest = max(answer.num_tokens for answer in example.answers)
+        if longest <= max_tokens:
+            fitting.append(example)
+        elif too_long == "error":
+            raise ValueError(
+                f"{example.where}: prompt and answer have {longest} tokens, and there is room for {max_tokens}. "
+                "Shorten it, raise --data.max_tokens if the model's context allows, or leave such lines out by "
+                "--data.too_long skip."
+            )
+    if examples and not fitting:
+        raise ValueError(f"All {len(examples)} examples have more than {max_tokens} tokens: none is left.")
+    return fitting, len(examples) - len(fitting)
+
+
+def _messages(value: Any, where: str, field: str) -> Messages:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'{where}: {field!r} must be a list of messages, each {{"role": ..., "content": ...}}.')
+    return [
+        require_message(message, f"{where}: {field}[{place}]", takes_parts=False) for place, message in enumerate(value)
+    ]
+
+
+def _margin(value: Any, where: str) -> float:
+    try:
+        return 0.0 if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: the margin is {value!r}. It must be a number.") from None

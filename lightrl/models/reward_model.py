@@ -1,0 +1,162 @@
+"""A reward model: one score per sequence of a pack, by the same head and rule as transformers' own classifiers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lightrl.models.packed_attention import ATTENTION_NAME, packed_hidden_states, use_packed_attention
+from lightrl.models.policy import disable_dropout
+from lightrl.records import PackedBatch
+from lightrl.seeding import mix_seed
+
+_HEAD = "score"
+_HEAD_STREAM = 0x53434F5245  # keeps the draw of a new head apart from what else is drawn from the same seed
+_CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences check_reward_scores() runs: two of equal length, one longer
+
+
+class RewardModel(nn.Module):
+    """Scores a sequence by its last token that is no padding token, as AutoModelForSequenceClassification does."""
+
+    is_actor = False
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        """Takes over a sequence-classification model of one label; its attention becomes the packed one."""
+        super().__init__()
+        self.hf: Any = hf_model
+        use_packed_attention(hf_model.get_decoder())
+        disable_dropout(hf_model)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """[S] float32, in the order of batch.keys."""
+        hidden = packed_hidden_states(self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens)
+        places = _last_places(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
+        with torch.autocast(hidden.device.type, enabled=False):  # scores are compared: half precision is too coarse
+            scores = F.linear(hidden[places].float(), self.hf.score.weight.float())
+        return scores[:, 0]
+
+
+def _last_places(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
+    """[S] of each sequence the last place with another token than padding; its first where there is none."""
+    device = input_ids.device
+    starts = torch.tensor(cu_seqlens[:-1], device=device)
+    lengths = torch.tensor([end - start for start, end in pairwise(cu_seqlens)], device=device)
+    owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=len(input_ids))
+    candidates = torch.where(input_ids != pad_token_id, torch.arange(len(input_ids), device=device), 0)
+    return starts.scatter_reduce(0, owners, candidates, "amax")
+
+
+def load_reward_model(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, seed: int, trust_remote_code: bool = False
+) -> RewardModel:
+    """In float32, from a language model (its head is drawn anew) or from a reward model (its head is kept).
+
+    materialize=False builds it on the meta device, for ranks that get its weights later.
+    """
+    config = _config(path, tokenizer, trust_remote_code=trust_remote_code)
+    loader, settings = AutoModelForSequenceClassification, {"dtype": torch.float32}
+    if materialize:
+        model = _load(path, config, seed, trust_remote_code=trust_remote_code)
+    else:
+        with torch.device("meta"):
+            model = loader.from_config(config, trust_remote_code=trust_remote_code, **settings)
+    model.config.use_cache = False
+    return RewardModel(model)
+
+
+def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Any:
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    if is_classifier and config.num_labels != 1:
+        raise ValueError(f"--model {path} scores {config.num_labels} labels: a reward model has one. Choose another.")
+    is_remote = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if not is_remote and type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ValueError(
+            f"transformers has no sequence classifier of model type {config.model_type!r}, so it cannot become a "
+            "reward model. Choose another model."
+        )
+    config.num_labels = 1
+    # Who loads the model pads by the tokenizer; without a padding token a batch of several could not be scored.
+    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if config.pad_token_id is None:
+        raise ValueError(f"--model {path}: its tokenizer has neither a padding nor an end token. Give it one.")
+    return config
+
+
+def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreTrainedModel:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # that the head is new is no news
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    head = f"{_HEAD}.weight"
+    if not hasattr(model, _HEAD) or getattr(model.score, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has no linear head named {_HEAD!r} without a bias.")
+    missing = sorted(set(report["missing_keys"]) - {head})
+    if missing:
+        raise ValueError(f"--model {path} lacks weights of the model's body: {', '.join(missing[:5])}.")
+    if head in report["missing_keys"]:
+        generator = torch.Generator().manual_seed(mix_seed(_HEAD_STREAM, seed))
+        with torch.no_grad():  # small, so that the first scores are near 0
+            model.score.weight.normal_(0.0, 1 / (model.score.in_features + 1), generator=generator)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_reward_scores(model: RewardModel) -> None:
+    """Raises ValueError unless the scores of a pack are those of the model's own forward, to 1e-3.
+
+    For models that pool or mix tokens in another way. Run it before the model is sharded.
+    """
+    device = next(model.parameters()).device
+    sequences = [_random_ids(model.hf.config, length, seed) for seed, length in enumerate(_CHECK_LENGTHS)]
+    decoder, is_training = model.hf.get_decoder(), model.training
+    model.eval()
+    with torch.no_grad():
+        ours = model(_unscored_pack(sequences).to(device))
+        decoder.set_attn_implementation("eager")
+        try:
+            theirs = torch.cat([model.hf(input_ids=ids[None].to(device)).logits[:, 0] for ids in sequences])
+        finally:
+            decoder.set_attn_implementation(ATTENTION_NAME)
+    model.train(is_training)
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    if not difference <= 1e-3:  # a NaN fails too
+        raise ValueError(
+            f"The scores of model type {model.hf.config.model_type!r} differ from its own by {difference:.2g} relative "
+            "(1e-3 is allowed): it pools tokens in a way that lightrl does not know. Choose another model."
+        )
+
+
+def _random_ids(config: Any, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.get_text_config().vocab_size, (length,), generator=generator)
+
+
+def _unscored_pack(sequences: list[Tensor]) -> PackedBatch:
+    """Sequences as a pack of which no token is a response."""
+    starts = [0]
+    for ids in sequences:
+        starts.append(starts[-1] + len(ids))
+    empty = torch.zeros(0)
+    return PackedBatch(
+        input_ids=torch.cat(sequences),
+        position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),
+        cu_seqlens=tuple(starts),
+        score_index=empty.long(),
+        targets=empty.long(),
+        sequence_index=empty.long(),
+        loss_mask=empty.bool(),
+        advantages=empty,
+        sampler_logprobs=empty,
+        keys=tuple((0, place) for place in range(len(sequences))),
+    )
