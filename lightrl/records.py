@@ -1,13 +1,17 @@
-"""What passes between the stages of a step. Frozen: a stage makes a new record, it never edits another's."""
+"""What passes between the stages of a step. Frozen: a stage makes a new record, it never edits another's.
+
+Loads no torch, so that a process that only reads texts starts at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -160,8 +164,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | VisionInputs)}
-        return replace(self, **moved)  # type: ignore[arg-type]
+        return replace(self, **{name: value.to(device) for name, value in values.items() if hasattr(value, "to")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,94 +1,173 @@
-"""What a reward is, and how samples are scored by one. A reward that fails stops the run: it never counts as 0."""
+"""Runs one reward over samples, whatever its kind. What fails becomes an error in the sample's place, never a 0."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from numbers import Real
-from typing import Protocol, TypeAlias, cast
+from typing import Any
 
 from lightrl.records import Sample
-
-_MAX_SHOWN = 200  # characters of a response in an error
-
-
-class Reward(Protocol):
-    """Judges one sample. It must depend on the sample alone: ranks score their own samples, in any order."""
-
-    def __call__(self, sample: Sample, /) -> float: ...
+from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, failed, not_a_number, wrong_count
+from lightrl.rewards.kinds import AnyReward, kind_of, reward_name
+from lightrl.rewards.time_limit import TimeLimitError, time_limit
+from lightrl.rewards.worker_pool import WorkerPool
 
 
-class BatchReward(Protocol):
-    """Judges many samples at once, a number for each in their order, as a reward model does best."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringLimits:
+    """What a reward may take."""
 
-    is_batched: bool  # True; @batch_reward sets it
-
-    def __call__(self, samples: Sequence[Sample], /) -> Sequence[float]: ...
-
-
-AnyReward: TypeAlias = Reward | BatchReward
+    timeout_s: float = 0.0  # for each sample; 0 sets no limit
+    concurrency: int = 32  # calls of an async reward that wait at the same time
+    num_workers: int = 1  # processes of an isolated reward
 
 
-class RewardError(RuntimeError):
-    """A reward raised, or returned what is not a finite number."""
+class RewardRunner:
+    """A reward that is ready to be run. Its signature is checked here, before anything expensive."""
 
+    def __init__(self, reward: AnyReward, limits: ScoringLimits | None = None, *, name: str = "") -> None:
+        self.reward: Any = reward
+        self.name = name or reward_name(reward)
+        self.kind = kind_of(reward)
+        self._limits = limits or ScoringLimits()
+        self._loop: asyncio.AbstractEventLoop | None = (
+            None  # one for all calls: a session that the user keeps hangs on it
+        )
+        self._pool: WorkerPool | None = None
+        if self.kind.isolation is not None:
+            self._pool = WorkerPool(
+                reward, self.kind.isolation, num_workers=self._limits.num_workers, timeout_s=self._limits.timeout_s
+            )
 
-def batch_reward(function: Callable[[Sequence[Sample]], Sequence[float]]) -> BatchReward:
-    """Marks a function from many samples to a number for each as a batch reward."""
-    reward = cast(BatchReward, function)
-    reward.is_batched = True
-    return reward
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """An outcome for each sample. Raises RewardError as soon as the budget is exceeded."""
+        units = self._units(samples)
+        if self._pool is not None:
+            outcomes = self._checked_all(units, self._pool.run(samples), budget)
+        elif self.kind.is_async:
+            outcomes = self._run_async(units, budget)
+        else:
+            outcomes = [self._recorded(self._call(unit, budget), budget) for unit in units]
+        return [outcome for unit in outcomes for outcome in unit]
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._loop = self._pool = None
+
+    def _units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each call."""
+        if self.kind.scope == "batch":
+            return [list(samples)] if samples else []
+        if self.kind.scope == "group":
+            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.position)]
+        return [[sample] for sample in samples]
+
+    def _recorded(self, outcomes: list[Outcome], budget: FailureBudget) -> list[Outcome]:
+        budget.record(outcomes)
+        return outcomes
+
+    # ---- Plain -------------------------------------------------------------------------------------------------
+
+    def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
+        try:
+            with time_limit(self._limits.timeout_s * len(unit)):
+                returned = self.reward(unit[0] if self.kind.scope == "sample" else unit)
+                values = [returned] if self.kind.scope == "sample" else list(returned)
+        except Exception as error:
+            if self._goes_on_singly(unit, budget):
+                return [outcome for sample in unit for outcome in self._call([sample], budget)]
+            return [failed(self.name, unit, error)] * len(unit)
+        return self._checked(unit, values)
+
+    def _goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
+        """Where failures are allowed, a bad sample costs only itself, however the ranks have split the batch."""
+        return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
+
+    def _checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
+        if len(values) != len(unit):
+            return [wrong_count(self.name, unit, len(values))] * len(unit)
+        return [self._checked_one(sample, value) for sample, value in zip(unit, values, strict=True)]
+
+    def _checked_one(self, sample: Sample, value: object) -> Outcome:
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+        return not_a_number(self.name, sample, value)
+
+    # ---- Isolated ----------------------------------------------------------------------------------------------
+
+    def _checked_all(self, units: list[list[Sample]], values: list[Any], budget: FailureBudget) -> list[list[Outcome]]:
+        outcomes: list[list[Outcome]] = []
+        for unit, value in zip(units, values, strict=True):
+            is_error = isinstance(value, Exception)
+            found = failed(self.name, unit, value) if is_error else self._checked_one(unit[0], value)
+            outcomes.append(self._recorded([found], budget))
+        return outcomes
+
+    # ---- Async -------------------------------------------------------------------------------------------------
+
+    def _run_async(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
+        if not units:
+            return []
+        self._loop = self._loop or asyncio.new_event_loop()
+        rounds = 1 + math.ceil(len(units) / self._limits.concurrency)
+        try:
+            # The limits of the single calls cannot end one that blocks the loop itself.
+            with time_limit(self._limits.timeout_s * rounds * max(map(len, units))):
+                return self._loop.run_until_complete(self._gather(units, budget))
+        except TimeLimitError as error:
+            raise RewardError(
+                f"The reward {self.name!r} is async and blocks: it waits for something without await."
+            ) from error
+
+    async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
+        gate = asyncio.Semaphore(self._limits.concurrency)
+
+        async def run_one(unit: list[Sample]) -> list[Outcome]:
+            async with gate:
+                outcomes = await self._call_async(unit, budget)
+            return self._recorded(outcomes, budget)
+
+        tasks = [asyncio.ensure_future(run_one(unit)) for unit in units]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one exceeded the budget the others are not waited for
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _call_async(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
+        timeout_s = self._limits.timeout_s * len(unit)
+        call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
+        try:
+            returned = await asyncio.wait_for(call, timeout_s or None)
+            values = [returned] if self.kind.scope == "sample" else list(returned)
+        except Exception as error:
+            if self._goes_on_singly(unit, budget):
+                return [outcome for sample in unit for outcome in await self._call_async([sample], budget)]
+            if isinstance(error, asyncio.TimeoutError):
+                error = TimeLimitError(f"no result after {timeout_s:g} s")
+            return [failed(self.name, unit, error)] * len(unit)
+        return self._checked(unit, values)
 
 
 def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
     """The reward of each sample. Raises RewardError naming the reward, the prompt and the response it failed on."""
-    if getattr(reward, "is_batched", False):
-        return _score_batch(cast(BatchReward, reward), samples)
-    return [_score_one(cast(Reward, reward), sample) for sample in samples]
-
-
-def _score_one(reward: Reward, sample: Sample) -> float:
+    runner = RewardRunner(reward)
     try:
-        value = reward(sample)
-    except Exception as error:
-        raise RewardError(f"{_name(reward)} raised {_describe(error)} on {_place(sample)}.") from error
-    return _require_finite(value, reward, sample)
+        outcomes = runner.run(samples, FailureBudget())
+    finally:
+        runner.close()
+    return [_require_number(outcome) for outcome in outcomes]
 
 
-def _score_batch(reward: BatchReward, samples: Sequence[Sample]) -> list[float]:
-    if not samples:
-        return []
-    try:
-        values = list(reward(samples))
-    except Exception as error:
-        raise RewardError(
-            f"{_name(reward)} raised {_describe(error)} on {len(samples)} samples, first {_place(samples[0])}."
-        ) from error
-    if len(values) != len(samples):
-        raise RewardError(f"{_name(reward)} returned {len(values)} numbers for {len(samples)} samples: one for each.")
-    return [_require_finite(value, reward, sample) for value, sample in zip(values, samples, strict=True)]
-
-
-def _require_finite(value: object, reward: AnyReward, sample: Sample) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise RewardError(
-            f"{_name(reward)} returned {_shorten(repr(value))} ({type(value).__name__}) on {_place(sample)}. "
-            "A reward must return a finite int, float or bool."
-        )
-    return float(value)
-
-
-def _name(reward: AnyReward) -> str:
-    return f"The reward {getattr(reward, '__name__', type(reward).__name__)!r}"
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {_shorten(str(error)).rstrip('.')}"
-
-
-def _place(sample: Sample) -> str:
-    return f"prompt {sample.prompt.index}, sample {sample.sample_index}, response {_shorten(sample.text)!r}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+def _require_number(outcome: Outcome) -> float:
+    if isinstance(outcome, RewardError):
+        raise outcome
+    return outcome

@@ -21,16 +21,19 @@ TABLE = {}
 """
 
 
+_NEEDED = {"length": {"target": 10}}
+
+
 @pytest.mark.parametrize("name", sorted(BUILTIN_REWARDS))
 def test_each_builtin_loads_by_its_name(name: str) -> None:
-    assert getattr(load_reward(name), "__name__", None) == name
+    assert callable(load_reward(name, _NEEDED.get(name)))
 
 
 def test_a_misspelt_name_gives_the_nearest_and_all() -> None:
     with pytest.raises(
         ValueError,
-        match="Unknown reward 'exct_match'. Did you mean exact_match. Choose one of exact_match, contains, "
-        "last_number, or give your own as package.module:my_reward or path/to/file.py:my_reward.",
+        match="Unknown reward 'exct_match'. Did you mean exact_match.* Choose one of exact_match, contains, "
+        "last_number, .*, or give your own as package.module:my_reward or path/to/file.py:my_reward.",
     ):
         load_reward("exct_match")
 
@@ -86,3 +89,31 @@ def test_an_import_that_fails_inside_the_users_module_is_shown_as_it_is(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="No module named 'absent_dependency'"):
         load_reward("own_broken_module:f")
+
+
+def test_parameters_are_checked_and_read_as_declared(tmp_path: Path) -> None:
+    path = tmp_path / "with_parameters.py"
+    path.write_text(
+        "def scaled(sample, *, by: float = 2.0, pattern: str = '', flag: bool = False):\n"
+        "    return by, pattern, flag\n"
+        "def needing(sample, *, by: int):\n"
+        "    return by\n"
+        "class Built:\n"
+        "    def __init__(self, *, by: int = 1):\n"
+        "        self.by = by\n"
+        "    def __call__(self, sample):\n"
+        "        return self.by\n"
+    )
+    given = {"by": "3e-1", "pattern": "[a-z]: 1", "flag": "true"}
+    assert load_reward(f"{path}:scaled", given)(None) == (0.3, "[a-z]: 1", True)  # type: ignore[arg-type, comparison-overlap]
+    assert load_reward(f"{path}:Built", {"by": "4"})(None) == 4  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no parameter 'bye'. It has by, pattern, flag."):
+        load_reward(f"{path}:scaled", {"bye": "1"})
+    with pytest.raises(ValueError, match="by is 'x', and it must be float"):
+        load_reward(f"{path}:scaled", {"by": "x"})
+    with pytest.raises(ValueError, match="by is 'true', and it must be int"):
+        load_reward(f"{path}:needing", {"by": "true"})
+    with pytest.raises(ValueError, match=r"needs a value for by: give --reward_args .*needing.by="):
+        load_reward(f"{path}:needing")
+    with pytest.raises(ValueError, match="'exact_match' has no parameter 'x'. It has none."):
+        load_reward("exact_match", {"x": "1"})

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from reward_samples import answered, doing_as_told
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import RewardError, batch_reward, load_reward, score
+from lightrl.rewards import NoVerdictError, RewardError, batch_reward, group_reward, load_reward, score
+from lightrl.rewards.failures import FailureBudget
+from lightrl.rewards.scoring import RewardRunner, ScoringLimits
 
 
 def sample(index: int, text: str) -> Sample:
@@ -127,3 +132,147 @@ def test_an_object_can_be_a_reward() -> None:
     assert score(Constant(), [sample(0, "")]) == [1.0]
     with pytest.raises(RewardError, match="The reward 'Constant' returned nan"):
         score(Constant(), [sample(0, "x")])
+
+
+# ---- Groups, async, limits ---------------------------------------------------------------------------------------
+
+
+def run(reward: Any, samples: list[Sample], *, max_failures: int = 0, **limits: Any) -> tuple[list[Any], FailureBudget]:
+    runner, budget = RewardRunner(reward, ScoringLimits(**limits), name="mine"), FailureBudget(max_failures)
+    try:
+        return runner.run(samples, budget), budget
+    finally:
+        runner.close()
+
+
+def test_a_group_reward_sees_each_prompts_samples_together() -> None:
+    @group_reward
+    def rank(samples: Sequence[Sample]) -> list[float]:
+        order = sorted(len(sample.text) for sample in samples)
+        return [order.index(len(sample.text)) for sample in samples]
+
+    samples = [answered(text, position=place) for place, text in [(4, "aaa"), (4, "a"), (7, "b"), (7, "bb"), (7, "b")]]
+    assert score(rank, samples) == [1.0, 0.0, 0.0, 2.0, 0.0]
+    assert score(rank, []) == []
+
+
+def test_a_group_that_fails_fails_whole_and_alone() -> None:
+    @group_reward
+    def picky(samples: Sequence[Sample]) -> list[float]:
+        return [float(sample.text) for sample in samples]
+
+    outcomes, budget = run(picky, [answered("1"), answered("x"), answered("2", position=1)], max_failures=2)
+    assert [isinstance(item, RewardError) for item in outcomes] == [True, True, False]
+    assert len(budget.failures) == 2
+
+
+def test_a_failing_batch_is_tried_singly_where_failures_are_allowed() -> None:
+    @batch_reward
+    def numbers(samples: Sequence[Sample]) -> list[float]:
+        return [float(sample.text) for sample in samples]
+
+    @batch_reward
+    async def async_numbers(samples: Sequence[Sample]) -> list[float]:
+        return numbers(samples)  # type: ignore[return-value]
+
+    for reward in (numbers, async_numbers):
+        outcomes, budget = run(reward, [answered("1"), answered("x"), answered("2")], max_failures=1)
+        assert [outcomes[0], outcomes[2]] == [1.0, 2.0]
+        assert "'x'" in str(outcomes[1])
+        assert len(budget.failures) == 1
+        with pytest.raises(RewardError, match="on 3 samples, first prompt 10"):
+            run(reward, [answered("1"), answered("x"), answered("2")])
+
+
+def test_async_rewards_wait_together_up_to_the_limit() -> None:
+    running, most = 0, 0
+
+    async def waiting(sample: Sample) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return float(sample.text)
+
+    outcomes, _ = run(waiting, [answered(str(place)) for place in range(10)], concurrency=4)
+    assert outcomes == [float(place) for place in range(10)]
+    assert most == 4
+
+
+def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
+    loops = []
+
+    async def looping(sample: Sample) -> float:
+        loops.append(asyncio.get_running_loop())
+        return 0.0
+
+    runner = RewardRunner(looping)
+    runner.run([answered("")], FailureBudget())
+    runner.run([answered("")], FailureBudget())
+    runner.close()
+    assert loops[0] is loops[1]
+
+
+def test_a_hanging_reward_fails_its_own_sample() -> None:
+    def slow(sample: Sample) -> float:
+        time.sleep(60 if sample.text == "hang" else 0)
+        return 1.0
+
+    async def slow_async(sample: Sample) -> float:
+        await asyncio.sleep(60 if sample.text == "hang" else 0)
+        return 1.0
+
+    for reward in (slow, slow_async):
+        started = time.monotonic()
+        outcomes, _ = run(reward, [answered("a"), answered("hang"), answered("b")], max_failures=1, timeout_s=0.3)
+        assert [outcomes[0], outcomes[2]] == [1.0, 1.0]
+        assert "raised TimeLimitError: no result after 0.3 s on prompt 10" in str(outcomes[1])
+        with pytest.raises(RewardError, match="no result after 0.3 s"):
+            run(reward, [answered("hang")], timeout_s=0.3)
+        assert time.monotonic() - started < 30
+
+
+def test_an_async_reward_that_blocks_is_told_so() -> None:
+    async def blocking(sample: Sample) -> float:
+        time.sleep(60)
+        return 1.0
+
+    with pytest.raises(RewardError, match="'mine' is async and blocks: it waits for something without await"):
+        run(blocking, [answered("a")], timeout_s=0.1)
+
+
+def test_past_the_budget_the_others_are_not_waited_for() -> None:
+    ended = []
+
+    async def failing(sample: Sample) -> float:
+        if sample.text == "x":
+            raise OSError("no connection")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(sample.text)
+        return 1.0
+
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="no connection"):
+        run(failing, [answered("a"), answered("b"), answered("x")])
+    assert ended == ["a", "b"]
+    assert time.monotonic() - started < 20
+
+
+def test_no_verdict_stops_nothing() -> None:
+    def unsure(sample: Sample) -> float:
+        raise NoVerdictError("who knows")
+
+    outcomes, budget = run(unsure, [answered("a"), answered("b")])
+    assert all(item.is_no_verdict for item in outcomes)
+    assert len(budget.no_verdicts) == 2
+    assert not budget.failures
+
+
+def test_an_isolated_reward_runs_elsewhere_and_names_its_failures() -> None:
+    outcomes, budget = run(doing_as_told, [answered("2"), answered("x")], max_failures=1)
+    assert outcomes[0] == 2.0
+    assert "The reward 'mine' raised WorkerError: ValueError" in str(outcomes[1])
+    assert len(budget.failures) == 1

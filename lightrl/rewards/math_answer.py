@@ -1,0 +1,53 @@
+"""1 for a response whose mathematical answer equals the prompt's, by math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+from lightrl.records import Sample
+from lightrl.rewards.expected import expected_answer
+from lightrl.rewards.kinds import Isolation, NoVerdictError
+
+_FINAL_ANSWER = "####"  # what word problems set before the answer in their solutions
+
+
+class MathAnswer:
+    """Whether the answer found in the response (boxed, LaTeX, or the last number) equals the prompt's."""
+
+    # In a process of its own: the parser and sympy can hang or eat all memory on what a model writes, and math-verify's
+    # own time limit works in the main thread only.
+    isolation = Isolation(timeout_s=5.0, no_verdict_if_stopped=True)
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError('The reward math needs math-verify: pip install "lightrl[math]".')
+
+    def __call__(self, sample: Sample, /) -> float:
+        verifier = _verifier()
+        expected = _parse_expected(verifier, expected_answer(sample))
+        given = verifier.parse(sample.text, parsing_timeout=None)
+        try:
+            is_right = verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True)
+        except Exception as error:
+            raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
+        return float(is_right)
+
+
+def _parse_expected(verifier: Any, answer: str) -> list[Any]:
+    """The parsed answer; a ValueError if it is none, since a reward of 0 would hide that."""
+    answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
+    is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+    parsed: list[Any] = verifier.parse(answer if is_marked else f"${answer}$", parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"math-verify finds no mathematical expression in the prompt's answer {answer!r}")
+    return parsed
+
+
+def _verifier() -> Any:
+    import math_verify  # noqa: PLC0415  (optional, and it loads sympy)
+
+    # It warns of a time limit that is off; the process has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify

@@ -1,0 +1,32 @@
+"""Rewards by the number of response tokens: towards a length, or against too many."""
+
+from __future__ import annotations
+
+from lightrl.records import Sample
+
+
+class ResponseLength:
+    """Exactly one of target and limit is given.
+
+    target: 1 at so many tokens, falling linearly to 0 at none and at twice as many. limit: 0 up to limit - cache
+    tokens, from there linearly to -1 at the limit, and -1 beyond it (DAPO's soft overlong punishment, arXiv:2503.14476,
+    equation 13).
+    """
+
+    def __init__(self, *, target: int = 0, limit: int = 0, cache: int = 0) -> None:
+        if (target > 0) == (limit > 0) or not 0 <= cache <= limit:
+            raise ValueError(
+                f"The reward length needs either a target above 0, or a limit above 0 with a cache between 0 and the "
+                f"limit: it has target {target}, limit {limit}, cache {cache}. Give --reward_args length.target=N, or "
+                "length.limit=N length.cache=M."
+            )
+        self._target, self._limit, self._cache = target, limit, cache
+
+    def __call__(self, sample: Sample, /) -> float:
+        length = len(sample.response_ids)
+        if self._target:
+            return max(0.0, 1 - abs(length - self._target) / self._target)
+        if length > self._limit:
+            return -1.0
+        free = self._limit - self._cache
+        return (free - length) / self._cache if length > free else 0.0

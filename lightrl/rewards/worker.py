@@ -1,0 +1,78 @@
+"""The process behind an isolated reward: scores the samples it is sent, one at a time. Started by WorkerPool."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from lightrl.rewards.kinds import NoVerdictError
+from lightrl.rewards.loading import run_file
+from lightrl.rewards.messages import Reply, receive, send
+from lightrl.rewards.time_limit import TimeLimitError, time_limit
+
+_MEMORY_BYTES = 2 << 30  # beyond what the loaded reward holds
+
+
+def serve() -> None:
+    """Answers until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which closes the pipe
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what the reward prints must not get among the replies
+    try:
+        file, packed = receive(requests)
+        if file:
+            run_file(Path(file))
+        reward: Any = pickle.loads(packed)
+    except Exception as error:
+        send(replies, _failure(error))
+        return
+    _limit_memory()
+    send(replies, Reply())
+    while True:
+        try:
+            sample, timeout_s = receive(requests)
+        except EOFError:
+            return
+        send(replies, _answer(reward, sample, timeout_s))
+
+
+def _answer(reward: Any, sample: Any, timeout_s: float) -> Reply:
+    try:
+        with time_limit(timeout_s):
+            value = reward(sample)
+    except Exception as error:
+        return _failure(error)
+    return Reply(value=float(value) if isinstance(value, Real) else repr(value))
+
+
+def _failure(error: Exception) -> Reply:
+    return Reply(
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        is_no_verdict=isinstance(error, NoVerdictError),
+        is_stopped=isinstance(error, TimeLimitError),
+    )
+
+
+def _limit_memory() -> None:
+    """Of data, not of addresses: torch maps many times what it uses."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    limit = int(lines["VmData"].split()[0]) * 1024 + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    try:
+        serve()
+    except BrokenPipeError:  # the owner is gone
+        sys.exit(0)

@@ -1,0 +1,156 @@
+"""Processes that run an isolated reward. One that hangs, even in C, is killed and replaced."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from lightrl.records import Sample
+from lightrl.rewards.kinds import Isolation, NoVerdictError, reward_name, unwrapped
+from lightrl.rewards.loading import FILE_MODULE_PREFIX
+from lightrl.rewards.messages import Reply, receive, send
+
+_START_S = 120.0  # for imports, on a busy machine
+_GRACE_S = 2.0  # for a worker to stop by itself before it is killed
+
+
+class WorkerError(Exception):
+    """A reward raised in a worker; the cause holds the traceback from there."""
+
+
+class WorkerTraceback(Exception):  # noqa: N818  (a text shown as the cause of a WorkerError, never raised by itself)
+    """The traceback as the worker wrote it."""
+
+
+class WorkerPool:
+    """Starts its processes at the first use and keeps them."""
+
+    def __init__(self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float) -> None:
+        self._name, self._packed = reward_name(reward), packed_for_worker(reward)
+        self._isolation = isolation
+        self._num_workers = max(1, num_workers)
+        self._timeout_s = min((limit for limit in (timeout_s, isolation.timeout_s) if limit), default=0.0)
+        self._workers: list[_Worker] = []
+
+    def run(self, samples: Sequence[Sample]) -> list[Any]:
+        """For each sample what the reward returned, or an exception in its place."""
+        while len(self._workers) < min(self._num_workers, len(samples)):
+            self._workers.append(_Worker(self._name, self._packed))
+        if not samples:
+            return []
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+
+        def run_one(sample: Sample) -> Any:
+            worker = idle.get()
+            try:
+                return self._result(worker.ask(sample, self._timeout_s))
+            finally:
+                idle.put(worker)
+
+        with ThreadPoolExecutor(max_workers=len(self._workers)) as threads:
+            return list(threads.map(run_one, samples))
+
+    def _result(self, reply: Reply) -> Any:
+        if not reply.error:
+            return reply.value
+        error: Exception
+        if reply.is_no_verdict or (reply.is_stopped and self._isolation.no_verdict_if_stopped):
+            error = NoVerdictError(reply.error)
+        else:
+            error = WorkerError(reply.error)
+        if reply.traceback:
+            error.__cause__ = WorkerTraceback(f"in the worker:\n{reply.traceback}")
+        return error
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+class _Worker:
+    """One process; it is started again by the next question after it was killed."""
+
+    def __init__(self, name: str, packed: tuple[str, bytes]) -> None:
+        self._name = name
+        self._packed = packed
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, sample: Sample, timeout_s: float) -> Reply:
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin.fileno(), (sample, timeout_s))
+            reply: Reply = receive(process.stdout.fileno(), timeout_s + _GRACE_S if timeout_s else None)
+        except TimeoutError:
+            self.kill()
+            return Reply(error=f"no result after {timeout_s:g} s; its process was killed", is_stopped=True)
+        except (EOFError, BrokenPipeError):
+            code = process.wait()
+            self.kill()
+            return Reply(error=f"its process ended with exit code {code}", is_stopped=True)
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightrl.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_worker_environment(),
+            start_new_session=True,  # so that what the reward starts is killed with it
+        )
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin.fileno(), self._packed)
+            reply: Reply = receive(process.stdout.fileno(), _START_S)
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
+            self.kill()
+            raise RuntimeError(f"A process for the reward {self._name!r} did not start within {_START_S} s.") from error
+        if reply.error:
+            self.kill()
+            raise RuntimeError(f"A process could not load the reward {self._name!r}: {reply.traceback}")
+        return process
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _worker_environment() -> dict[str, str]:
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def packed_for_worker(reward: Any) -> tuple[str, bytes]:
+    """(the file to run first or "", the pickled reward), by which another process gets the same."""
+    function = unwrapped(reward)
+    named = function if inspect.isfunction(function) else type(function)
+    if named.__module__ == "__main__" or "<" in named.__qualname__:
+        raise ValueError(
+            f"The reward {reward_name(reward)!r} is isolated, and its processes cannot find it: define it at the top "
+            "of a file or module other than the one that is started."
+        )
+    file = inspect.getfile(named) if named.__module__.startswith(FILE_MODULE_PREFIX) else ""
+    return file, pickle.dumps(reward)

@@ -1,0 +1,56 @@
+"""Samples with a text and an answer, for the tests of rewards."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightrl.records import FinishReason, Prompt, Sample
+from lightrl.rewards import NoVerdictError, isolated_reward
+
+
+def answered(
+    text: str,
+    answer: Any = None,
+    *,
+    position: int = 0,
+    sample_index: int = 0,
+    num_tokens: int = 0,
+    prompt_text: str = "",
+    finish_reason: FinishReason = "stop",
+    fields: dict[str, Any] | None = None,
+) -> Sample:
+    return Sample(
+        prompt=Prompt(index=10 + position, text=prompt_text, token_ids=(1,), answer=answer, fields=fields or {}),
+        position=position,
+        sample_index=sample_index,
+        response_ids=(7,) * num_tokens,
+        sampler_logprobs=(0.0,) * num_tokens,
+        versions=(0,) * num_tokens,
+        finish_reason=finish_reason,
+        text=text,
+    )
+
+
+@isolated_reward(timeout_s=1.5)
+def doing_as_told(sample: Sample, *, scale: float = 1.0) -> float:
+    """The response says what happens."""
+    if sample.text == "sleep":
+        time.sleep(100)
+    if sample.text == "hang in C":
+        max(range(10**13))
+    if sample.text == "crash":
+        import os
+
+        os._exit(7)
+    if sample.text == "eat":
+        return float(len(bytearray(4 << 30)))
+    if sample.text == "no verdict":
+        raise NoVerdictError("who knows")
+    print("a print does no harm")
+    return float(sample.text) * scale
+
+
+@isolated_reward(timeout_s=0.5, no_verdict_if_stopped=True)
+def forgiving(sample: Sample) -> float:
+    return doing_as_told(sample)

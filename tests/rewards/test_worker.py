@@ -1,0 +1,49 @@
+"""The worker's own end, spoken to over pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from reward_samples import answered, doing_as_told
+
+from lightrl.rewards.messages import receive, send
+from lightrl.rewards.worker_pool import packed_for_worker
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[int, int]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "lightrl.rewards.worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdin
+        assert process.stdout
+        yield process.stdin.fileno(), process.stdout.fileno()
+        process.stdin.close()
+        assert process.wait(20) == 0  # the end of its input ends it
+
+
+def test_it_serves_until_its_input_ends(worker: tuple[int, int]) -> None:
+    requests, replies = worker
+    send(requests, packed_for_worker(doing_as_told))
+    assert not receive(replies, 60).error
+    send(requests, (answered("1.5"), 10.0))
+    assert receive(replies, 20).value == 1.5
+    send(requests, (answered("sleep"), 0.2))
+    late = receive(replies, 20)
+    assert late.is_stopped
+    assert "time.sleep" in late.traceback  # says where it hung
+
+
+def test_a_reward_that_cannot_be_loaded_is_told(worker: tuple[int, int]) -> None:
+    requests, replies = worker
+    send(requests, ("", b"no pickle"))
+    assert "UnpicklingError" in receive(replies, 60).error
+
+
+def test_it_starts_without_torch() -> None:
+    check = "import lightrl.rewards.worker, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -1,0 +1,84 @@
+"""Real worker processes: what hangs, crashes or eats memory costs its own sample only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import answered, doing_as_told, forgiving
+
+from lightrl.rewards import NoVerdictError, load_reward
+from lightrl.rewards.kinds import Isolation, kind_of
+from lightrl.rewards.worker_pool import WorkerError, WorkerPool, packed_for_worker
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(partial(doing_as_told, scale=2.0), Isolation(timeout_s=1.5), num_workers=1, timeout_s=60)
+    yield pool
+    pool.close()
+
+
+def run(pool: WorkerPool, *texts: str) -> list[Any]:
+    return pool.run([answered(text) for text in texts])
+
+
+def test_values_come_in_order_and_errors_in_their_place(pool: WorkerPool) -> None:
+    two, four, error, nan, unsure = run(pool, "1", "2", "one", "nan", "no verdict")
+    assert (two, four) == (2.0, 4.0)
+    assert nan != nan
+    assert isinstance(error, WorkerError)
+    assert str(error).startswith("ValueError: could not convert")
+    assert "in doing_as_told" in str(error.__cause__)
+    assert isinstance(unsure, NoVerdictError)
+    assert pool.run([]) == []
+
+
+def test_what_hangs_crashes_or_eats_memory_costs_only_itself(pool: WorkerPool) -> None:
+    started = time.monotonic()
+    sleep, eat, crash, one, stuck, two = run(pool, "sleep", "eat", "crash", "1", "hang in C", "2")
+    assert "no result after 1.5 s" in str(sleep)
+    assert "MemoryError" in str(eat)
+    assert "ended with exit code 7" in str(crash)
+    assert "its process was killed" in str(stuck)
+    assert (one, two) == (2.0, 4.0)
+    assert time.monotonic() - started < 60
+
+
+def test_a_forgiving_reward_has_no_verdict_where_it_is_stopped() -> None:
+    isolation = kind_of(forgiving).isolation
+    assert isolation is not None
+    pool = WorkerPool(forgiving, isolation, num_workers=2, timeout_s=0)
+    try:
+        three, sleep, crash, error = run(pool, "3", "sleep", "crash", "x")
+    finally:
+        pool.close()
+    assert three == 3.0
+    assert isinstance(sleep, NoVerdictError)
+    assert isinstance(crash, NoVerdictError)
+    assert isinstance(error, WorkerError)
+
+
+def test_a_reward_of_a_file_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "own_isolated.py"
+    path.write_text(
+        "from lightrl.rewards import isolated_reward\n"
+        "@isolated_reward()\n"
+        "def doubled(sample, *, add: float = 0.0):\n"
+        "    return 2 * float(sample.text) + add\n"
+    )
+    reward = load_reward(f"{path}:doubled", {"add": "1"})
+    pool = WorkerPool(reward, Isolation(), num_workers=1, timeout_s=5)
+    try:
+        assert run(pool, "1.5") == [4.0]
+    finally:
+        pool.close()
+
+
+def test_what_another_process_cannot_find_is_told_at_once() -> None:
+    with pytest.raises(ValueError, match="'<lambda>' is isolated, and its processes cannot find it"):
+        packed_for_worker(lambda sample: 0.0)
