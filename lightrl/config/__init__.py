@@ -24,6 +24,7 @@ from lightrl.config.sections import (
     NativeEngineConfig,
     OptimConfig,
     check_deepspeed,
+    lr_scales,
 )
 from lightrl.config.strategy_options import StrategyOptions
 from lightrl.config.values import engine_arguments, named_values, nearest_multiples, nearest_name
@@ -49,6 +50,7 @@ __all__ = [
     "describe_batches",
     "engine_arguments",
     "exit_with_user_error",
+    "lr_scales",
     "named_values",
     "nearest_multiples",
     "nearest_name",

@@ -18,6 +18,7 @@ from lightrl.config.sections import (
     OptimConfig,
     check_coefficients,
     check_deepspeed,
+    check_optim,
 )
 from lightrl.config.values import (
     check_at_least_one,
@@ -102,6 +103,7 @@ class RunConfig:
                 "checkpoint.every": self.checkpoint.every,
                 "log.samples_per_step": self.log.samples_per_step,
             }
+                "optim.min_lr": self.optim.min_lr,
         )
         check_at_least_one(
             {
@@ -116,6 +118,7 @@ class RunConfig:
 
     @property
     def samples_per_update(self) -> int:
+        check_optim(self.optim, self.lr)
         """Over all ranks, at an optimizer step."""
         raise NotImplementedError
 
@@ -127,6 +130,13 @@ class RunConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig(RunConfig):
+    @property
+    def schedule_length(self) -> int:
+        """Of a whole run, in units of --optim.schedule_unit."""
+        if self.optim.schedule_unit == "rl_step":
+            return self.max_steps
+        return self.max_steps * self.optimizer_steps_per_step
+
     """What a trainer needs that generates and scores what it learns from."""
 
     engine: str = "native"

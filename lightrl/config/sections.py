@@ -10,23 +10,68 @@ from lightrl.config.values import check_finite, check_not_negative
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of the transformer's blocks and adamw for the rest. muon needs whole matrices:
+    --strategy single or ddp."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: float = 1e-8
     """AdamW's epsilon."""
+    momentum: float = 0.95
+    """Muon's momentum. Its update has the size of AdamW's, so that both share lr and weight_decay."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay; vectors (norms, biases) are never decayed."""
+    """Decoupled weight decay; vectors (norms, biases) are never decayed."""
+    decay_embeddings: bool = True
+    """Whether the decay is also of the token embeddings and the output layer."""
+    lr_scales: tuple[str, ...] = ()
+    """Factors of the learning rate by parameter, as pattern=factor, such as lm_head=0.1 or layers.*.mlp=2. A pattern
+    is looked for anywhere in the name, * stands for any text, and the first that fits counts."""
     max_norm: float = 1.0
     """Clip the global gradient norm to this; 0 never clips."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up. Its unit is the optimizer step, of which a run has max_steps x num_epochs x
-    num_minibatches."""
+    """Learning rate after the warm-up."""
+    schedule_unit: Literal["optimizer_step", "rl_step"] = "optimizer_step"
+    """What warm-up and schedule count: updates, of which a run has max_steps x num_epochs x num_minibatches and skipped
+    ones do not count; or steps of the run, of which it has max_steps."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from lr / warmup_steps to lr."""
+    """Units of linear warm-up from lr / warmup_steps to lr."""
     warmup_ratio: float = 0.0
-    """The same as a share of all optimizer steps; used when warmup_steps is 0."""
+    """The same as a share of all units, in place of warmup_steps."""
+    min_lr: float = 0.0
+    """The schedule ends at this learning rate."""
     min_lr_ratio: float = 0.0
-    """The schedule ends at lr times this."""
+    """The same as a share of lr, in place of min_lr."""
+
+
+def check_optim(config: OptimConfig, lr: float) -> None:
+    """What cannot be honoured together."""
+    for one, other in (("min_lr", "min_lr_ratio"), ("warmup_steps", "warmup_ratio")):
+        if getattr(config, one) and getattr(config, other):
+            raise ValueError(
+                f"--optim.{one} {getattr(config, one)} and --optim.{other} {getattr(config, other)} say the same: give "
+                "one of them."
+            )
+    if config.min_lr > lr:
+        raise ValueError(f"--optim.min_lr {config.min_lr} is above --lr {lr}, at which the schedule begins.")
+    if not 0 <= config.momentum < 1:
+        raise ValueError(f"--optim.momentum is {config.momentum}: it must be in [0, 1).")
+    lr_scales(config)
+
+
+def lr_scales(config: OptimConfig) -> dict[str, float]:
+    """--optim.lr_scales as {pattern: factor}, in the order given."""
+    found: dict[str, float] = {}
+    for item in config.lr_scales:
+        pattern, _, factor = item.rpartition("=")
+        try:
+            found[pattern] = float(factor)
+        except ValueError:
+            found[pattern] = -1.0
+        if not pattern or not 0 <= found[pattern] < float("inf"):
+            raise ValueError(f"--optim.lr_scales {item!r}: it must be pattern=factor, such as lm_head=0.1.")
+    if len(found) < len(config.lr_scales):
+        raise ValueError(f"--optim.lr_scales {' '.join(config.lr_scales)}: a pattern is given twice.")
+    return found
 
 
 @dataclass(kw_only=True, slots=True)

@@ -264,7 +264,8 @@ class StrategyBase(ABC):
         """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
 
         A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
-        max_steps counts optimizer steps. critic, reward_models (one, a list, or None) and initial_model may be None.
+        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
+        or None) and initial_model may be None.
         """
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
         if actor is not None:
@@ -694,10 +695,9 @@ class StrategyBase(ABC):
         """All trained models' states; returns the bytes freed on this rank."""
         return sum(self.maybe_offload_optimizer(entry.optimizer) for entry in self._trained)
 
-    def load_optimizer(self, device_id: Any = None) -> None:
-        """Brings all states back to the device they left, whatever device_id says."""
-        for entry in self._trained:
-            self.maybe_load_optimizer(entry.optimizer)
+    def load_optimizer(self, device_id: Any = None) -> int:
+        """Brings all states back to the device they left, whatever device_id says; returns the bytes loaded."""
+        return sum(self.maybe_load_optimizer(entry.optimizer) for entry in self._trained)
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> int:
         """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device.
@@ -712,18 +712,20 @@ class StrategyBase(ABC):
                 freed += self._offloader(f"gradients {id(entry.model)}").offload(self.gradient_tensors(entry.model))
         return freed
 
-    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> None:
+    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> int:
         """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
 
-        They return to the device they left, whatever device_id says.
+        They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         for entry in self._trained:
             self._offloader(f"parameters {id(entry.model)}").restore()
             gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
             if gradients is None:  # they never left
                 continue
-            gradients.restore()
-            if not load_grad:
+            num_bytes = gradients.restore()
+            if load_grad:
+                loaded += num_bytes
+            else:
                 self.drop_gradients(entry.model)
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
@@ -765,6 +767,7 @@ class StrategyBase(ABC):
         if not full_state_dict:
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
         chosen = model if model is not None else self._trained_entry(None).model
+        loaded = 0
         device = torch.device("cpu") if cpu_offload else self.device
         return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
@@ -773,6 +776,7 @@ class StrategyBase(ABC):
     def save_checkpoint(self, save_path: str, step: int = 0) -> None:
         self.set_global_step(step)
         self.save_ckpt(self._trained_entry(None).model, save_path, max_mem=0)
+        return loaded
 
     def load_checkpoint(self, load_path: str) -> Any:
         return self.load_ckpt(self._trained_entry(None).model, load_path)

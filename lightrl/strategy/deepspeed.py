@@ -43,6 +43,8 @@ _OFTEN_LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")  # w
 class DeepSpeedStrategy(TorchStrategy):
     """The stage is --deepspeed.zero_stage. A model gets its engine when its optimizer is registered."""
 
+    steps_whole_matrices = False
+
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
@@ -149,8 +151,9 @@ class DeepSpeedStrategy(TorchStrategy):
         if not self.options.deepspeed.cpu_adam:
             return super().create_optimizer(model, **kwargs)
         plain = super().create_optimizer(model, **{**kwargs, "fused": False})
-        settings = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in plain.param_groups]
+        settings = {name: plain.defaults[name] for name in ("betas", "eps")}
+        kept = ("params", "weight_decay", "lr", "lr_scale")
+        groups = [{name: group[name] for name in kept} for group in plain.param_groups]
         optimizer: Optimizer = self._deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         return optimizer
 
@@ -196,6 +199,11 @@ class DeepSpeedStrategy(TorchStrategy):
 
     def shard_of(self, parameter: Tensor) -> Tensor:
         return own_shard(parameter, self.comm.rank) if is_partitioned(parameter) else parameter.detach()
+
+    def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
+        super().write_shard(parameter, shard)
+        if is_partitioned(parameter) and parameter.numel():  # one that is kept whole as well
+            parameter.data.copy_(self.comm.all_gather(shard).view(parameter.shape))
 
     def num_holders(self, parameter: Tensor) -> int:
         return 1 if is_partitioned(parameter) else self.comm.world

@@ -23,6 +23,7 @@ class FSDPStrategy(TorchStrategy):
     """Shards each transformer block as a unit and the rest (tied embeddings included) in the root unit."""
 
     mesh: DeviceMesh
+    steps_whole_matrices = False
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         super().setup_distributed(timeout, num_gpu_per_node)

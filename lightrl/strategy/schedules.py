@@ -1,4 +1,4 @@
-"""Learning-rate schedules as a factor of the peak rate. The unit is the optimizer step."""
+"""Learning-rate schedules as a factor of the peak rate. What a step is, --optim.schedule_unit says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightrl.config import OptimConfig
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Factor for the update after `step` finished ones: (step + 1) / warmup_steps in the warm-up, then the schedule."""
+    """Factor after `step` finished ones: (step + 1) / warmup_steps in the warm-up, then the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -25,13 +25,17 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_
 
 
 def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """The schedule that the options name, over total_steps optimizer steps."""
-    warmup_steps = config.warmup_steps or int(config.warmup_ratio * total_steps)
+    """The schedule that the options name, over total_steps of its units.
+
+    A group's own factor of the rate (--optim.lr_scales) holds at every step, at the end of the schedule too.
+    """
+    first = optimizer.param_groups[0]
+    peak = float(first["lr"]) / (first.get("lr_scale", 1.0) or 1.0)
     factor = partial(
         lr_factor,
         kind=config.schedule,
-        warmup_steps=warmup_steps,
+        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
         total_steps=total_steps,
-        min_ratio=config.min_lr_ratio,
+        min_ratio=config.min_lr / peak if config.min_lr and peak else config.min_lr_ratio,
     )
     return LambdaLR(optimizer, factor)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,9 @@ from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.offload import local
+from lightrl.strategy.muon import MuonWithAdamW
 from lightrl.strategy.row_shards import own_rows
+from lightrl.strategy.parameter_groups import parameter_groups
 from lightrl.strategy.state_files import Piece, StateWriter, TensorReader
 
 _MEGABYTE = 1 << 20
@@ -39,6 +41,8 @@ class TorchStrategy(StrategyBase):
 
     @property
     def averaging_ranks(self) -> int:
+    steps_whole_matrices: ClassVar[bool] = True  # False where an optimizer sees a shard of each parameter
+
         """How many ranks the back end averages a gradient over; 1 if it has no reduction."""
         return 1
 
@@ -93,14 +97,22 @@ class TorchStrategy(StrategyBase):
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
         optim = self.options.optim
-        weight_decay = kwargs.pop("weight_decay", optim.weight_decay)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if len(self.whole_shape(p)) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trainable if len(self.whole_shape(p)) < 2], "weight_decay": 0.0},
-        ]
-        settings = {"lr": self.options.lr, "betas": optim.betas, "eps": optim.eps, "fused": True, **kwargs}
-        return torch.optim.AdamW([group for group in groups if group["params"]], **settings)
+        groups = parameter_groups(
+            model,
+            optim,
+            lr=kwargs.pop("lr", self.options.lr),
+            weight_decay=kwargs.pop("weight_decay", optim.weight_decay),
+            shape_of=self.whole_shape,
+        )
+        settings = {"betas": optim.betas, "eps": optim.eps, "fused": True, **kwargs}
+        if optim.name == "muon":
+            if not self.steps_whole_matrices:
+                raise ValueError(
+                    f"--optim.name muon needs whole matrices, which {type(self).__name__} does not keep on a rank. Use "
+                    "--strategy ddp or single, or --optim.name adamw."
+                )
+            return MuonWithAdamW(groups, momentum=optim.momentum, **settings)
+        return torch.optim.AdamW(groups, **settings)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
         weight = kwargs.pop("weight", None)
@@ -136,7 +148,7 @@ class TorchStrategy(StrategyBase):
         self.grad_scaler.update(is_finite)
         if is_finite:
             critic_warmup.count_step(optimizer)
-            if scheduler is not None:
+            if scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
                 scheduler.step()
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
 

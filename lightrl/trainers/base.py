@@ -188,6 +188,8 @@ class Trainer(ABC):
     def _one_step(self, console: RunConsole) -> dict[str, float]:
         started = time.perf_counter()
         report = self.take_step()
+        if self.config.optim.schedule_unit == "rl_step":
+            self.strategy.step_schedules()
         seconds = time.perf_counter() - started
         self.step_index += 1
         metrics = dict(report.metrics)

@@ -122,9 +122,8 @@ class RolloutTrainer(Trainer):
         config, strategy = self.config, self.strategy
         with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
             policy = self.load_policy(is_reference=False)
-        total_updates = config.max_steps * config.optimizer_steps_per_step
         (actor, self.optimizer, self.scheduler), *_ = strategy.prepare_models_and_optimizers(
-            policy, None, None, None, strategy.args, total_updates
+            policy, None, None, None, strategy.args, config.schedule_length
         )
         self.policy, self.reference = actor, None
         if self.needs_reference:

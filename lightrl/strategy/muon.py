@@ -1,0 +1,43 @@
+"""Muon (Jordan et al. 2024) for some parameter groups and AdamW for the others, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class MuonWithAdamW(Optimizer):
+    """Groups say by is_muon who steps them; lr and weight_decay mean the same in both (arXiv:2502.16982)."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool = True,
+    ) -> None:
+        muon_class = getattr(torch.optim, "Muon", None)
+        if muon_class is None:
+            raise ValueError(f"--optim.name muon needs torch 2.9 or later, this is {torch.__version__}.")
+        matrices = [group for group in groups if group["is_muon"]]
+        others = [group for group in groups if not group["is_muon"]]
+        if not matrices:
+            raise ValueError("--optim.name muon: the model has no trainable matrices in blocks (an nn.ModuleList).")
+        self._muon = muon_class(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(others, betas=betas, eps=eps, fused=fused) if others else None
+        # The children's own dicts: their settings stay in them, and a schedule that writes "lr" reaches both.
+        super().__init__(self._muon.param_groups + (self._adamw.param_groups if self._adamw else []), {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Without a closure, which two steps would call twice."""
+        assert closure is None
+        for child, is_muon in ((self._muon, True), (self._adamw, False)):
+            if child is not None:
+                child.param_groups = [group for group in self.param_groups if group["is_muon"] is is_muon]
+                child.state = self.state
+                child.step()
