@@ -71,6 +71,9 @@ class RunConfig:
     """Recompute activations in the backward to save memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    ema_decay: float = 0.0
+    """Keep an exponential moving average of the policy's weights, which final_ema/ holds at the end: each update
+    leaves it this share of what it was, such as 0.99. 0 keeps none."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
@@ -259,6 +262,8 @@ def _check_run_numbers(config: RunConfig) -> None:
     if not -(2**63) <= config.seed < 2**63:
         raise ValueError(f"--seed {config.seed}: it must fit in 64 bits.")
     if not 0 < config.distributed.timeout_s <= 1e7:
+    if not 0 <= config.ema_decay < 1:
+        raise ValueError(f"--ema_decay is {config.ema_decay}: it must be 0 (none) or between 0 and 1, such as 0.99.")
         raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
 
 

@@ -53,6 +53,8 @@ class StrategyOptions:
     engine_sleep_level: int = 1
     sync_bucket_mb: int = 512
     canary_every: int = 50
+    offload_while_generating: bool = False
+    ema_decay: float = 0.0
     trust_remote_code: bool = False
     exact_batches: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -41,6 +41,7 @@ from lightrl.strategy import critic_warmup, generation, offload, schedules
 from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.canary import Canary
 from lightrl.strategy.grad_scaler import GradScaler
+from lightrl.strategy.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class StrategyBase(ABC):
         self._trained: list[_Trained] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._offloaded: dict[str, offload.StorageOffloader] = {}
+        self.offloaded_bytes = 0  # of this rank, the last time that the engine took the device
+        self._frozen: list[nn.Module] = []  # references and reward models: they leave the device with the trained ones
+        self._averages: WeakKeyDictionary[nn.Module, WeightAverage] = WeakKeyDictionary()
         self._saving: BackgroundSave | None = None  # None on all ranks or on none
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
@@ -482,6 +486,18 @@ class StrategyBase(ABC):
         """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
         return self.comm.all_reduce(data, op)
 
+    def step_schedules(self) -> None:
+        """Of all trained models: a trainer calls it after each of its steps, where --optim.schedule_unit is rl_step."""
+        for entry in self._trained:
+            if entry.scheduler is not None:
+                entry.scheduler.step()
+
+    @contextmanager
+    def averaged_weights(self, model: nn.Module) -> Iterator[None]:
+        """The model has the moving average of its weights in here (--ema_decay); every rank must enter it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights: leave out --ema_decay.")
+        yield
+
     def all_gather(self, data: Any) -> Any:
         """Concatenates along dim 0 over the ranks; lengths may differ."""
         return self.comm.all_gather(data)
@@ -682,8 +698,12 @@ class StrategyBase(ABC):
     # ---- Offload -----------------------------------------------------------------------------------------------
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
-        """Moves the optimizer's states to host memory, if they are made and not there; returns the bytes freed."""
-        return self._offloader(f"optimizer {id(optimizer)}").offload(self.optimizer_tensors(optimizer))
+        """Moves the optimizer's states, and the average of the weights, to host memory, if they are made and not there.
+
+        Returns the bytes freed on this rank; 0 if they had left before.
+        """
+        tensors = [*self.optimizer_tensors(optimizer), *self.average_tensors(optimizer)]
+        return self._offload(f"optimizer {id(optimizer)}", tensors)
 
     def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
         """Brings the states back to where they were; device may only name that place."""
@@ -768,6 +788,10 @@ class StrategyBase(ABC):
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
         chosen = model if model is not None else self._trained_entry(None).model
         loaded = 0
+    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
+        """Of the weights that this optimizer steps."""
+        return []
+
         device = torch.device("cpu") if cpu_offload else self.device
         return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,13 +26,14 @@ from lightrl.comm import Comm, backend_for
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.background_save import BackgroundSave
-from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
+from lightrl.strategy.base import OptimizerStep, StrategyBase, is_actor, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.offload import local
 from lightrl.strategy.muon import MuonWithAdamW
 from lightrl.strategy.row_shards import own_rows
 from lightrl.strategy.parameter_groups import parameter_groups
 from lightrl.strategy.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.weight_average import WeightAverage
 
 _MEGABYTE = 1 << 20
 
@@ -150,7 +152,63 @@ class TorchStrategy(StrategyBase):
             critic_warmup.count_step(optimizer)
             if scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
                 scheduler.step()
+            average = self._averages.get(model)
+            if average is not None:
+                average.update(self._trained_shards(model))
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
+
+    # ---- The average of the weights ---------------------------------------------------------------------------
+
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+        super().register(model, optimizer, scheduler)
+        if self.options.ema_decay and is_actor(model):
+            self._averages[model] = WeightAverage(self._trained_shards(model), self.options.ema_decay)
+
+    def _trained_shards(self, model: nn.Module) -> dict[str, Tensor]:
+        named = sorted(model.named_parameters())
+        return {name: self.shard_of(parameter) for name, parameter in named if parameter.requires_grad}
+
+    @contextmanager
+    def averaged_weights(self, model: nn.Module) -> Iterator[None]:
+        average = self._averages.get(model)
+        if average is None:
+            raise ValueError("No average of this model's weights is kept. Give --ema_decay, such as 0.99.")
+        self.after_forward_only(model)
+        self.require_loaded(model)
+        kept = {name: shard.clone() for name, shard in self._trained_shards(model).items()}
+        self._write_shards(model, average.shards)
+        try:
+            yield
+        finally:
+            self.after_forward_only(model)
+            self._write_shards(model, kept)
+
+    @torch.no_grad()
+    def _write_shards(self, model: nn.Module, shards: dict[str, Tensor]) -> None:
+        named = dict(model.named_parameters())
+        for name in sorted(shards):
+            self.write_shard(named[name], shards[name])
+
+    def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
+        """What shard_of gives; every rank must call it."""
+        self.shard_of(parameter).copy_(shard)
+
+    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
+        models = [entry.model for entry in self._trained if entry.optimizer is optimizer]
+        return [shard for model in models if model in self._averages for shard in self._averages[model].shards.values()]
+
+    def _trained_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        return [(name, self.readable(item)) for name, item in sorted(model.named_parameters()) if item.requires_grad]
+
+    def _read_average(self, path: Path, model: nn.Module) -> None:
+        """Through the weights themselves, which are read after it."""
+        reader = TensorReader(path, "ema")
+        named = dict(model.named_parameters())
+        for name in sorted(self._averages[model].shards):
+            if name not in reader.names:
+                raise ValueError(f"{path} holds no average of {name}, which trains here.")
+            self.read_into(self.readable(named[name]), reader, name)
+        self._averages[model].restart(self._trained_shards(model))
 
     # ---- Whole tensors -----------------------------------------------------------------------------------------
 
@@ -280,7 +338,11 @@ class TorchStrategy(StrategyBase):
         self.after_forward_only(model)
         self.require_loaded(model)
         writer.add_tensors("model", self.pieces_of(self._saved_tensors(model)))
+        if model in self._averages:
+            with self.averaged_weights(model):
+                writer.add_tensors("ema", self.pieces_of(self._trained_tensors(model)))
         misc: dict[str, Any] = {"global_step": self.global_step, "client_state": client_state}
+        misc["has_average"] = model in self._averages
         entry = next((entry for entry in self._trained if entry.model is model), None)
         if entry is not None:
             self.require_loaded_optimizer(entry.optimizer)
@@ -351,7 +413,12 @@ class TorchStrategy(StrategyBase):
     ) -> Any:
         """Reads what write_state wrote; returns the client_state."""
         misc = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+        has_average = misc.get("has_average", False) and not load_module_only
+        if model in self._averages and has_average:
+            self._read_average(path, model)
         self._read_model(path, model, strict=load_module_strict)
+        if model in self._averages and not has_average:
+            self._averages[model].restart(self._trained_shards(model))
         if load_module_only:
             return misc["client_state"]
         entry = next((entry for entry in self._trained if entry.model is model), None)

@@ -264,6 +264,9 @@ class Trainer(ABC):
     def _finish(self, board: Any, console: RunConsole) -> None:
         self.strategy.finish_saving()
         self.save_models(self.folder.final)
+        if self.config.ema_decay:
+            with self.strategy.averaged_weights(self.model):
+                self.save_models(self.folder.final_ema)
         if self.strategy.comm.is_main:
             console.final_table(self.folder.metrics())
             console.say(f"model: {self.folder.final}")

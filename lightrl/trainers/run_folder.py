@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, final/."""
+"""A run's folder: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, final/, final_ema/."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.final = root / "final"
         self._metrics = root / "metrics.jsonl"
+        self.final_ema = root / "final_ema"
         self._samples = root / "samples.jsonl"
 
     # ---- Opening -----------------------------------------------------------------------------------------------

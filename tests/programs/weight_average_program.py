@@ -1,0 +1,113 @@
+"""Run on 2 ranks: the average of the weights, and parameter groups of several rates, under every strategy.
+
+Each strategy must come to the numbers of one process, for which the average is worked out here from the weights after
+every update.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from torch.testing import assert_close
+
+from lightrl.config import DeepSpeedConfig, OptimConfig, StrategyOptions
+from lightrl.strategy import strategy_class
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing.strategy_checks import parameters, same, train
+from lightrl.testing.tiny_training import EVERYTHING, loss_fn, make_batch, num_tokens, samples, tiny_policy
+
+DECAY = 0.75
+UPDATES = 3
+OPTIM = OptimConfig(weight_decay=0.1, decay_embeddings=False, lr_scales=("layers.0=0.5", "norm=2"))
+
+CASES = {"ddp": ("ddp", {}), "fsdp": ("fsdp", {})}
+if importlib.util.find_spec("deepspeed") is not None:
+    for stage, threshold in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 2000)):  # the last keeps small weights whole as well
+        settings = {"zero_stage": stage, "param_persistence_threshold": threshold}
+        CASES[f"ZeRO-{stage}, {threshold}"] = ("deepspeed", {"deepspeed": DeepSpeedConfig(**settings)})
+
+
+def make(name, *, ema_decay=DECAY, **settings):
+    options = StrategyOptions(exact_batches=True, lr=1e-2, optim=OPTIM, ema_decay=ema_decay, **settings)
+    strategy = strategy_class(name)(0, 1.0, 1, 1, options)
+    strategy.setup_distributed()
+    return strategy
+
+
+def prepared(strategy, seed=0):
+    (policy, optimizer, _), *_ = strategy.prepare_models_and_optimizers(
+        tiny_policy(seed=seed), None, None, None, None, 10
+    )
+    return policy, optimizer
+
+
+def alone():
+    """In this process, as if there were no other rank: (weights, average) after each update."""
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, lr=1e-2, optim=OPTIM))
+    strategy.comm.rank, strategy.comm.world = 0, 1
+    policy, _ = prepared(strategy)
+    average = parameters(strategy, policy)
+    history = []
+    for step in range(UPDATES):
+        strategy.train_batch([make_batch(samples(step)[:EVERYTHING])], loss_fn, num_tokens, model=policy)
+        weights = parameters(strategy, policy)
+        average = {name: DECAY * average[name] + (1 - DECAY) * value for name, value in weights.items()}
+        history.append((weights, average))
+    return history
+
+
+def averages(strategy, policy):
+    with strategy.averaged_weights(policy):
+        return parameters(strategy, policy)
+
+
+def close(found, wanted):
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        assert_close(found[name], value, atol=1e-4, rtol=0, msg=name)  # AdamW: a gradient of 1e-9 is a step of lr
+
+
+def check(name, settings, history, folder):
+    strategy = make(name, **settings)
+    policy, optimizer = prepared(strategy)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.005, 0.01, 0.02]
+    same(averages(strategy, policy), parameters(strategy, policy))  # it starts as the weights
+    for step in range(2):
+        train(strategy, policy, step)
+    close(parameters(strategy, policy), history[1][0])
+    close(averages(strategy, policy), history[1][1])
+    before, average = parameters(strategy, policy), averages(strategy, policy)
+    same(parameters(strategy, policy), before)
+
+    strategy.set_global_step(2)
+    strategy.save_ckpt(policy, str(folder), max_mem=0)
+    other, _ = prepared(strategy, seed=3)
+    strategy.load_ckpt(other, str(folder))
+    same(parameters(strategy, other), before)
+    same(averages(strategy, other), average)
+    freed = strategy.offload_optimizer()  # the average goes with it
+    strategy.load_optimizer()
+    for trained in (policy, other):
+        train(strategy, trained, 2)
+        close(parameters(strategy, trained), history[2][0])
+        close(averages(strategy, trained), history[2][1])
+    same(averages(strategy, other), averages(strategy, policy))
+
+    plain = make(name, ema_decay=0.0, **settings)
+    third, _ = prepared(plain, seed=3)
+    plain.load_ckpt(third, str(folder))  # whoever keeps no average reads the rest
+    same(parameters(plain, third), before)
+    assert freed > plain.offload_optimizer() > 0
+    plain.load_optimizer()
+
+
+if __name__ == "__main__":
+    history = alone()
+    for place, (case, (name, settings)) in enumerate(CASES.items()):
+        try:
+            check(name, settings, history, Path(sys.argv[1]) / str(place))
+        except Exception as error:
+            raise AssertionError(case) from error
+    strategy = make("ddp")
+    strategy.close()
+    sys.stdout.write("all checked\n")
