@@ -21,7 +21,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/bucketed_gather.py": "strategy/test_fsdp_strategy.py",
-    "strategy/offload.py": "strategy/test_single_strategy.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
     "testing/engine_contract.py": "engines/native/test_native_contract.py",
     "testing/spmd.py": "test_comm.py",

@@ -103,10 +103,10 @@ class RunConfig:
                 "optim.max_norm": self.optim.max_norm,
                 "optim.weight_decay": self.optim.weight_decay,
                 "optim.warmup_steps": self.optim.warmup_steps,
+                "optim.min_lr": self.optim.min_lr,
                 "checkpoint.every": self.checkpoint.every,
                 "log.samples_per_step": self.log.samples_per_step,
             }
-                "optim.min_lr": self.optim.min_lr,
         )
         check_at_least_one(
             {
@@ -118,10 +118,10 @@ class RunConfig:
         check_fractions({"optim.warmup_ratio": self.optim.warmup_ratio, "optim.min_lr_ratio": self.optim.min_lr_ratio})
         _check_run_numbers(self)
         check_deepspeed(self.deepspeed)
+        check_optim(self.optim, self.lr)
 
     @property
     def samples_per_update(self) -> int:
-        check_optim(self.optim, self.lr)
         """Over all ranks, at an optimizer step."""
         raise NotImplementedError
 
@@ -130,9 +130,6 @@ class RunConfig:
         """Of which a run has max_steps times as many."""
         raise NotImplementedError
 
-
-@dataclass(kw_only=True, slots=True)
-class RolloutConfig(RunConfig):
     @property
     def schedule_length(self) -> int:
         """Of a whole run, in units of --optim.schedule_unit."""
@@ -140,6 +137,9 @@ class RolloutConfig(RunConfig):
             return self.max_steps
         return self.max_steps * self.optimizer_steps_per_step
 
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     engine: str = "native"
@@ -158,6 +158,9 @@ class RolloutConfig(RunConfig):
     canary_every: int = 50
     """Weight syncs between comparisons of a few logprobs, engine against trainer; the first sync is always compared.
     0 never compares."""
+    offload_while_generating: bool = False
+    """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
+    engine is awake. It costs the time of two copies a rollout."""
     reward: str = "exact_match"
     """A built-in reward, or your own function as package.module:function or path/to/file.py:function."""
     num_prompts: int = 16
@@ -259,11 +262,11 @@ def _check_run_numbers(config: RunConfig) -> None:
             f"--optim.betas {config.optim.betas} and --optim.eps {config.optim.eps}: the betas must be in [0, 1) and "
             "eps above 0."
         )
+    if not 0 <= config.ema_decay < 1:
+        raise ValueError(f"--ema_decay is {config.ema_decay}: it must be 0 (none) or between 0 and 1, such as 0.99.")
     if not -(2**63) <= config.seed < 2**63:
         raise ValueError(f"--seed {config.seed}: it must fit in 64 bits.")
     if not 0 < config.distributed.timeout_s <= 1e7:
-    if not 0 <= config.ema_decay < 1:
-        raise ValueError(f"--ema_decay is {config.ema_decay}: it must be 0 (none) or between 0 and 1, such as 0.99.")
         raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
 
 

@@ -244,7 +244,7 @@ class StrategyBase(ABC):
         if item is None:
             return None
         if isinstance(item, nn.Module):
-            return self.prepare_model(item.eval().requires_grad_(False) if freeze_lone else item)
+            return self._prepare_frozen(item) if freeze_lone else self.prepare_model(item)
         model, optimizer, *rest = item
         if model is None:
             return item
@@ -254,6 +254,12 @@ class StrategyBase(ABC):
             _repoint_optimizer(optimizer, old_names, model)
             self.register(model, optimizer, rest[0] if rest else None)
         return (model, optimizer, *rest)
+
+    def _prepare_frozen(self, model: nn.Module) -> nn.Module:
+        model = self.prepare_model(model.eval().requires_grad_(False))
+        model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
+        self._frozen.append(model)
+        return model
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
@@ -480,12 +486,6 @@ class StrategyBase(ABC):
         if scheduler is not None:
             scheduler.step()
 
-    # ---- Communication -----------------------------------------------------------------------------------------
-
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
-        return self.comm.all_reduce(data, op)
-
     def step_schedules(self) -> None:
         """Of all trained models: a trainer calls it after each of its steps, where --optim.schedule_unit is rl_step."""
         for entry in self._trained:
@@ -497,6 +497,12 @@ class StrategyBase(ABC):
         """The model has the moving average of its weights in here (--ema_decay); every rank must enter it."""
         raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights: leave out --ema_decay.")
         yield
+
+    # ---- Communication -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
+        return self.comm.all_reduce(data, op)
 
     def all_gather(self, data: Any) -> Any:
         """Concatenates along dim 0 over the ranks; lengths may differ."""
@@ -652,6 +658,7 @@ class StrategyBase(ABC):
         A sleeping engine wakes up to hold weights only; where the canary is due it generates, and is awake after that.
         """
         engine = self._require_engine()
+        self._take_device_back()
         dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
         expected = self.weight_fingerprints(actor, dtype)
         error: WeightSyncError | None = None
@@ -687,15 +694,36 @@ class StrategyBase(ABC):
         """Frees the engine's cache if there is an engine; calling it twice does nothing more."""
         if self.engine is not None:
             self.engine.sleep(self.options.engine_sleep_level)
+            self._take_device_back()
 
     def wakeup_inference_engine(self) -> None:
         """Makes the engine ready to generate if there is one; calling it twice does nothing more."""
         if self.engine is not None:
+            self._leave_device_to_engine()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.engine.wake()
 
     # ---- Offload -----------------------------------------------------------------------------------------------
+
+    def _leave_device_to_engine(self) -> None:
+        """With --offload_while_generating everything of the trainer moves to host memory."""
+        if not self.options.offload_while_generating:
+            return
+        freed = self.offload_optimizer() + self.offload_param_and_grad(offload_grad=True)
+        for model in self._frozen:
+            self.after_forward_only(model)
+            freed += self._offload(f"parameters {id(model)}", self.parameter_tensors(model))
+        if freed:  # else the engine was awake
+            self.offloaded_bytes = freed
+
+    def _take_device_back(self) -> None:
+        if not self.options.offload_while_generating:
+            return
+        for model in self._frozen:
+            self._restore(f"parameters {id(model)}")
+        self.load_param_and_grad(load_grad=True)
+        self.load_optimizer()
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
         """Moves the optimizer's states, and the average of the weights, to host memory, if they are made and not there.
@@ -705,11 +733,11 @@ class StrategyBase(ABC):
         tensors = [*self.optimizer_tensors(optimizer), *self.average_tensors(optimizer)]
         return self._offload(f"optimizer {id(optimizer)}", tensors)
 
-    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
-        """Brings the states back to where they were; device may only name that place."""
+    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> int:
+        """Brings the states back to where they were; device may only name that place. Returns the bytes loaded."""
         if device is not None and torch.device(device).type != self.device.type:
             raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
-        self._offloader(f"optimizer {id(optimizer)}").restore()
+        return self._restore(f"optimizer {id(optimizer)}")
 
     def offload_optimizer(self) -> int:
         """All trained models' states; returns the bytes freed on this rank."""
@@ -727,9 +755,9 @@ class StrategyBase(ABC):
         freed = 0
         for entry in self._trained:
             self.after_forward_only(entry.model)
-            freed += self._offloader(f"parameters {id(entry.model)}").offload(self.parameter_tensors(entry.model))
+            freed += self._offload(f"parameters {id(entry.model)}", self.parameter_tensors(entry.model))
             if offload_grad:
-                freed += self._offloader(f"gradients {id(entry.model)}").offload(self.gradient_tensors(entry.model))
+                freed += self._offload(f"gradients {id(entry.model)}", self.gradient_tensors(entry.model))
         return freed
 
     def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> int:
@@ -737,8 +765,9 @@ class StrategyBase(ABC):
 
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
+        loaded = 0
         for entry in self._trained:
-            self._offloader(f"parameters {id(entry.model)}").restore()
+            loaded += self._restore(f"parameters {id(entry.model)}")
             gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
             if gradients is None:  # they never left
                 continue
@@ -747,6 +776,7 @@ class StrategyBase(ABC):
                 loaded += num_bytes
             else:
                 self.drop_gradients(entry.model)
+        return loaded
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
         """This rank's storages of weights and buffers: what an offload moves."""
@@ -757,6 +787,10 @@ class StrategyBase(ABC):
 
     def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
         return offload.optimizer_tensors(optimizer)
+
+    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
+        """Of the weights that this optimizer steps."""
+        return []
 
     def drop_gradients(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -769,11 +803,18 @@ class StrategyBase(ABC):
             raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
 
     def require_loaded_optimizer(self, optimizer: Optimizer) -> None:
-        if self._offloader(f"optimizer {id(optimizer)}").is_offloaded:
+        offloader = self._offloaded.get(f"optimizer {id(optimizer)}")
+        if offloader is not None and offloader.is_offloaded:
             raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
 
-    def _offloader(self, key: str) -> offload.StorageOffloader:
-        return self._offloaded.setdefault(key, offload.StorageOffloader())
+    def _offload(self, key: str, tensors: list[Tensor]) -> int:
+        """What lives in host memory anyway, by an option of the back end, stays."""
+        offloader = self._offloaded.setdefault(key, offload.StorageOffloader())
+        return offloader.offload(tensor for tensor in tensors if tensor.device.type == self.device.type)
+
+    def _restore(self, key: str) -> int:
+        offloader = self._offloaded.pop(key, None)
+        return offloader.restore() if offloader is not None else 0
 
     # ---- The trained state ----------------------------------------------------------------------------------------
 
@@ -787,11 +828,6 @@ class StrategyBase(ABC):
         if not full_state_dict:
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
         chosen = model if model is not None else self._trained_entry(None).model
-        loaded = 0
-    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        """Of the weights that this optimizer steps."""
-        return []
-
         device = torch.device("cpu") if cpu_offload else self.device
         return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
@@ -800,7 +836,6 @@ class StrategyBase(ABC):
     def save_checkpoint(self, save_path: str, step: int = 0) -> None:
         self.set_global_step(step)
         self.save_ckpt(self._trained_entry(None).model, save_path, max_mem=0)
-        return loaded
 
     def load_checkpoint(self, load_path: str) -> Any:
         return self.load_ckpt(self._trained_entry(None).model, load_path)

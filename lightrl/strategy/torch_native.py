@@ -28,10 +28,10 @@ from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.base import OptimizerStep, StrategyBase, is_actor, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
-from lightrl.strategy.offload import local
 from lightrl.strategy.muon import MuonWithAdamW
-from lightrl.strategy.row_shards import own_rows
+from lightrl.strategy.offload import local
 from lightrl.strategy.parameter_groups import parameter_groups
+from lightrl.strategy.row_shards import own_rows
 from lightrl.strategy.state_files import Piece, StateWriter, TensorReader
 from lightrl.strategy.weight_average import WeightAverage
 
@@ -41,10 +41,10 @@ _MEGABYTE = 1 << 20
 class TorchStrategy(StrategyBase):
     """Optimizer, accumulation, clipping and checkpoints; a subclass says how a model is placed."""
 
-    @property
-    def averaging_ranks(self) -> int:
     steps_whole_matrices: ClassVar[bool] = True  # False where an optimizer sees a shard of each parameter
 
+    @property
+    def averaging_ranks(self) -> int:
         """How many ranks the back end averages a gradient over; 1 if it has no reduction."""
         return 1
 

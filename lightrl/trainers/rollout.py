@@ -78,6 +78,8 @@ class RolloutTrainer(Trainer):
         for name, value in found.items():
             self.statistics.highest(f"sync/{name}", value)
         self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
+        if self.config.offload_while_generating:
+            self.statistics.highest("memory/offloaded_gb", strategy.offloaded_bytes / 1e9)
 
     # ---- Set-up ------------------------------------------------------------------------------------------------
 

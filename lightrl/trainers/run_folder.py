@@ -19,6 +19,7 @@ from lightrl.records import Experience
 _FREE_ON_RESUME = (
     "config", "strategy", "output_dir", "resume", "max_steps", "micro_batch_size", "max_tokens_per_microbatch",
     "gradient_checkpointing", "fsdp", "native", "eval", "eval_data", "checkpoint", "log", "distributed",
+    "offload_while_generating",
 )  # fmt: skip
 
 
@@ -29,8 +30,8 @@ class RunFolder:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.final = root / "final"
-        self._metrics = root / "metrics.jsonl"
         self.final_ema = root / "final_ema"
+        self._metrics = root / "metrics.jsonl"
         self._samples = root / "samples.jsonl"
 
     # ---- Opening -----------------------------------------------------------------------------------------------
