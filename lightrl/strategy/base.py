@@ -41,6 +41,7 @@ from lightrl.strategy import critic_warmup, generation, offload, schedules
 from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.canary import Canary
 from lightrl.strategy.grad_scaler import GradScaler
+from lightrl.strategy.parameter_groups import check_lr_scales
 from lightrl.strategy.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
@@ -278,6 +279,7 @@ class StrategyBase(ABC):
         or None) and initial_model may be None.
         """
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
+        check_lr_scales([model for model in (actor, critic) if model is not None], options.optim)
         if actor is not None:
             actor.is_actor = True
         several = isinstance(reward_models, list | tuple)

@@ -31,7 +31,7 @@ def set_head_rate(optimizer: Optimizer, model: nn.Module, lr: float) -> None:
     """Splits the same way; the head's groups learn at this rate. Call it before a schedule is built."""
     for group, is_head in _split(optimizer, model):
         if is_head:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _head_parameters(model: nn.Module) -> set[int]:

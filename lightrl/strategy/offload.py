@@ -29,6 +29,8 @@ class StorageOffloader:
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or storage.data_ptr() in self._kept:  # tied weights and views share a storage
                 continue
+            if not storage.resizable():  # a mapped file, as a loaded model may be in host memory: not ours to free
+                continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
             host.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             self._kept[storage.data_ptr()] = (storage, host)

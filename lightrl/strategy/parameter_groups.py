@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,11 +22,9 @@ def parameter_groups(
     """Every trainable parameter in one group; those at the plain rate come first, since the first rate is reported."""
     embeddings, in_blocks = _embeddings(model), _in_blocks(model)
     scales = lr_scales(optim)
-    unused = set(scales)
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        pattern = next((pattern for pattern in scales if fnmatchcase(name, f"*{pattern}*")), None)
-        unused.discard(pattern or "")
+        pattern = next((pattern for pattern in scales if _fits(pattern, name)), None)
         if not parameter.requires_grad:
             continue
         num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
@@ -38,9 +36,19 @@ def parameter_groups(
             settings["is_muon"] = is_muon
         key = (scale != 1.0, scale, is_muon, not is_decayed)
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
-    if unused:
-        raise ValueError(f"--optim.lr_scales: no parameter has {' or '.join(sorted(unused))} in its name.")
     return [groups[key] for key in sorted(groups)]
+
+
+def check_lr_scales(models: Sequence[nn.Module], optim: OptimConfig) -> None:
+    """Refuses a pattern that fits no parameter of any of the models that train."""
+    names = [name for model in models for name, _ in model.named_parameters()]
+    unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
+    if unused:
+        raise ValueError(f"--optim.lr_scales: no parameter has {' or '.join(unused)} in its name.")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, f"*{pattern}*")
 
 
 def _embeddings(model: nn.Module) -> set[int]:

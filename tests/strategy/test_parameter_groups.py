@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
-from lightrl.strategy.parameter_groups import parameter_groups
+from lightrl.strategy.parameter_groups import check_lr_scales, parameter_groups
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -65,7 +65,8 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 
 def test_patterns_that_are_wrong_are_told() -> None:
     with pytest.raises(ValueError, match="no parameter has head2 in its name"):
-        described(Tiny(), lr_scales=("head2=0.1", "norm=2"))
+        check_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")))
+    check_lr_scales([nn.Linear(1, 1), Tiny()], OptimConfig(lr_scales=("norm=2",)))  # of one of them is enough
     for bad in ("lm_head", "=0.1", "lm_head=-1", "lm_head=x", "lm_head=nan"):
         with pytest.raises(ValueError, match="must be pattern=factor, such as"):
             GRPOConfig(optim=OptimConfig(lr_scales=(bad,)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,8 +27,9 @@ SPREADS: dict[str, tuple[int, list[str]]] = {
     "one process": (0, []),
     "one process, 3 samples at a time": (0, ["--micro_batch_size", "3"]),
     "one process, 40 tokens at a time": (0, ["--max_tokens_per_microbatch", "40", "--native.max_num_seqs", "5"]),
+    "one process, no trainer while the engine is awake": (0, ["--offload_while_generating", "True"]),
     "fsdp on 1 rank": (1, ["--strategy", "fsdp"]),
-    "fsdp on 2 ranks": (2, ["--strategy", "fsdp", "--micro_batch_size", "1"]),
+    "fsdp on 2 ranks": (2, ["--strategy", "fsdp", "--micro_batch_size", "1", "--offload_while_generating", "True"]),
     "fsdp on 4 ranks": (4, ["--strategy", "fsdp", "--fsdp.replicate_size", "2"]),
     "fsdp on 8 ranks": (8, ["--strategy", "fsdp"]),  # more ranks than prompts: some have none
 }
@@ -93,6 +95,8 @@ def test_the_run_does_not_depend_on_how_it_is_spread(
     world, flags = SPREADS[spread]
     run(world, [*toy_flags, *VARIANTS["one update"], *flags], tmp_path / "run")
     check_same_run(reference("one update"), tmp_path / "run", metrics_of)
+    if "--offload_while_generating" in flags:
+        assert metrics_of(tmp_path / "run")[-1]["memory/offloaded_gb"] > 0
 
 
 @pytest.mark.slow
@@ -142,7 +146,8 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
     toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
     flags = [*toy_flags, "--max_steps", "6", "--checkpoint.every", "2", "--strategy", "fsdp"]
-    flags += ["--optim.warmup_steps", "9", "--num_minibatches", "2"]
+    flags += ["--optim.warmup_steps", "9", "--num_minibatches", "2", "--optim.schedule_unit", "rl_step"]
+    flags += ["--checkpoint.asynchronous", "True", "--ema_decay", "0.5"]
     run(2, flags, tmp_path / "whole")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(SCRIPT), *flags]
@@ -165,6 +170,11 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
     for mine, yours in zip(wanted[2:], found[2:], strict=True):
         for name in (*COMPARED[:2], *EQUAL[:3]):
             assert mine[name] == yours[name], name
+    for name in ("final", "final_ema"):
+        whole, resumed = (weights_of(tmp_path / run_name / name) for run_name in ("whole", "killed"))
+        assert all(torch.equal(whole[key], value) for key, value in resumed.items()), name
+    final, average = (weights_of(tmp_path / "whole" / name) for name in ("final", "final_ema"))
+    assert any(not torch.equal(average[key], value) for key, value in final.items())
     # Another world size reads the same checkpoint.
     shutil.rmtree(tmp_path / "killed" / "checkpoints" / "step-000006")
     output = run(0, [*flags, "--strategy", "single"], tmp_path / "killed")
@@ -173,6 +183,10 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
         assert math.isclose(mine["loss"], yours["loss"], rel_tol=1e-4)
     finished = run(0, [*flags, "--strategy", "single"], tmp_path / "killed")
     assert "continuing after step 6" in finished
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
