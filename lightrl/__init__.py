@@ -9,11 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightrl.config import GRPOConfig
+    from lightrl.config import GRPOConfig, PPOConfig
     from lightrl.engines.base import InferenceEngine, SamplingParams
     from lightrl.records import Experience, Prompt, Sample
     from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor
     from lightrl.trainers.grpo import GRPOTrainer
+    from lightrl.trainers.ppo import PPOTrainer
 
     __version__: str
 
@@ -23,6 +24,8 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "InferenceEngine",
+    "PPOConfig",
+    "PPOTrainer",
     "Prompt",
     "Sample",
     "SamplingParams",
@@ -38,6 +41,8 @@ _HOMES = {
     "GRPOConfig": "lightrl.config",
     "GRPOTrainer": "lightrl.trainers.grpo",
     "InferenceEngine": "lightrl.engines.base",
+    "PPOConfig": "lightrl.config",
+    "PPOTrainer": "lightrl.trainers.ppo",
     "Prompt": "lightrl.records",
     "Sample": "lightrl.records",
     "SamplingParams": "lightrl.engines.base",

@@ -5,17 +5,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightrl.config import GRPOConfig, as_dict, describe_batches, option_names, parse_config, to_yaml
+from lightrl.config import (
+    GRPOConfig,
+    PPOConfig,
+    RunConfig,
+    as_dict,
+    describe_batches,
+    option_names,
+    parse_config,
+    to_yaml,
+)
 
+KINDS = (GRPOConfig, PPOConfig)
 REQUIRED_FLAGS = (
     "model", "strategy", "engine", "train_data", "eval_data", "reward", "seed", "max_steps", "output_dir", "resume",
     "num_prompts", "group_size", "max_new_tokens", "temperature", "lr", "config", "max_tokens_per_microbatch",
 )  # fmt: skip
 
 
-def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def fail(capsys: pytest.CaptureFixture[str], *argv: str, kind: type[RunConfig] = GRPOConfig) -> str:
     with pytest.raises(SystemExit) as stop:
-        parse_config(GRPOConfig, argv)
+        parse_config(kind, argv)
     assert stop.value.code == 2
     captured = capsys.readouterr()
     text = (captured.out + captured.err).replace("\u2502", " ")  # tyro frames and wraps its messages
@@ -28,12 +38,13 @@ def test_flags_with_underscores_or_dashes() -> None:
     assert set(REQUIRED_FLAGS) <= set(option_names(GRPOConfig))
 
 
-def test_every_option_is_described_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_is_described_in_the_help(kind: type[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_config(GRPOConfig, ["--help"])
+        parse_config(kind, ["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for name in option_names(GRPOConfig):
+    for name in option_names(kind):
         assert f"--{name} " in text, name
 
 
@@ -89,6 +100,25 @@ def test_a_mistake_ends_with_code_2_and_says_what_to_do(
 
 
 @pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--critic.value_coef", "0"], "--critic.value_coef is 0.0: it must be above 0"),
+        (["--critic.head_init_std", "-1"], "--critic.head_init_std is -1.0: it must be 0 or above"),
+        (["--critic_lr", "nan"], "--critic_lr is nan"),
+        (["--algorithm.kl_in_reward", "k1"], "needs a --algorithm.kl_coef above 0"),
+        (
+            ["--algorithm.kl_in_reward", "k1", "--algorithm.kl_coef", "1", "--algorithm.kl_estimator", "k2"],
+            "are of the KL in the loss, and --algorithm.kl_in_reward k1 takes it out of there",
+        ),
+        (["--critic.shared_backbone", "True", "--critic.policy_frozen_steps", "1"], "use --critic_warmup_steps"),
+        (["--critic.shared_backbone", "True", "--critic_model", "x"], "Leave one of them out"),
+    ],
+)
+def test_what_ppo_cannot_do_is_told(capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:
+    assert text in fail(capsys, *argv, kind=PPOConfig)
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
     [
         ("fsdp:\n  cpu_offlod: true\n", "unknown option 'fsdp.cpu_offlod'. Did you mean fsdp.cpu_offload"),
@@ -140,11 +170,12 @@ def test_the_batch_arithmetic_is_written_out() -> None:
     assert "each of 4 rank(s) about 3 samples in 2 micro-batches of <= 2 samples" in text
 
 
-def test_every_option_is_read_somewhere() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
     package = Path(__file__).parents[1] / "lightrl"
     declared = {package / "config" / name for name in ("runs.py", "sections.py")}
     source = "\n".join(path.read_text() for path in package.rglob("*.py") if path not in declared)
-    names = {name: name.rpartition(".")[2] for name in option_names(GRPOConfig)}
+    names = {name: name.rpartition(".")[2] for name in option_names(kind)}
     unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]
     assert unread == []

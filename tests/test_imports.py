@@ -20,6 +20,8 @@ PUBLIC_NAMES = [
     "GRPOConfig",
     "GRPOTrainer",
     "InferenceEngine",
+    "PPOConfig",
+    "PPOTrainer",
     "Prompt",
     "Sample",
     "SamplingParams",

@@ -11,10 +11,11 @@ from lightrl.config.parsing import (
     tell_user_error,
     to_yaml,
 )
-from lightrl.config.runs import BUILTIN_MODEL, GRPOConfig, RolloutConfig, RunConfig, describe_batches
+from lightrl.config.runs import BUILTIN_MODEL, GRPOConfig, PPOConfig, RolloutConfig, RunConfig, describe_batches
 from lightrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     DeepSpeedConfig,
     DistributedConfig,
@@ -23,6 +24,7 @@ from lightrl.config.sections import (
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
+    PPOAlgorithmConfig,
     check_deepspeed,
     lr_scales,
 )
@@ -33,6 +35,7 @@ __all__ = [
     "BUILTIN_MODEL",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DeepSpeedConfig",
     "DistributedConfig",
@@ -42,6 +45,8 @@ __all__ = [
     "LogConfig",
     "NativeEngineConfig",
     "OptimConfig",
+    "PPOAlgorithmConfig",
+    "PPOConfig",
     "RolloutConfig",
     "RunConfig",
     "StrategyOptions",

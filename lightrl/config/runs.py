@@ -8,6 +8,7 @@ from typing import Literal
 from lightrl.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     DeepSpeedConfig,
     DistributedConfig,
@@ -16,9 +17,11 @@ from lightrl.config.sections import (
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
+    PPOAlgorithmConfig,
     check_coefficients,
     check_deepspeed,
     check_optim,
+    check_ppo,
 )
 from lightrl.config.values import (
     check_at_least_one,
@@ -232,6 +235,36 @@ class GRPOConfig(RolloutConfig):
             raise ValueError(
                 f"--group_size is {self.group_size}: {self.algorithm.advantage} compares the samples of a prompt with "
                 "each other and needs at least 2. Use 4 to 16."
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class PPOConfig(RolloutConfig):
+    """Train a language model by PPO with a critic."""
+
+    critic_model: str = ""
+    """Where the critic starts: a language model, a reward model, or the final_critic/ of a run, with the policy's
+    tokenizer; empty takes --model."""
+    critic_lr: float = 1e-4
+    """Peak learning rate of the critic, or of its head alone on a shared backbone."""
+    critic_warmup_steps: int = 0
+    """First optimizer steps of the critic that train its value head alone; --critic.policy_frozen_steps is for the
+    policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Critic."""
+    algorithm: PPOAlgorithmConfig = field(default_factory=PPOAlgorithmConfig)
+    """Advantages and loss."""
+
+    def check(self) -> None:
+        RolloutConfig.check(self)
+        check_not_negative({"critic_lr": self.critic_lr, "critic_warmup_steps": self.critic_warmup_steps})
+        check_finite({"critic_lr": self.critic_lr})
+        check_coefficients(self.algorithm, self.samples_per_step)
+        check_ppo(self.algorithm, self.critic)
+        if self.critic.shared_backbone and self.critic_model:
+            raise ValueError(
+                f"--critic_model {self.critic_model} is a model of its own, and --critic.shared_backbone has none. "
+                "Leave one of them out."
             )
 
 

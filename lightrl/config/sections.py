@@ -118,6 +118,77 @@ class AlgorithmConfig:
     reported."""
 
 
+@dataclass(kw_only=True, slots=True)
+class PPOAlgorithmConfig(AlgorithmConfig):
+    advantage: str = "gae"
+    """From rewards and values per token to advantages and returns: gae, or your own as package.module:function."""
+    advantage_args: tuple[str, ...] = ()
+    """Its parameters as name=value, such as gamma=1 lam=0.95 of gae."""
+    truncation: Literal["terminal", "bootstrap"] = "terminal"
+    """What follows a response that max_new_tokens cut off: nothing, so that its reward is all there is, or what the
+    critic expects from its last state."""
+    kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
+    """Take kl_coef times this estimate of the KL off the reward of each token, in place of the KL in the loss."""
+    reward_normalization: Literal["none", "running"] = "none"
+    """Subtract the mean of all rewards of the run so far and divide by their deviation."""
+    reward_clip: float = 0.0
+    """Hold rewards, after that, in [-reward_clip, reward_clip]; 0 does not."""
+    advantage_normalization: Literal["none", "whiten", "running"] = "whiten"
+    """Subtract the mean and divide by the deviation: over the tokens of the step, or over those of the run so far."""
+    advantage_clip: float = 0.0
+    """Hold advantages, after that, in [-advantage_clip, advantage_clip]; 0 does not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    shared_backbone: bool = False
+    """One model with two heads, one optimizer and one loss, in place of a critic of its own."""
+    value_coef: float = 1.0
+    """Weight of the value loss, which on a shared backbone is added to the policy's."""
+    value_clip: float = 0.2
+    """A value that is further than this from the one before the update, the right way, gets no gradient; 0 never
+    clips."""
+    head_init_std: float = 0.0
+    """Deviation of the weights that a new value head starts from; 0 starts with all values 0."""
+    policy_frozen_steps: int = 0
+    """First steps of the run in which only the critic learns and the policy stays as it is."""
+    offload_waiting_optimizer: bool = False
+    """While one of policy and critic learns, keep the other's optimizer states in host memory."""
+
+
+def check_ppo(algorithm: PPOAlgorithmConfig, critic: CriticConfig) -> None:
+    """Ranges, and what cannot be honoured together."""
+    check_not_negative(
+        {
+            "algorithm.reward_clip": algorithm.reward_clip,
+            "algorithm.advantage_clip": algorithm.advantage_clip,
+            "critic.value_clip": critic.value_clip,
+            "critic.head_init_std": critic.head_init_std,
+            "critic.policy_frozen_steps": critic.policy_frozen_steps,
+        }
+    )
+    if not critic.value_coef > 0:
+        raise ValueError(
+            f"--critic.value_coef is {critic.value_coef}: it must be above 0, or the critic learns nothing."
+        )
+    if algorithm.kl_in_reward != "none":
+        if not algorithm.kl_coef:
+            raise ValueError(
+                f"--algorithm.kl_in_reward {algorithm.kl_in_reward} needs a --algorithm.kl_coef above 0. Use 0.01."
+            )
+        if (algorithm.kl_estimator, algorithm.kl_gradient) != ("k3", "own"):
+            raise ValueError(
+                "--algorithm.kl_estimator and --algorithm.kl_gradient are of the KL in the loss, and "
+                f"--algorithm.kl_in_reward {algorithm.kl_in_reward} takes it out of there. Leave them out."
+            )
+    if critic.shared_backbone and (critic.policy_frozen_steps or critic.offload_waiting_optimizer):
+        raise ValueError(
+            "--critic.shared_backbone has one model and one optimizer: --critic.policy_frozen_steps and "
+            "--critic.offload_waiting_optimizer cannot go with it. To train the head alone first, which leaves the "
+            "policy as it is, use --critic_warmup_steps."
+        )
+
+
 def check_coefficients(config: AlgorithmConfig, samples_per_step: int) -> None:
     """Ranges of the weights of KL and entropy, and what their targets need."""
     check_not_negative(

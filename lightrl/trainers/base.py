@@ -99,6 +99,10 @@ class Trainer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What state_dict gave."""
 
+    def companions(self) -> dict[str, nn.Module]:
+        """Models that are trained beside it, saved and resumed in the same checkpoint."""
+        return {}
+
     def get_ready(self) -> None:
         """The last part of the set-up, after a checkpoint was read."""
 
@@ -150,7 +154,9 @@ class Trainer(ABC):
     def _resume(self) -> None:
         if self._checkpoint is None:
             return
-        _, state = self.strategy.load_ckpt(self.model, str(self._checkpoint.parent), tag=self._checkpoint.name)
+        _, state = self.strategy.load_ckpt(
+            self.model, str(self._checkpoint.parent), tag=self._checkpoint.name, **self._beside()
+        )
         self.step_index = int(state["step"])
         self.load_state_dict(state)
 
@@ -259,7 +265,13 @@ class Trainer(ABC):
                 max_num=self.config.checkpoint.keep,
                 max_mem=0,
                 client_state={"step": self.step_index, **self.state_dict()},
+                **self._beside(),
             )
+
+    def _beside(self) -> dict[str, Any]:
+        """Left out where there is none, for strategies that know of no companions."""
+        companions = self.companions()
+        return {"companions": companions} if companions else {}
 
     def _finish(self, board: Any, console: RunConsole) -> None:
         self.strategy.finish_saving()

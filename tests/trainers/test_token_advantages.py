@@ -1,0 +1,156 @@
+"""Advantages per token through the trainer's own code, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightrl.comm import Comm
+from lightrl.config import PPOAlgorithmConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Experience, Prompt, Sample
+from lightrl.trainers.token_advantages import TokenAdvantages, TokenTargets
+
+# Two samples: rewards 1 and 0.5, three tokens that ended and two that were cut off.
+VALUES = {(0, 0): [0.5, 0.25, 0.75, 9.0], (0, 1): [0.2, 0.4, 0.6]}
+KL = {(0, 0): [0.1, 0.0, 0.2], (0, 1): [0.3, -0.1]}
+
+
+def sample(place: int, length: int, finish_reason: Any) -> Sample:
+    return Sample(
+        prompt=Prompt(index=0, text="", token_ids=(1,)),
+        position=0,
+        sample_index=place,
+        response_ids=(5,) * length,
+        sampler_logprobs=(-1.0,) * length,
+        versions=(0,) * length,
+        finish_reason=finish_reason,
+        text="",
+    )
+
+
+def experience(rewards: tuple[float, float] = (1.0, 0.5)) -> list[Experience]:
+    samples = [sample(0, 3, "stop"), sample(1, 2, "length")]
+    return [Experience(sample=s, reward=r, advantage=0.0) for s, r in zip(samples, rewards, strict=True)]
+
+
+def targets(kl: Any = None, kl_coef: float = 0.0, **options: Any) -> tuple[TokenTargets, dict[str, float]]:
+    statistics = Statistics()
+    options = {"advantage_normalization": "none", "advantage_args": ("gamma=0.5", "lam=0.5")} | options
+    estimator = TokenAdvantages(PPOAlgorithmConfig(**options))
+    found = estimator.targets(experience(), VALUES, kl, kl_coef, Comm(), statistics)
+    return found, statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+
+
+def near(found: dict[Any, list[float]], first: list[float], second: list[float]) -> None:
+    assert found[0, 0] == pytest.approx(first, abs=1e-6)
+    assert found[0, 1] == pytest.approx(second, abs=1e-6)
+
+
+def test_gae_by_hand() -> None:
+    found, metrics = targets()
+    # gamma = lam = 1/2, the reward at the last token. First sample, from its end (after it nothing comes, whatever
+    # the critic says of that state):
+    #   d3 = 1 - 0.75 = 0.25; d2 = 0.5 x 0.75 - 0.25 = 0.125; d1 = 0.5 x 0.25 - 0.5 = -0.375
+    #   A3 = 0.25; A2 = 0.125 + 0.25 x 0.25 = 0.1875; A1 = -0.375 + 0.25 x 0.1875 = -0.328125
+    # Second, cut off but taken as ended: d2 = 0.5 - 0.4 = 0.1; d1 = 0.5 x 0.4 - 0.2 = 0; A1 = 0.25 x 0.1 = 0.025
+    near(found.advantages, [-0.328125, 0.1875, 0.25], [0.025, 0.1])
+    near(found.returns, [0.171875, 0.4375, 1.0], [0.225, 0.5])
+    assert metrics["critic/return_mean"] == pytest.approx(2.334375 / 5, abs=1e-6)
+    assert metrics["critic/value_mean"] == pytest.approx(2.1 / 5, abs=1e-6)
+    assert metrics["advantage_mean"] == pytest.approx(0.234375 / 5, abs=1e-6)
+
+
+def test_a_response_that_was_cut_off_may_go_on() -> None:
+    found, _ = targets(truncation="bootstrap")
+    # Only the second: d2 = 0.5 + 0.5 x 0.6 - 0.4 = 0.4; A1 = 0 + 0.25 x 0.4 = 0.1
+    near(found.advantages, [-0.328125, 0.1875, 0.25], [0.1, 0.4])
+    near(found.returns, [0.171875, 0.4375, 1.0], [0.3, 0.8])
+
+
+def test_the_kl_comes_off_the_reward_of_each_token() -> None:
+    found, _ = targets(kl=KL, kl_coef=2.0)
+    # rewards -0.2, 0, 1 - 0.4 = 0.6 and -0.6, 0.5 + 0.2 = 0.7
+    #   d = (-0.575, 0.125, -0.15); A3 = -0.15; A2 = 0.125 - 0.0375 = 0.0875; A1 = -0.575 + 0.021875 = -0.553125
+    #   d = (-0.6, 0.3); A1 = -0.6 + 0.075 = -0.525
+    near(found.advantages, [-0.553125, 0.0875, -0.15], [-0.525, 0.3])
+
+
+def test_advantages_are_whitened_over_all_tokens() -> None:
+    found, _ = targets(advantage_normalization="whiten")
+    plain = [-0.328125, 0.1875, 0.25, 0.025, 0.1]
+    mean = sum(plain) / 5  # 0.046875
+    std = (sum((value - mean) ** 2 for value in plain) / 5) ** 0.5
+    wanted = [(value - mean) / std for value in plain]
+    near(found.advantages, wanted[:3], wanted[3:])
+    near(found.returns, [0.171875, 0.4375, 1.0], [0.225, 0.5])  # the critic's target stays as it is
+    clipped, _ = targets(advantage_normalization="whiten", advantage_clip=0.5)
+    near(clipped.advantages, *([max(-0.5, min(0.5, v)) for v in part] for part in (wanted[:3], wanted[3:])))
+
+
+def test_the_explained_variance() -> None:
+    def explained(values: dict[Any, list[float]]) -> float:
+        statistics = Statistics()
+        options = PPOAlgorithmConfig(advantage_normalization="none")
+        TokenAdvantages(options).targets(experience(), values, None, 0.0, Comm(), statistics)
+        return statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["critic/explained_variance"]
+
+    # With gamma = lam = 1 every token's return is its sample's reward: 1 three times and 0.5 twice.
+    assert explained({(0, 0): [1.0, 1.0, 1.0, 0.0], (0, 1): [0.5, 0.5, 0.0]}) == pytest.approx(1.0, abs=1e-6)
+    assert explained({(0, 0): [0.3, 0.3, 0.3, 0.0], (0, 1): [0.3, 0.3, 0.0]}) == pytest.approx(0.0, abs=1e-6)
+    # Half of each difference is left: 1 - (1/2)^2
+    assert explained({(0, 0): [0.5, 0.5, 0.5, 0.0], (0, 1): [0.25, 0.25, 0.0]}) == pytest.approx(0.75, abs=1e-6)
+
+
+def test_rewards_are_measured_by_all_of_the_run() -> None:
+    options = PPOAlgorithmConfig(
+        reward_normalization="running", advantage_normalization="none", reward_clip=0.9, advantage_args=("gamma=1",)
+    )
+    estimator = TokenAdvantages(options)
+    none = {(0, 0): [0.0] * 4, (0, 1): [0.0] * 3}
+
+    def rewards(found: TokenAdvantages, raw: tuple[float, float]) -> list[float]:
+        returns = found.targets(experience(raw), none, None, 0.0, Comm(), Statistics()).returns
+        return [returns[0, 0][0], returns[0, 1][0]]
+
+    # mean 2, deviation 1 of (1, 3): -1 and 1, held in 0.9
+    assert rewards(estimator, (1.0, 3.0)) == pytest.approx([-0.9, 0.9], abs=1e-6)
+    again = TokenAdvantages(options)
+    again.load_state_dict(estimator.state_dict())
+    for found in (estimator, again):
+        # of (1, 3, 2, 4): mean 2.5, variance 1.25: -0.4472136 and 1.3416408, held
+        assert rewards(found, (2.0, 4.0)) == pytest.approx([-0.4472136, 0.9], abs=1e-6)
+
+
+def test_advantages_may_be_measured_by_all_of_the_run() -> None:
+    estimator = TokenAdvantages(PPOAlgorithmConfig(advantage_normalization="running"))
+    none = {(0, 0): [0.0] * 4, (0, 1): [0.0] * 3}
+
+    def first_advantage() -> float:
+        found = estimator.targets(experience((1.0, 0.0)), none, None, 0.0, Comm(), Statistics())
+        return found.advantages[0, 0][0]
+
+    # Advantages 1, 1, 1, 0, 0: mean 0.6, deviation sqrt(0.24); twice the same leaves both as they are.
+    assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
+    assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
+    assert estimator.state_dict()["advantages"] == [10.0, 6.0, 6.0]
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    found = TokenAdvantages(PPOAlgorithmConfig()).targets([], {}, {}, 0.1, Comm(), Statistics())
+    assert (found.advantages, found.returns) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"advantage": "returns_to_go"}, "takes no critic, which train_ppo trains. Use gae"),
+        ({"advantage": "grpo"}, "Unknown returns 'grpo'"),
+        ({"advantage_args": ("lamda=1",)}, "The returns 'gae' has no parameter lamda. It has gamma, lam"),
+    ],
+)
+def test_what_cannot_be_estimated_is_told(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TokenAdvantages(PPOAlgorithmConfig(**options))
