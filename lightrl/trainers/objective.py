@@ -206,9 +206,7 @@ class PolicyObjective(PolicyLoss):
         ]
 
 
-def _check_together(
-    config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool
-) -> None:
+def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool) -> None:
     """What is right by itself but not beside the rest."""
     if config.correction != "none" and config.old_logprobs == "engine":
         raise ValueError(
