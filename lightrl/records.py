@@ -55,12 +55,34 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """All samples of one prompt."""
+
+    samples: tuple[Sample, ...]
+    rewards: tuple[float, ...]  # of each sample
+    step: int  # that sampled it
+    baseline: float | None = None  # the reward of a greedy response to the prompt, where one was asked for
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the samples can be told apart by their rewards."""
+        return min(self.rewards) != max(self.rewards)
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether every sample has a reward of 1 or more."""
+        return min(self.rewards) >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
     """A scored sample: what the learner trains on."""
 
     sample: Sample
     reward: float
     advantage: float
+    shaping: float = 0.0  # what was added to the reward before it became an advantage
+    is_trained: bool = True  # False: none of its tokens counts in a loss
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +183,9 @@ class PackedBatch:
     temperature: float = 1.0  # the tokens were sampled at
     keys: tuple[tuple[int, int], ...]  # S times (prompt position, sample index)
     vision: VisionInputs | None = None  # None: no sequence has an image or video
+    teacher_logprobs: Tensor | None = None  # [N] float32, of the teacher that is distilled
+    selected: Tensor | None = None  # [N] bool, tokens that the loss treats apart; None: it treats none so
+    in_policy_loss: Tensor | None = None  # [N] bool, tokens whose policy loss counts; None: all that are trained
 
     def to(self, device: torch.device) -> PackedBatch:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -11,17 +11,24 @@ from lightrl.config.sections import (
     CriticConfig,
     DataConfig,
     DeepSpeedConfig,
+    DistillationConfig,
     DistributedConfig,
+    DynamicSamplingConfig,
     EvalConfig,
     FSDPConfig,
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
+    OverlongConfig,
     PPOAlgorithmConfig,
     check_coefficients,
     check_deepspeed,
+    check_distillation,
+    check_dynamic_sampling,
     check_optim,
+    check_overlong,
     check_ppo,
+    check_selection,
 )
 from lightrl.config.values import (
     check_at_least_one,
@@ -225,12 +232,25 @@ class RolloutConfig(RunConfig):
 class GRPOConfig(RolloutConfig):
     """Train a language model by GRPO."""
 
+    teacher_model: str = ""
+    """Hugging Face folder or name of a model with the same tokenizer that the policy's own samples are judged by, token
+    by token (on-policy distillation); empty has no teacher."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Loss."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Dynamic sampling."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Responses that are long or cut off."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """Distillation from teacher_model."""
 
     def check(self) -> None:
         RolloutConfig.check(self)
         check_coefficients(self.algorithm, self.samples_per_step)
+        check_selection(self.algorithm)
+        check_dynamic_sampling(self.dynamic_sampling, self.group_size)
+        check_overlong(self.overlong, self.max_new_tokens)
+        check_distillation(self.distillation, self.teacher_model)
         if self.group_size < (1 if self.algorithm.advantage in _NEED_NO_GROUP else 2):
             raise ValueError(
                 f"--group_size is {self.group_size}: {self.algorithm.advantage} compares the samples of a prompt with "

@@ -82,10 +82,15 @@ class AlgorithmConfig:
     advantage_args: tuple[str, ...] = ()
     """Its parameters as name=value, such as normalize_std=false of grpo; docs/algorithms.md has all."""
     loss: str = "ppo_clip"
-    """The policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, cispo, sapo, cpgd, dppo_tv, dppo_kl, or your
-    own."""
+    """The policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, cispo, sapo, cpgd, clip_cov, kl_cov, dppo_tv,
+    dppo_kl, or your own."""
     loss_args: tuple[str, ...] = ()
     """Its parameters, such as clip_low=0.2 clip_high=0.28 of ppo_clip."""
+    selection_args: tuple[str, ...] = ()
+    """Parameters of the choice of tokens that clip_cov (fraction=2e-4 low=1 high=5) and kl_cov (fraction=2e-3) treat
+    apart; it is made over the whole update."""
+    entropy_fraction: float = 1.0
+    """Share of an update's tokens, those of highest entropy, whose policy loss counts; 1 counts all."""
     aggregation: str = "token_mean"
     """Which mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum,
     sequence_mean_token_sum_norm, or your own. The denominator is that of all ranks and micro-batches in each."""
@@ -215,6 +220,87 @@ def check_coefficients(config: AlgorithmConfig, samples_per_step: int) -> None:
             f"--algorithm.entropy_coef {config.entropy_coef} is negative, and --algorithm.entropy_target holds it in "
             "[0, 1]. Leave one of them out."
         )
+
+
+def check_selection(config: AlgorithmConfig) -> None:
+    """The range of entropy_fraction."""
+    if not 0 < config.entropy_fraction <= 1:
+        raise ValueError(
+            f"--algorithm.entropy_fraction is {config.entropy_fraction}: it is a share of the tokens, more than 0 and "
+            "at most 1."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DynamicSamplingConfig:
+    enabled: bool = False
+    """Drop groups of equal rewards and draw more prompts, in rounds, until num_prompts groups are there (DAPO)."""
+    max_rounds: int = 5
+    """Rounds of a step; after the last the step learns from the groups it has, be they none."""
+    oversample: float = 1.5
+    """Each round draws this times as many prompts as are missing."""
+    carry_over: int = 1
+    """Steps that a group without a place in its own step's batch waits for one, at most; 0 drops it. The ratio of its
+    tokens is to the policy that sampled them."""
+
+
+def check_dynamic_sampling(config: DynamicSamplingConfig, group_size: int) -> None:
+    """What the types cannot say, and what cannot be honoured together."""
+    if config.max_rounds < 1:
+        raise ValueError(f"--dynamic_sampling.max_rounds is {config.max_rounds}: it must be at least 1.")
+    if not 1 <= config.oversample <= 100:
+        raise ValueError(f"--dynamic_sampling.oversample is {config.oversample}: it must be between 1 and 100.")
+    if config.carry_over < 0:
+        raise ValueError(f"--dynamic_sampling.carry_over is {config.carry_over}: it must be 0 or above.")
+    if config.enabled and group_size < 2:
+        raise ValueError(
+            f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {group_size}: give at "
+            "least 2."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongConfig:
+    buffer: int = 0
+    """Tokens before max_new_tokens over which a penalty is added to the reward, growing in a line (DAPO); 0 adds
+    none."""
+    penalty: float = 1.0
+    """What a response of max_new_tokens has less."""
+    mask_truncated: bool = False
+    """Train on no token of a response that max_new_tokens cut off. Its reward still counts in its group's mean."""
+
+
+def check_overlong(config: OverlongConfig, max_new_tokens: int) -> None:
+    """What the types cannot say, and what would do nothing."""
+    if not 0 <= config.buffer <= max_new_tokens:
+        raise ValueError(
+            f"--overlong.buffer is {config.buffer}: it must be between 0 and --max_new_tokens {max_new_tokens}."
+        )
+    if not config.penalty > 0:
+        raise ValueError(f"--overlong.penalty is {config.penalty}: it must be more than 0.")
+    if config.penalty != 1 and not config.buffer:
+        raise ValueError("--overlong.penalty does nothing without --overlong.buffer.")
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationConfig:
+    kind: Literal["advantage", "loss"] = "advantage"
+    """Where the reverse KL to the teacher goes: into each token's advantage, or as a term of the loss."""
+    coef: float = 1.0
+    """Its weight."""
+    reward_weight: float = 1.0
+    """Weight of the advantages that come from rewards; 0 follows the teacher alone."""
+
+
+def check_distillation(config: DistillationConfig, teacher_model: str) -> None:
+    """What the types cannot say, and what would do nothing."""
+    if not config.coef > 0 or not config.reward_weight >= 0:
+        raise ValueError(
+            f"--distillation.coef is {config.coef} and --distillation.reward_weight {config.reward_weight}: the first "
+            "must be more than 0, the second at least 0."
+        )
+    if not teacher_model and config != DistillationConfig():
+        raise ValueError("The options --distillation... do nothing without --teacher_model.")
 
 
 @dataclass(kw_only=True, slots=True)

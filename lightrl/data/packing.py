@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item", bound=Packable)
 Key = tuple[int, int]  # (prompt position, sample index): names a sample on any world size
 TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
+TokenMasks = Mapping[Key, Sequence[bool]]
 
 DUMMY_KEY: Key = (-1, -1)
 _SORTED_CUTS_MAY_EXCEED = 1.05  # how much worse a balance we take for having similar lengths together
@@ -52,7 +53,10 @@ def pack(
     advantages: TokenValues | None = None,
     old_values: TokenValues | None = None,
     returns: TokenValues | None = None,
-    loss_masks: Mapping[Key, Sequence[bool]] | None = None,
+    loss_masks: TokenMasks | None = None,
+    teacher_logprobs: TokenValues | None = None,
+    selected: TokenMasks | None = None,
+    in_policy_loss: TokenMasks | None = None,
     encode: Callable[[Prompt], EncodedPrompt] | None = None,
 ) -> PackedBatch:
     """One micro-batch of samples as one row of tokens, shortest first, equal lengths adjacent.
@@ -63,7 +67,10 @@ def pack(
         ref_logprobs: per sample, of the frozen reference; None where it is not needed.
         advantages: per sample, one for each response token; None gives them all that of the sample.
         old_values, returns: per sample, for a critic: its values before the update, and what it is trained towards.
-        loss_masks: per sample, True for each response token to train; None trains them all.
+        loss_masks: per sample, True for each response token to train; None trains those of all samples to be trained.
+        teacher_logprobs: per sample, of the teacher that is distilled; None where there is none.
+        selected: per sample, True for each response token that the loss treats apart; None where it treats none so.
+        in_policy_loss: per sample, True for each token whose policy loss counts; None counts all that are trained.
         encode: prompts as a vision-language model takes them; None for a model of text alone.
     """
     if not experiences:
@@ -83,7 +90,7 @@ def pack(
         score_index=torch.tensor(_score_places(cu_seqlens, num_scored), dtype=torch.int64),
         targets=torch.tensor(_concatenated(s.response_ids for s in samples), dtype=torch.int64),
         sequence_index=owners,
-        loss_mask=_loss_mask(samples, loss_masks),
+        loss_mask=_loss_mask(ordered, owners, loss_masks),
         advantages=_advantages(ordered, owners, advantages),
         sampler_logprobs=torch.tensor(_concatenated(s.sampler_logprobs for s in samples), dtype=torch.float32),
         old_logprobs=_token_values(samples, old_logprobs, "old_logprobs"),
@@ -93,6 +100,9 @@ def pack(
         temperature=temperature,
         keys=tuple(sample_key(sample) for sample in samples),
         vision=join_vision(encoded, cu_seqlens[:-1]) if encoded is not None else None,
+        teacher_logprobs=_token_values(samples, teacher_logprobs, "teacher_logprobs"),
+        selected=_token_masks(samples, selected, "selected"),
+        in_policy_loss=_token_masks(samples, in_policy_loss, "in_policy_loss"),
     )
 
 
@@ -115,6 +125,9 @@ def dummy_batch(*, temperature: float) -> PackedBatch:
         returns=zero,
         temperature=temperature,
         keys=(DUMMY_KEY,),
+        teacher_logprobs=zero,
+        selected=torch.zeros(1, dtype=torch.bool),
+        in_policy_loss=torch.zeros(1, dtype=torch.bool),
     )
 
 
@@ -208,9 +221,7 @@ def _encoded(samples: list[Sample], encode: Callable[[Prompt], EncodedPrompt] | 
     return [found[sample.prompt.index] for sample in samples]
 
 
-def _per_token(
-    samples: list[Sample], values: Mapping[Key, Sequence[float]] | Mapping[Key, Sequence[bool]], name: str
-) -> list[float]:
+def _per_token(samples: list[Sample], values: TokenValues | TokenMasks, name: str) -> list[float]:
     """The values of all samples in pack order, each checked to have one per response token."""
     flat: list[float] = []
     for sample in samples:
@@ -235,10 +246,14 @@ def _advantages(ordered: list[Experience], owners: Tensor, given: TokenValues | 
     return torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owners] if found is None else found
 
 
-def _loss_mask(samples: list[Sample], masks: Mapping[Key, Sequence[bool]] | None) -> Tensor:
-    if masks is None:
-        return torch.ones(sum(len(sample.response_ids) for sample in samples), dtype=torch.bool)
-    return torch.tensor(_per_token(samples, masks, "loss_masks"), dtype=torch.bool)
+def _token_masks(samples: list[Sample], masks: TokenMasks | None, name: str) -> Tensor | None:
+    return None if masks is None else torch.tensor(_per_token(samples, masks, name), dtype=torch.bool)
+
+
+def _loss_mask(ordered: list[Experience], owners: Tensor, masks: TokenMasks | None) -> Tensor:
+    given = _token_masks([item.sample for item in ordered], masks, "loss_masks")
+    trained = torch.tensor([item.is_trained for item in ordered])[owners]
+    return trained if given is None else trained & given
 
 
 def _check_limits(items: Sequence[_Item], max_tokens: int | None, max_samples: int | None) -> None:

@@ -53,10 +53,13 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """The data indices of the step's global batch."""
-        places = range(self.num_drawn, self.num_drawn + self.batch_size)
-        batch = [self._index_at(place) for place in places]
-        self.num_drawn += self.batch_size
-        return batch
+        return self.draw(self.batch_size)
+
+    def draw(self, count: int) -> list[int]:
+        """The data indices of the next count prompts."""
+        drawn = [self._index_at(place) for place in range(self.num_drawn, self.num_drawn + count)]
+        self.num_drawn += count
+        return drawn
 
     def _index_at(self, place: int) -> int:
         epoch, place_in_epoch = divmod(place, self.num_prompts_in_data)

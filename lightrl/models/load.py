@@ -74,6 +74,24 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     return policy
 
 
+def load_teacher(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, trust_remote_code: bool = False
+) -> Policy:
+    """A frozen model that scores another's tokens, and so must have its tokenizer. materialize: as of load_policy."""
+    try:
+        check_model_folder(path)
+    except (ValueError, OSError) as error:
+        raise type(error)(f"--teacher_model: {str(error).replace('--model ', '')}") from error
+    theirs, ours = load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = sorted(set(theirs.items()) ^ set(ours.items()))
+        raise ValueError(
+            f"--teacher_model {path} has another tokenizer than --model: {len(different)} entries differ, such as "
+            f"{different[0]}. It judges the policy's tokens by their ids: choose a teacher of the same family."
+        )
+    return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)
+
+
 def model_loader(config: Any) -> Any:
     """transformers' class that makes a model of this config."""
     if takes_images(config):

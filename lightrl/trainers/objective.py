@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightrl.algorithms.advantages import ScoredSamples, signal_counts
 from lightrl.algorithms.aggregation import TokenWeights, mean_loss
 from lightrl.algorithms.corrections import OffPolicyTokens, corrected
+from lightrl.algorithms.distillation import distillation_advantages, distillation_terms
 from lightrl.algorithms.entropy import entropy_bonus
 from lightrl.algorithms.kl import kl_terms
 from lightrl.algorithms.moments import moment_sums, whiten
@@ -23,7 +25,7 @@ from lightrl.algorithms.registry import (
 )
 from lightrl.algorithms.tokens import PolicyTokens
 from lightrl.comm import Comm
-from lightrl.config import AlgorithmConfig, named_values
+from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
 from lightrl.trainers.coefficients import Coefficients
@@ -34,9 +36,22 @@ GREEDY_BASELINE = "remax"
 class PolicyLoss:
     """Built before anything expensive, so that a wrong name costs nothing."""
 
-    def __init__(self, config: AlgorithmConfig, *, kl_in_loss: bool = True) -> None:
-        """kl_in_loss=False leaves the KL to the rewards, and only measures it here."""
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        *,
+        kl_in_loss: bool = True,
+        distillation: DistillationConfig | None = None,
+        selects_tokens: bool = False,
+    ) -> None:
+        """
+        Args:
+            kl_in_loss: False leaves the KL to the rewards, and only measures it here.
+            distillation: how a teacher is followed; None without one.
+            selects_tokens: whether the trainer chooses tokens over a whole update, by a TokenSelector.
+        """
         self._config = config
+        self._distillation = distillation
         self._kl_in_loss = kl_in_loss
         self.coefficients = Coefficients(config)
         self._policy_loss = load_loss(config.loss, named_values(config.loss_args, "algorithm.loss_args"))
@@ -44,18 +59,9 @@ class PolicyLoss:
         self._aggregate = load_aggregation(config.aggregation, aggregation_args)
         correction_args = named_values(config.correction_args, "algorithm.correction_args")
         self._correct = None if config.correction == "none" else load_correction(config.correction, correction_args)
-        if config.loss in SELECTING:
-            raise ValueError(
-                f"--algorithm.loss {config.loss} needs tokens that are chosen over a whole update, which train_grpo "
-                "does not do. Use it from Python with lightrl.algorithms.selection, or choose another loss."
-            )
         if self._correct is None and correction_args:
             raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
-        if self._correct is not None and config.old_logprobs == "engine":
-            raise ValueError(
-                f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
-                "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
-            )
+        _check_together(config, distillation, selects_tokens=selects_tokens)
 
     def weight(self, batch: PackedBatch) -> Tensor:
         """The micro-batch's share of the denominator, for train_batch."""
@@ -73,12 +79,15 @@ class PolicyLoss:
             PolicyTokens(
                 logprobs=scores.logprobs,
                 old_logprobs=old,
-                advantages=batch.advantages,
+                advantages=self._token_advantages(old, batch),
                 mask=mask,
                 sequence_index=batch.sequence_index,
                 num_sequences=num_sequences,
+                selected=batch.selected if self._config.loss in SELECTING else None,
             )
         )
+        if self._config.entropy_fraction < 1:
+            policy = replace(policy, terms=torch.where(_given(batch.in_policy_loss), policy.terms, 0.0))
         count = int(mask.sum())
         statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
         statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
@@ -100,7 +109,32 @@ class PolicyLoss:
         terms = policy.terms + self.coefficients.kl * kl if self._kl_in_loss else policy.terms
         if self.coefficients.entropy:
             terms = terms + entropy_bonus(scores.entropy, mask, coef=self.coefficients.entropy)
+        if self._distillation is not None:
+            terms = terms + self._distillation_terms(scores, old, batch, statistics)
         return mean_loss(terms, self.token_weights(batch))
+
+    def _token_advantages(self, old: Tensor, batch: PackedBatch) -> Tensor:
+        """Those of the rewards, and what the teacher thinks of each token."""
+        teaching = self._distillation
+        if teaching is None:
+            return batch.advantages
+        advantages = teaching.reward_weight * batch.advantages
+        if teaching.kind == "advantage":
+            teacher = _given(batch.teacher_logprobs)
+            advantages = advantages + distillation_advantages(old, teacher, batch.loss_mask, coef=teaching.coef)
+        return advantages
+
+    def _distillation_terms(
+        self, scores: TokenScores, old: Tensor, batch: PackedBatch, statistics: Statistics
+    ) -> Tensor:
+        """The reverse KL to the teacher as a term of the loss, 0 where it is in the advantages."""
+        teaching, teacher, mask = self._distillation, _given(batch.teacher_logprobs), batch.loss_mask
+        assert teaching is not None
+        distance = torch.where(mask, scores.logprobs.detach() - teacher, 0.0)
+        statistics.mean("distillation/reverse_kl", float(distance.sum()), float(mask.sum()))
+        if teaching.kind != "loss":
+            return torch.zeros_like(distance)
+        return teaching.coef * distillation_terms(scores.logprobs, teacher, mask, old_logprobs=old)
 
     def _kl(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         if batch.ref_logprobs is None or self._config.kl_coef == 0:
@@ -117,8 +151,10 @@ class PolicyLoss:
 class PolicyObjective(PolicyLoss):
     """The loss, and from a sample's reward to its advantage."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: AlgorithmConfig, *, distillation: DistillationConfig | None = None, selects_tokens: bool = False
+    ) -> None:
+        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens)
         self._estimate = load_advantage(
             config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
         )
@@ -134,23 +170,65 @@ class PolicyObjective(PolicyLoss):
         rewards: Sequence[float],
         comm: Comm,
         baselines: Sequence[float] | None = None,
+        *,
+        shaping: Sequence[float] | None = None,
+        is_trained: Sequence[bool] | None = None,
     ) -> list[Experience]:
-        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too."""
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too.
+
+        Args:
+            shaping: to add to each reward; None adds nothing.
+            is_trained: False for samples whose tokens count in no loss. Their rewards still count in their group's
+                mean. None trains all.
+        """
+        shaping = [0.0] * len(samples) if shaping is None else shaping
+        is_trained = [True] * len(samples) if is_trained is None else is_trained
+        lengths = torch.tensor(
+            [len(sample.response_ids) * trained for sample, trained in zip(samples, is_trained, strict=True)],
+            dtype=torch.float64,
+        )
+        shaped = [reward + extra for reward, extra in zip(rewards, shaping, strict=True)]
         scored = ScoredSamples(
-            rewards=torch.tensor(rewards, dtype=torch.float64),
+            rewards=torch.tensor(shaped, dtype=torch.float64),
             group_ids=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
             lengths=lengths,
             baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
-            signal_share=_signal_share(samples, rewards, comm),
+            signal_share=_signal_share(samples, shaped, comm),
         )
         values = self._estimate(scored).double() if samples else torch.zeros(0, dtype=torch.float64)
         if self._config.advantage in WHITENED:
             values = whiten(values, comm.all_reduce(moment_sums(values, lengths), "sum"))
         return [
-            Experience(sample=sample, reward=reward, advantage=advantage)
-            for sample, reward, advantage in zip(samples, rewards, values.tolist(), strict=True)
+            Experience(sample=sample, reward=reward, advantage=advantage, shaping=extra, is_trained=trained)
+            for sample, reward, advantage, extra, trained in zip(
+                samples, rewards, values.tolist(), shaping, is_trained, strict=True
+            )
         ]
+
+
+def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool) -> None:
+    """What is right by itself but not beside the rest."""
+    if config.correction != "none" and config.old_logprobs == "engine":
+        raise ValueError(
+            f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
+            "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
+        )
+    if not selects_tokens and (config.loss in SELECTING or config.selection_args or config.entropy_fraction < 1):
+        raise ValueError(
+            f"--algorithm.loss {config.loss}, selection_args {list(config.selection_args)} and entropy_fraction "
+            f"{config.entropy_fraction}: one of them needs tokens that are chosen over a whole update, which this "
+            "trainer does not do; train_grpo does."
+        )
+    if distillation is not None and distillation.kind == "advantage" and config.loss in SELECTING:
+        raise ValueError(
+            f"--algorithm.loss {config.loss} selects tokens by the advantages of their rewards, to which "
+            "--distillation.kind advantage adds. Give --distillation.kind loss."
+        )
+
+
+def _given(values: Tensor | None) -> Tensor:
+    assert values is not None, "the trainer packs what the objective's options need"
+    return values
 
 
 def _signal_share(samples: Sequence[Sample], rewards: Sequence[float], comm: Comm) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightrl.algorithms.mismatch import mismatch_statistics
 from lightrl.config import AlgorithmConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
-from lightrl.data.packing import TokenValues, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.data.sampler import permutation
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
@@ -22,6 +25,7 @@ class PolicyTrainer(RolloutTrainer):
     """A child writes the step and the learning; these are their parts."""
 
     objective: PolicyLoss
+    _stale: Set[Key] = frozenset()  # samples of this step that older weights made
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -73,12 +77,13 @@ class PolicyTrainer(RolloutTrainer):
 
     def _minibatches(self, experience: list[Experience]) -> list[list[Experience]]:
         """Whole groups, dealt by a seeded order of the step's positions: the same mini-batches at any world size."""
-        size = self.config.num_prompts // self.config.num_minibatches
-        order = permutation(self.config.num_prompts, self.config.seed + _MINIBATCH_STREAM, self.step_index)
+        num_parts = self.config.num_minibatches
+        num_groups = self.strategy.comm.max_int(1 + max((item.sample.position for item in experience), default=-1))
+        order = permutation(num_groups, self.config.seed + _MINIBATCH_STREAM, self.step_index)
         place = {position: rank for rank, position in enumerate(order)}
-        parts: list[list[Experience]] = [[] for _ in range(self.config.num_minibatches)]
+        parts: list[list[Experience]] = [[] for _ in range(num_parts)]
         for item in experience:
-            parts[place[item.sample.position] // size].append(item)
+            parts[place[item.sample.position] * num_parts // num_groups].append(item)
         return parts
 
     def _balanced(self, mine: list[Experience]) -> list[Experience]:
@@ -124,21 +129,25 @@ class PolicyTrainer(RolloutTrainer):
 
     def _score_all(
         self, model: Policy, experience: list[Experience], *, measure_mismatch: bool = False
-    ) -> dict[tuple[int, int], list[float]]:
+    ) -> dict[Key, list[float]]:
         """The model's logprobs of every response token, by sample."""
-        batches = self._micro_batches(experience)
-        found: dict[tuple[int, int], list[float]] = {}
-        for batch, scores in zip(batches, self.strategy.forward(batches, model=model), strict=True):
-            if measure_mismatch:
+        scored = self._scored_batches(model, experience)
+        if measure_mismatch:
+            for batch, scores in scored:
                 self._measure_mismatch(scores, batch)
-            found.update({key: part.tolist() for key, part in unpack(batch, scores.logprobs).items()})
-        return found
+        return by_sample((batch, scores.logprobs) for batch, scores in scored)
+
+    def _scored_batches(self, model: Policy, experience: list[Experience]) -> list[tuple[PackedBatch, TokenScores]]:
+        batches = self._micro_batches(experience)
+        return list(zip(batches, self.strategy.forward(batches, model=model), strict=True))
 
     # ---- What a step tells -------------------------------------------------------------------------------------
 
     def _measure_mismatch(self, scores: TokenScores, batch: PackedBatch) -> None:
-        """Engine against trainer logprobs, before any clipping or update."""
-        found = mismatch_statistics(scores.logprobs.detach(), batch.sampler_logprobs, batch.loss_mask)
+        """Engine against trainer logprobs of the same weights, before any clipping or update."""
+        is_fresh = torch.tensor([key not in self._stale for key in batch.keys], device=batch.loss_mask.device)
+        mask = batch.loss_mask & is_fresh[batch.sequence_index]
+        found = mismatch_statistics(scores.logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(found["count"])
         self.statistics.highest("mismatch/max_abs", float(found["max_abs"]))
         self.statistics.mean("mismatch/mean_abs", float(found["sum_abs"]), count)
@@ -153,8 +162,10 @@ class PolicyTrainer(RolloutTrainer):
 
     def _describe(self, samples: Sequence[Sample], experience: Sequence[Experience]) -> None:
         """Reward and length statistics of this rank's samples."""
+        self._describe_rollout(samples, [item.reward for item in experience])
+
+    def _describe_rollout(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
         statistics, count = self.statistics, len(samples)
-        rewards = [item.reward for item in experience]
         statistics.mean("reward/mean", sum(rewards), count)
         groups = [rewards[i : i + self.config.group_size] for i in range(0, count, self.config.group_size)]
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
@@ -163,4 +174,13 @@ class PolicyTrainer(RolloutTrainer):
         statistics.add("tokens/response", response_tokens)
         statistics.mean("tokens/response_mean", response_tokens, count)
         statistics.highest("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
-        statistics.mean("tokens/truncated", sum(sample.finish_reason == "length" for sample in samples), count)
+        statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
+
+
+def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[float]]:
+    """Of each pack one value per response token, [N], as lists by sample."""
+    return {key: part.tolist() for batch, tensor in values for key, part in unpack(batch, tensor).items()}
+
+
+def is_truncated(sample: Sample) -> bool:
+    return sample.finish_reason == "length"

@@ -1,0 +1,134 @@
+"""Batches filled from scripted groups: which are kept, in which order, and what is left for the next step."""
+
+import io
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrl.comm import Comm
+from lightrl.config import DynamicSamplingConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rollout.dynamic_sampling import DynamicSampling
+
+PROMPTS = [Prompt(index=place, text=f"{place}=", token_ids=(1, place)) for place in range(20)]
+REWARDS = {"hard": (0.0, 0.0), "easy": (1.0, 1.0), "good": (0.0, 1.0)}
+
+
+def group(kind: str, position: int, step: int) -> ScoredGroup:
+    """Two samples of prompt 10 step + position."""
+    samples = tuple(
+        Sample(
+            prompt=PROMPTS[(10 * step + position) % 20],
+            position=position,
+            sample_index=place,
+            response_ids=(5, 6 + place),
+            sampler_logprobs=(-0.1, -1 / 3),
+            versions=(step, step),
+            finish_reason="stop",
+            text="x",
+            prompt_ids=(1, 7, position),
+        )
+        for place in range(2)
+    )
+    return ScoredGroup(samples=samples, rewards=REWARDS[kind], step=step, baseline=0.5)
+
+
+def script(kinds: str, step: int, asked: list[tuple[int, int]]) -> Callable[[int, int], list[ScoredGroup]]:
+    """Groups in their order, by the first letters of their kinds; asked collects (first, count)."""
+    names = {"h": "hard", "e": "easy", "g": "good"}
+
+    def draw(first: int, count: int) -> list[ScoredGroup]:
+        asked.append((first, count))
+        return [group(names[kinds[place]], place, step) for place in range(first, first + count)]
+
+    return draw
+
+
+def sampling(num_prompts: int = 4, **options: object) -> tuple[DynamicSampling, Callable[[], dict[str, float]]]:
+    statistics = Statistics()
+    config = DynamicSamplingConfig(enabled=True, **options)  # type: ignore[arg-type]
+    made = DynamicSampling(config, num_prompts=num_prompts, comm=Comm(), statistics=statistics)
+
+    def metrics() -> dict[str, float]:
+        found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+        return {name.removeprefix("dynamic_sampling/"): value for name, value in found.items()}
+
+    return made, metrics
+
+
+def prompts_of(groups: list[ScoredGroup]) -> list[int]:
+    return [item.samples[0].prompt.index for item in groups]
+
+
+def positions_of(groups: list[ScoredGroup]) -> list[list[int]]:
+    return [[sample.position for sample in item.samples] for item in groups]
+
+
+def test_what_is_missing_is_drawn_until_the_batch_is_full() -> None:
+    asked: list[tuple[int, int]] = []
+    made, metrics = sampling(oversample=1.0)
+    chosen = made.fill(0, script("hgegegg", 0, asked))
+    assert asked == [(0, 4), (4, 2), (6, 1)]  # 4 missing, then 2, then 1
+    assert prompts_of(chosen) == [1, 3, 5, 6]
+    assert positions_of(chosen) == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert metrics() == {
+        "rounds": 3, "dropped_easy": 2, "dropped_hard": 1, "carried": 0, "spare": 0, "expired": 0, "fill": 1.0
+    }  # fmt: skip
+
+
+def test_spare_groups_come_first_in_the_next_step_and_expire() -> None:
+    asked: list[tuple[int, int]] = []
+    made, metrics = sampling(oversample=1.5, carry_over=1)
+    assert prompts_of(made.fill(0, script("gggggg", 0, asked))) == [0, 1, 2, 3]
+    assert metrics()["spare"] == 2
+    chosen = made.fill(1, script("hgg", 1, asked))
+    assert asked == [(0, 6), (0, 3)]  # 1.5 x 4 missing, then 1.5 x 2
+    assert prompts_of(chosen) == [4, 5, 11, 12]  # what step 0 left over, then step 1's own
+    assert positions_of(chosen) == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert metrics()["carried"] == 2
+    made.fill(2, script("gggggg", 2, asked))
+    assert metrics()["spare"] == 2
+    made.fill(4, script("gggggg", 4, asked))  # two steps later: more than carry_over allows
+    assert asked[-1] == (0, 6)
+    assert metrics()["expired"] == 2
+
+
+def test_without_carry_over_spare_groups_are_gone() -> None:
+    asked: list[tuple[int, int]] = []
+    made, metrics = sampling(oversample=2.0, carry_over=0)
+    made.fill(0, script("g" * 8, 0, asked))
+    made.fill(1, script("g" * 8, 1, asked))
+    assert asked == [(0, 8), (0, 8)]
+    assert metrics()["carried"] == 0
+
+
+@pytest.mark.parametrize(("kinds", "kept"), [("eeeeeeeeeeee", []), ("hhhhhhghhhhh", [6])])
+def test_the_rounds_are_bounded_and_a_short_batch_is_told_once(
+    kinds: str, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, metrics = sampling(oversample=1.0, max_rounds=3, carry_over=0)
+    with caplog.at_level(logging.WARNING):
+        assert prompts_of(made.fill(0, script(kinds, 0, []))) == kept
+        found = metrics()
+        made.fill(1, script(kinds, 1, []))
+    assert found["rounds"] == 3
+    assert found["fill"] == len(kept) / 4
+    assert len(caplog.records) == 1
+    assert f"only {len(kept)} of 4 have unequal rewards" in caplog.text
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:
+    made, _ = sampling(oversample=2.0, carry_over=2)
+    made.fill(0, script("g" * 8, 0, []))
+    buffer = io.BytesIO()
+    torch.save(made.state_dict(), buffer)
+    buffer.seek(0)
+    resumed, _ = sampling(oversample=2.0, carry_over=2)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True), PROMPTS)
+    asked: list[tuple[int, int]] = []
+    assert resumed.fill(1, script("", 1, asked)) == made.fill(1, script("", 1, asked))
+    assert asked == []  # four were spare
