@@ -23,6 +23,7 @@ class Prompt:
     index: int  # place in the data set
     text: str  # after the chat template
     token_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()  # before the chat template
     answer: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict)  # every other field of the line, for the reward
     images: tuple[str, ...] = ()  # paths, in the order of their placeholders, of which token_ids has one each

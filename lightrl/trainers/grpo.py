@@ -36,7 +36,7 @@ class GRPOTrainer(PolicyTrainer):
         """prompts: (position in the step's global batch, prompt), this rank's share."""
         samples = self.roll_out(prompts)
         with self.watch.measure("time/reward"):
-            rewards = self.collector.score(samples)
+            rewards = self.collector.score(samples, self.statistics)
             baselines = None
             if self.objective.needs_greedy_baseline:
                 baselines = self.collector.greedy_rewards(prompts, group_size=self.config.group_size)

@@ -26,6 +26,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+from lightrl.rewards.failures import has_reward
 from lightrl.trainers.coefficients import Coefficients
 
 GREEDY_BASELINE = "remax"
@@ -135,7 +136,12 @@ class PolicyObjective(PolicyLoss):
         comm: Comm,
         baselines: Sequence[float] | None = None,
     ) -> list[Experience]:
-        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too."""
+        """One for each of this rank's samples that has a reward. Groups are whole here; every rank calls it, with no
+        samples too.
+        """
+        places = [i for i in range(len(samples)) if has_reward(rewards[i]) and has_reward((baselines or rewards)[i])]
+        samples, rewards = [samples[i] for i in places], [rewards[i] for i in places]
+        baselines = None if baselines is None else [baselines[i] for i in places]
         lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
         scored = ScoredSamples(
             rewards=torch.tensor(rewards, dtype=torch.float64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from lightrl.algorithms.mismatch import mismatch_statistics
@@ -155,8 +156,9 @@ class PolicyTrainer(RolloutTrainer):
         """Reward and length statistics of this rank's samples."""
         statistics, count = self.statistics, len(samples)
         rewards = [item.reward for item in experience]
-        statistics.mean("reward/mean", sum(rewards), count)
-        groups = [rewards[i : i + self.config.group_size] for i in range(0, count, self.config.group_size)]
+        statistics.mean("reward/mean", sum(rewards), len(rewards))
+        by_prompt = groupby(experience, key=lambda item: item.sample.position)
+        groups = [[item.reward for item in group] for _, group in by_prompt]
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
         response_tokens = sum(len(sample.response_ids) for sample in samples)
         statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
