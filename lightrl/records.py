@@ -5,6 +5,7 @@ Loads no torch, so that a process that only reads texts starts at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,7 @@ class Prompt:
     index: int  # place in the data set
     text: str  # after the chat template
     token_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()  # before the chat template
     answer: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict)  # every other field of the line, for the reward
     images: tuple[str, ...] = ()  # paths, in the order of their placeholders, of which token_ids has one each
@@ -66,12 +68,17 @@ class ScoredGroup:
     @property
     def has_signal(self) -> bool:
         """Whether the samples can be told apart by their rewards."""
-        return min(self.rewards) != max(self.rewards)
+        return len(set(self._known)) > 1
 
     @property
     def is_solved(self) -> bool:
         """Whether every sample has a reward of 1 or more."""
-        return min(self.rewards) >= 1
+        return min(self._known, default=0.0) >= 1
+
+    @property
+    def _known(self) -> list[float]:
+        """Without those of rewards that failed, which are NaN."""
+        return [reward for reward in self.rewards if not math.isnan(reward)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

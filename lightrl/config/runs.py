@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,7 @@ from lightrl.config.sections import (
     DynamicSamplingConfig,
     EvalConfig,
     FSDPConfig,
+    JudgeConfig,
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
@@ -25,6 +27,7 @@ from lightrl.config.sections import (
     check_deepspeed,
     check_distillation,
     check_dynamic_sampling,
+    check_judge,
     check_optim,
     check_overlong,
     check_ppo,
@@ -171,8 +174,24 @@ class RolloutConfig(RunConfig):
     offload_while_generating: bool = False
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. It costs the time of two copies a rollout."""
-    reward: str = "exact_match"
-    """A built-in reward, or your own function as package.module:function or path/to/file.py:function."""
+    reward: tuple[str, ...] = ("exact_match",)
+    """One or several, added up, each as name or name=weight: exact_match, contains, last_number, math, format, length,
+    code, reward_model, judge (docs/rewards.md), or your own as package.module:function or path/to/file.py:function."""
+    reward_args: tuple[str, ...] = ()
+    """Parameters of rewards as reward.parameter=value, such as length.target=200."""
+    reward_model: str = ""
+    """Folder or name of the sequence-classification model with one output that the reward reward_model scores by."""
+    reward_timeout_s: float = 60.0
+    """A reward that takes longer for a sample has failed; 0 waits for ever."""
+    max_reward_failures: int = 0
+    """The run stops when more rewards than this fail at a step or an evaluation, over all ranks."""
+    reward_failure_value: str = "exclude"
+    """What a failed reward counts as, where the run goes on: a number, or exclude, which leaves the sample out of
+    advantages, loss and evaluation."""
+    reward_concurrency: int = 32
+    """Calls of an async reward at the same time on a rank."""
+    reward_workers: int = 2
+    """Processes on a rank for rewards that are isolated, such as math."""
     num_prompts: int = 16
     """Prompts per step, over all ranks."""
     group_size: int = 16
@@ -187,11 +206,14 @@ class RolloutConfig(RunConfig):
     """Sampling temperature; the training logprobs are those of the same distribution."""
     native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
     """Engine native."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Reward judge."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
 
     def check(self) -> None:
         RunConfig.check(self)
+        check_rewards(self)
         check_finite({"temperature": self.temperature})
         check_not_negative(
             {
@@ -199,6 +221,8 @@ class RolloutConfig(RunConfig):
                 "eval.temperature": self.eval.temperature,
                 "eval.max_prompts": self.eval.max_prompts,
                 "canary_every": self.canary_every,
+                "max_reward_failures": self.max_reward_failures,
+                "reward_timeout_s": self.reward_timeout_s,
             }
         )
         check_at_least_one(
@@ -211,6 +235,8 @@ class RolloutConfig(RunConfig):
                 "engine_tp_size": self.engine_tp_size,
                 "sync_bucket_mb": self.sync_bucket_mb,
                 "native.max_num_seqs": self.native.max_num_seqs,
+                "reward_concurrency": self.reward_concurrency,
+                "reward_workers": self.reward_workers,
             }
         )
         _check_rollout_numbers(self)
@@ -321,6 +347,22 @@ def _check_run_numbers(config: RunConfig) -> None:
         raise ValueError(f"--seed {config.seed}: it must fit in 64 bits.")
     if not 0 < config.distributed.timeout_s <= 1e7:
         raise ValueError(f"--distributed.timeout_s is {config.distributed.timeout_s}: it must be above 0, at most 1e7.")
+
+
+def check_rewards(config: RolloutConfig) -> None:
+    """A single name given in Python becomes a tuple."""
+    if isinstance(config.reward, str):
+        config.reward = (config.reward,)
+    check_judge(config.judge)
+    if config.reward_failure_value != "exclude":
+        try:
+            is_finite = math.isfinite(float(config.reward_failure_value))
+        except ValueError:
+            is_finite = False
+        if not is_finite:
+            raise ValueError(
+                f"--reward_failure_value is {config.reward_failure_value!r}: it must be a number, or exclude."
+            )
 
 
 def _check_rollout_numbers(config: RolloutConfig) -> None:

@@ -370,6 +370,45 @@ class DataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class JudgeConfig:
+    url: str = ""
+    """Where the judge answers: the base of an OpenAI-compatible interface, such as http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """Its model's name there."""
+    prompt: str = ""
+    """What it is asked: a text, or @FILE, with {question}, {response} and {answer} in it; empty takes one of ours,
+    which asks for a score from 0 to 10."""
+    score_pattern: str = r"[Ss]core:\s*\**\s*(\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; the last match in the judge's reply counts."""
+    max_score: float = 10.0
+    """The score that becomes the reward 1; a reply with a larger one gives no verdict."""
+    api_key_env: str = ""
+    """Environment variable that holds the API key; empty sends none."""
+    temperature: float = 0.0
+    """Of the judge's own sampling."""
+    max_tokens: int = 1024
+    """Longest reply."""
+    timeout_s: float = 30.0
+    """Of one request."""
+    retries: int = 3
+    """Further tries after a request that failed in a way that may pass: no connection, time-out, HTTP 408, 409, 425,
+    429 and 5xx. The wait before each doubles, from 1 s, or is as long as the server asks."""
+
+
+def check_judge(config: JudgeConfig) -> None:
+    """Numbers that no judge can work with."""
+    if config.retries < 0 or config.max_tokens < 1 or not config.temperature >= 0:
+        raise ValueError(
+            f"--judge.retries {config.retries} and --judge.temperature {config.temperature} must be 0 or above, and "
+            f"--judge.max_tokens {config.max_tokens} at least 1."
+        )
+    if not config.timeout_s > 0 or not config.max_score > 0:
+        raise ValueError(
+            f"--judge.timeout_s {config.timeout_s} and --judge.max_score {config.max_score} must be above 0."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; also before the first step and after the last. 0 never evaluates."""

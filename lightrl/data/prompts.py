@@ -86,7 +86,14 @@ def build_prompts(
         field, value = _find_prompt(record, where, prompt_field)
         text, token_ids = _tokenize(value, where, field, tokenizer, chat_template, renderer)
         others = {name: other for name, other in record.items() if name not in (field, answer_field)}
-        prompt = Prompt(index=index, text=text, token_ids=token_ids, answer=record.get(answer_field), fields=others)
+        prompt = Prompt(
+            index=index,
+            text=text,
+            token_ids=token_ids,
+            messages=_as_messages(value),
+            answer=record.get(answer_field),
+            fields=others,
+        )
         if media is not None:
             prompt = _with_media(prompt, record, where, media)
         if prompt.num_tokens > max_prompt_tokens:
@@ -218,6 +225,10 @@ def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, An
         f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field that "
         "holds the prompt by --data.prompt_field."
     )
+
+
+def _as_messages(value: Any) -> tuple[dict[str, Any], ...]:
+    return ({"role": "user", "content": value},) if isinstance(value, str) else tuple(value)
 
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:

@@ -1,6 +1,6 @@
 """Rewards: functions from a Sample to a number, one to a file. Loaded by name, run by RewardSet."""
 
-from lightrl.rewards.failures import NO_REWARD, RewardError
+from lightrl.rewards.failures import NO_REWARD, RewardError, has_reward
 from lightrl.rewards.kinds import (
     AnyReward,
     BatchReward,
@@ -25,6 +25,7 @@ __all__ = [
     "RewardError",
     "batch_reward",
     "group_reward",
+    "has_reward",
     "isolated_reward",
     "load_reward",
     "score",

@@ -25,6 +25,11 @@ class RewardError(RuntimeError):
 Outcome: TypeAlias = float | RewardError
 
 
+def has_reward(value: float) -> bool:
+    """Whether it is a number, and not NO_REWARD."""
+    return not math.isnan(value)
+
+
 def failed(name: str, samples: Sequence[Sample], error: Exception) -> RewardError:
     """That a call of the reward raised."""
     where = describe_sample(samples[0])

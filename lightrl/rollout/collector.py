@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from lightrl.data.media import read_media
 from lightrl.engines.base import SamplingParams
+from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import AnyReward, score
+from lightrl.rewards import AnyReward
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.scorer import Scorer
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 
@@ -17,9 +20,11 @@ _ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluatio
 class Collector:
     """Rolls out and scores this rank's prompts. Every rank calls it, also one that has none."""
 
-    def __init__(self, strategy: StrategyBase, reward: AnyReward, *, seed: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, strategy: StrategyBase, reward: AnyReward | RewardSet, *, seed: int, max_new_tokens: int
+    ) -> None:
         self._strategy = strategy
-        self._reward = reward
+        self._scorer = Scorer(strategy.comm, RewardSet.of(reward))
         self._seed = seed
         self._max_new_tokens = max_new_tokens
 
@@ -67,10 +72,11 @@ class Collector:
             for (position, prompt), item in zip(owners, items, strict=True)
         ]
 
-    def score(self, samples: Sequence[Sample]) -> list[float]:
-        """The reward of each sample; a reward that fails on one rank stops every rank."""
-        with self._strategy.comm.phase("reward", local=True):
-            return score(self._reward, samples)
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """The reward of each sample, NO_REWARD where it has failed; too many failures stop every rank."""
+        return self._scorer.score(samples, statistics, prefix=prefix)
 
     def greedy_rewards(self, prompts: Sequence[tuple[int, Prompt]], *, group_size: int) -> list[float]:
         """The reward of a greedy response to each prompt, once for every sample of its group."""

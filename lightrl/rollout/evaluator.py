@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightrl.data.sampler import DistributedEvalSampler
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt
+from lightrl.rewards.failures import has_reward
 from lightrl.rollout.collector import Collector
 from lightrl.strategy import StrategyBase
 
@@ -28,8 +29,9 @@ class Evaluator:
         mine = DistributedEvalSampler(len(self._prompts), rank=comm.rank, world=comm.world)
         places = [(place, self._prompts[place]) for place in mine]
         samples = self._collector.sample_for_eval(places, temperature=self._temperature)
-        rewards = self._collector.score(samples)
         statistics = Statistics()
+        scored = self._collector.score(samples, statistics, prefix="eval/")
+        rewards = [reward for reward in scored if has_reward(reward)]
         statistics.mean("eval/reward", sum(rewards), len(rewards))
         statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(len(sample.response_ids) for sample in samples), len(samples))

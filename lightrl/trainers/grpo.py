@@ -60,11 +60,11 @@ class GRPOTrainer(PolicyTrainer):
         size = self.config.group_size
         samples = self.roll_out(prompts)
         with self.watch.measure("time/reward"):
-            rewards = self.collector.score(samples)
+            rewards = self.collector.score(samples, self.statistics)
             baselines: Sequence[float | None] = [None] * len(prompts)
             if self.objective.needs_greedy_baseline:
                 baselines = self.collector.greedy_rewards(prompts, group_size=1)
-        self._describe_rollout(samples, rewards)
+        self.describe_rollout(samples, rewards)
         return [
             ScoredGroup(
                 samples=tuple(samples[start : start + size]),

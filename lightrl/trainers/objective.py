@@ -28,6 +28,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+from lightrl.rewards.failures import has_reward
 from lightrl.trainers.coefficients import Coefficients
 
 GREEDY_BASELINE = "remax"
@@ -174,15 +175,19 @@ class PolicyObjective(PolicyLoss):
         shaping: Sequence[float] | None = None,
         is_trained: Sequence[bool] | None = None,
     ) -> list[Experience]:
-        """One for each of this rank's samples, whose groups are whole here; every rank calls it, with none too.
+        """One for each of this rank's samples that has a reward. Groups are whole here; every rank calls it, with no
+        samples too.
 
         Args:
             shaping: to add to each reward; None adds nothing.
             is_trained: False for samples whose tokens count in no loss. Their rewards still count in their group's
                 mean. None trains all.
         """
-        shaping = [0.0] * len(samples) if shaping is None else shaping
-        is_trained = [True] * len(samples) if is_trained is None else is_trained
+        places = [i for i in range(len(samples)) if has_reward(rewards[i]) and has_reward((baselines or rewards)[i])]
+        samples, rewards = [samples[i] for i in places], [rewards[i] for i in places]
+        baselines = None if baselines is None else [baselines[i] for i in places]
+        shaping = [0.0 if shaping is None else shaping[i] for i in places]
+        is_trained = [is_trained is None or is_trained[i] for i in places]
         lengths = torch.tensor(
             [len(sample.response_ids) * trained for sample, trained in zip(samples, is_trained, strict=True)],
             dtype=torch.float64,

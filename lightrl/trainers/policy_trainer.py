@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micr
 from lightrl.data.sampler import permutation
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
+from lightrl.rewards.failures import has_reward
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.rollout import RolloutTrainer
 
@@ -160,14 +162,12 @@ class PolicyTrainer(RolloutTrainer):
         self.statistics.highest("lr", lr)
         self.statistics.mean("skipped_updates", float(skipped), 1)
 
-    def _describe(self, samples: Sequence[Sample], experience: Sequence[Experience]) -> None:
+    def describe_rollout(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
         """Reward and length statistics of this rank's samples."""
-        self._describe_rollout(samples, [item.reward for item in experience])
-
-    def _describe_rollout(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
         statistics, count = self.statistics, len(samples)
-        statistics.mean("reward/mean", sum(rewards), count)
-        groups = [rewards[i : i + self.config.group_size] for i in range(0, count, self.config.group_size)]
+        scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
+        statistics.mean("reward/mean", sum(reward for _, reward in scored), len(scored))
+        groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
         response_tokens = sum(len(sample.response_ids) for sample in samples)
         statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))

@@ -20,6 +20,7 @@ from lightrl.models.load import check_model_folder, load_tokenizer
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
+from lightrl.rewards.failures import has_reward
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.base import StepReport
@@ -56,10 +57,13 @@ class PPOTrainer(PolicyTrainer):
         """prompts: (position in the step's global batch, prompt), this rank's share."""
         samples = self.roll_out(prompts)
         with self.watch.measure("time/reward"):
-            rewards = self.collector.score(samples)
-            pairs = zip(samples, rewards, strict=True)
-            experience = [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
-            self._describe(samples, experience)
+            rewards = self.collector.score(samples, self.statistics)
+            self.describe_rollout(samples, rewards)
+        experience = [
+            Experience(sample=sample, reward=reward, advantage=0.0)
+            for sample, reward in zip(samples, rewards, strict=True)
+            if has_reward(reward)
+        ]
         with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
             experience = self.learn(experience)
         self.sync_engine()

@@ -14,7 +14,8 @@ from lightrl.engines import check_engine_name
 from lightrl.models.load import context_length, load_policy
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Prompt
-from lightrl.rewards import AnyReward, load_reward
+from lightrl.rewards import AnyReward
+from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.evaluator import Evaluator
 from lightrl.strategy import StrategyBase
@@ -32,7 +33,7 @@ class RolloutTrainer(Trainer):
         self, config: RolloutConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
     ) -> None:
         check_engine_name(config.engine)
-        self._reward = reward or load_reward(config.reward)
+        self.rewards = RewardSet.from_config(config, reward)
         super().__init__(config, strategy=strategy)
 
     @abstractmethod
@@ -149,9 +150,14 @@ class RolloutTrainer(Trainer):
 
     def get_ready(self) -> None:
         config = self.config
+        self.rewards.prepare(self.strategy)
         self.strategy.setup_inference_engine(config, config.engine, actor=self.policy)
         self.strategy.maybe_sleep_inference_engine()
-        self.collector = Collector(self.strategy, self._reward, seed=config.seed, max_new_tokens=config.max_new_tokens)
+        self.collector = Collector(self.strategy, self.rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
         self.evaluator = Evaluator(
             self.strategy, self.collector, self.eval_prompts, temperature=config.eval.temperature
         )
+
+    def close(self) -> None:
+        self.rewards.close()
+        super().close()

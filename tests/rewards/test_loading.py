@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config import JudgeConfig
 from lightrl.rewards import BUILTIN_REWARDS, load_reward
 
 OWN_REWARD = """
@@ -21,7 +22,10 @@ TABLE = {}
 """
 
 
-_NEEDED = {"length": {"target": 10}}
+_NEEDED = {
+    "length": {"target": 10},
+    "judge": {"settings": JudgeConfig(url="http://127.0.0.1:9", model="m")},
+}
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_REWARDS))

@@ -13,6 +13,7 @@ from lightrl.config import AlgorithmConfig
 from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
 from lightrl.records import PackedBatch, Prompt, Sample, TokenScores
+from lightrl.rewards import NO_REWARD
 from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 
 
@@ -227,3 +228,22 @@ def test_every_choice_changes_the_gradient() -> None:
     assert len(set(found.values())) == len(found), found
     assert gradient(loss="gspo_token") == gradient(loss="gspo")  # they differ where tokens have advantages of their own
     assert gradient(kl_gradient="kl", kl_estimator="k1") == gradient(kl_estimator="k2")
+
+
+def test_samples_without_a_reward_are_left_out_of_their_group() -> None:
+    prompt = Prompt(index=0, text="", token_ids=(1,))
+    samples = [
+        Sample(prompt=prompt, position=place // 3, sample_index=place % 3, response_ids=(5,), sampler_logprobs=(0.0,),
+               versions=(0,), finish_reason="stop", text="")
+        for place in range(6)
+    ]  # fmt: skip
+    rewards = [1.0, NO_REWARD, 0.0, NO_REWARD, NO_REWARD, 1.0]
+    found = PolicyObjective(AlgorithmConfig(advantage="dr_grpo")).advantages(samples, rewards, Comm())
+    # The mean of the first group is (1 + 0) / 2; in the second only one is left.
+    assert [(item.sample.position, item.sample.sample_index, item.reward, item.advantage) for item in found] == [
+        (0, 0, 1.0, 0.5), (0, 2, 0.0, -0.5), (1, 2, 1.0, 0.0)
+    ]  # fmt: skip
+    baselines = [0.25, 0.25, 0.25, 0.5, 0.5, NO_REWARD]
+    remax = PolicyObjective(AlgorithmConfig(advantage="remax")).advantages(samples, rewards, Comm(), baselines)
+    assert [item.advantage for item in remax] == [0.75, -0.25]
+    assert PolicyObjective(AlgorithmConfig()).advantages(samples, [NO_REWARD] * 6, Comm()) == []

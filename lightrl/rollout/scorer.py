@@ -1,0 +1,74 @@
+"""Scores samples on every rank together: the failures of all are counted, and stop all or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from lightrl.comm import Comm
+from lightrl.metrics import Statistics
+from lightrl.records import Sample
+from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, with_traceback
+from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 3  # failures of a run that are printed with their traceback; metrics count them all
+
+
+class Scorer:
+    """The run's rewards on this rank's samples."""
+
+    def __init__(self, comm: Comm, rewards: RewardSet) -> None:
+        self._comm = comm
+        self._rewards = rewards
+        self._num_shown = 0
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """The weighted sum of each sample, NO_REWARD where a reward has failed. Every rank calls it, with none too.
+
+        statistics gets the mean of each reward and the number of failures, under names that begin with prefix.
+        """
+        budget = FailureBudget(self._rewards.policy.max_failures)
+        outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
+        self._agree_on_failures(budget)
+        scores = self._rewards.combine(outcomes, len(samples))
+        if statistics is not None:
+            _describe(scores, budget, statistics, prefix)
+        return scores.rewards
+
+    def _run(self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        if is_collective(reward):
+            with self._comm.phase(f"reward {label}"):
+                found: list[Outcome] = list(reward(samples))  # type: ignore[operator]
+                return found
+        with self._comm.phase(f"reward {label}", local=True):
+            return self._rewards.run(label, samples, budget)
+
+    def _agree_on_failures(self, budget: FailureBudget) -> None:
+        """Shows the first failures of all ranks; raises on every rank if there are too many."""
+        counts = self._comm.all_reduce({"failures": len(budget.failures), "unsure": len(budget.no_verdicts)}, "sum")
+        if not counts["failures"] and not counts["unsure"]:
+            return
+        mine = [*_distinct(budget.failures), *_distinct(budget.no_verdicts)]
+        shown = [(error.is_no_verdict, error.place, str(error), with_traceback(error)) for error in mine]
+        everyones = sorted(item for part in self._comm.all_gather_object(shown) for item in part)
+        if counts["failures"] > budget.max_failures:
+            raise budget.exceeded(RewardError(everyones[0][2]), counts["failures"])
+        for *_, text in everyones[: _MAX_SHOWN - self._num_shown] if self._comm.is_main else []:
+            logger.warning("%s", text)
+            self._num_shown += 1
+
+
+def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:
+    """The first few; one that stands for many samples once."""
+    return list(dict.fromkeys(errors))[:_MAX_SHOWN]
+
+
+def _describe(scores: Scores, budget: FailureBudget, statistics: Statistics, prefix: str) -> None:
+    for label, values in scores.components.items():
+        statistics.mean(f"{prefix}reward/{label}", sum(values), len(values))
+    statistics.add(f"{prefix}reward/failures", len(budget.failures))
+    statistics.add(f"{prefix}reward/no_verdict", len(budget.no_verdicts))

@@ -1,0 +1,69 @@
+"""Scores the same samples on any number of ranks: `scorer_program.py OUT` writes what rank 0 saw of all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from reward_samples import answered
+
+from lightrl.comm import RankError, connect
+from lightrl.metrics import Statistics
+from lightrl.records import Sample
+from lightrl.rewards import NoVerdictError, RewardError, has_reward
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rollout.scorer import Scorer
+
+
+def picky(sample: Sample) -> float:
+    if sample.text == "unsure":
+        raise NoVerdictError("who knows")
+    return float(sample.text)
+
+
+def length(sample: Sample) -> float:
+    return float(len(sample.text))
+
+
+TEXTS = ["1", "2", "x", "4", "unsure", "6", "7", "y"]
+REWARDS = [
+    WeightedReward(label="picky", weight=2.0, reward=picky),
+    WeightedReward(label="length", weight=-1.0, reward=length),
+]
+
+
+def main() -> None:
+    comm = connect(torch.device("cpu"), timedelta(seconds=60))
+    samples = [answered(text, position=place) for place, text in enumerate(TEXTS)]
+    mine = samples[: 0 if comm.rank else None]  # one rank has all, the others none
+    shared = samples[comm.rank :: comm.world]
+    report: dict[str, object] = {}
+    for name, part in (("uneven", mine), ("shared", shared)):
+        for value in (None, -3.0):
+            statistics = Statistics()
+            scorer = Scorer(comm, RewardSet(REWARDS, policy=FailurePolicy(max_failures=2, value=value)))
+            rewards = scorer.score(part, statistics)
+            keyed = [
+                (sample.position, reward if has_reward(reward) else None)
+                for sample, reward in zip(part, rewards, strict=True)
+            ]
+            everyones = sorted(item for part_of in comm.all_gather_object(keyed) for item in part_of)
+            report[f"{name} {value}"] = [[reward for _, reward in everyones], statistics.reduce(comm)]
+    scorer = Scorer(comm, RewardSet(REWARDS, policy=FailurePolicy(max_failures=1)))
+    try:
+        scorer.score(shared)
+    except RewardError as error:
+        told = str(error)
+    except RankError as error:
+        told = str(error)
+    report["too many"] = comm.all_gather_object(told)
+    if comm.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(report))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Against a server of our own on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import answered
+
+from lightrl.config import GRPOConfig, JudgeConfig
+from lightrl.records import Prompt
+from lightrl.rewards import RewardError
+from lightrl.rewards.failures import FailureBudget
+from lightrl.rewards.judge import Judge, question_of
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import RewardRunner, ScoringLimits
+
+Answer = tuple[int, dict[str, str], str]
+KEY = "sk-very-secret"
+
+
+class Server:
+    """Answers each request by a function of its number and body; keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int, Any], Answer] = lambda number, body: (200, {}, completion("Score: 5"))
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
+        self.most_at_once = self._at_once = 0
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.requests.append((self.path, dict(self.headers), body))
+                    number = len(outer.requests)
+                    outer._at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer._at_once)
+                status, headers, text = outer.answer(number, body)
+                with lock:
+                    outer._at_once -= 1
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+
+def completion(text: str) -> str:
+    return json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def judged(server: Server, *texts: str, max_failures: int = 0, concurrency: int = 8, **settings: Any) -> list[Any]:
+    judge = Judge(settings=JudgeConfig(**{"url": server.url, "model": "m", **settings}))
+    runner = RewardRunner(judge, ScoringLimits(timeout_s=20, concurrency=concurrency), name="judge")
+    try:
+        samples = [answered(text, "42", prompt_text="<|user|>6 x 7?") for text in texts]
+        return runner.run(samples, FailureBudget(max_failures))
+    finally:
+        runner.close()
+
+
+def test_the_last_score_of_the_reply_counts(server: Server) -> None:
+    replies = {"a": "Score: 0 would be harsh.\nScore: 7.5", "b": "**Score:** 10", "c": "score: 0"}
+    server.answer = lambda number, body: (200, {}, completion(replies[body["messages"][0]["content"]]))
+    assert judged(server, "a", "b", "c", prompt="{response}") == [0.75, 1.0, 0.0]
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert "Authorization" not in headers
+    assert {name: body[name] for name in ("model", "temperature", "max_tokens")} == {
+        "model": "m", "temperature": 0.0, "max_tokens": 1024
+    }  # fmt: skip
+
+
+def test_the_template_is_filled_once(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Q {question} R {response} A {answer} {other}")
+    judged(server, "I say {answer}", prompt=f"@{path}")
+    assert server.requests[0][2]["messages"][0]["content"] == "Q <|user|>6 x 7? R I say {answer} A 42 {other}"
+    judged(server, "seven")
+    assert "seven" in server.requests[1][2]["messages"][0]["content"]
+
+
+def test_the_question_is_that_before_the_chat_template() -> None:
+    def question(*messages: dict[str, Any]) -> str:
+        return question_of(Prompt(index=0, text="<rendered>", token_ids=(1,), messages=messages))
+
+    assert question({"role": "user", "content": "6 x 7?"}) == "6 x 7?"
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert question({"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}) == (
+        "system: Be kind.\n\nuser: what?"
+    )
+    assert question() == "<rendered>"
+
+
+def test_a_reply_without_a_score_is_no_verdict(server: Server) -> None:
+    replies = {"a": "I cannot say.", "b": "Score: 11", "c": "Score: 5"}
+    server.answer = lambda number, body: (200, {}, completion(replies[body["messages"][0]["content"]]))
+    none, too_high, five = judged(server, "a", "b", "c", prompt="{response}")
+    assert none.is_no_verdict
+    assert too_high.is_no_verdict
+    assert five == 0.5
+
+
+def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -> None:
+    server.answer = lambda number, body: (
+        (429, {"Retry-After": "0.05"}, "slow down") if number < 3 else (200, {}, completion("Score: 5"))
+    )
+    assert judged(server, "a", retries=2) == [0.5]
+    assert len(server.requests) == 3
+    server.answer = lambda number, body: (503, {"Retry-After": "0.01"}, "busy")
+    with pytest.raises(RewardError, match="failed 2 times: HTTP 503: busy"):
+        judged(server, "a", retries=1)
+    assert len(server.requests) == 5
+    server.answer = lambda number, body: (404, {}, "no such model")
+    with pytest.raises(RewardError, match="refused: HTTP 404: no such model"):
+        judged(server, "a", retries=5)
+    assert len(server.requests) == 6
+
+
+def test_a_silent_server_and_none_at_all_are_failures(server: Server) -> None:
+    def slow(number: int, body: Any) -> Answer:
+        time.sleep(1)
+        return 200, {}, completion("Score: 5")
+
+    server.answer = slow
+    with pytest.raises(RewardError, match="failed 1 times: TimeoutError"):
+        judged(server, "a", timeout_s=0.2, retries=0)
+    with pytest.raises(RewardError, match="failed 1 times: URLError.*refused"):
+        judged(server, "a", url="http://127.0.0.1:9/v1", retries=0)
+
+
+def test_the_key_is_sent_and_never_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.answer = lambda number, body: (401, {}, f"Incorrect API key: {KEY}")
+    (error,) = judged(server, "a", max_failures=1, api_key_env="JUDGE_KEY")
+    assert server.requests[0][1]["Authorization"] == f"Bearer {KEY}"
+    assert "Incorrect API key: ***" in str(error)
+    assert KEY not in repr(error.__cause__)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="--judge.api_key_env JUDGE_KEY: this environment variable is not set"):
+        judged(server, "a", api_key_env="JUDGE_KEY")
+
+
+def test_a_redirect_is_not_followed(server: Server) -> None:
+    server.answer = lambda number, body: (307, {"Location": server.url + "/elsewhere"}, "")
+    with pytest.raises(RewardError, match="refused: HTTP 307"):
+        judged(server, "a")
+    assert len(server.requests) == 1
+
+
+def test_no_more_than_the_allowed_number_wait_together(server: Server) -> None:
+    def slow(number: int, body: Any) -> Answer:
+        time.sleep(0.05)
+        return 200, {}, completion("Score: 5")
+
+    server.answer = slow
+    assert judged(server, *map(str, range(12)), concurrency=3) == [0.5] * 12
+    assert 1 < server.most_at_once <= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": ""}, "--judge.url is '': it must be such as http"),
+        ({"url": "file:///etc/passwd"}, "--judge.url is 'file:///etc/passwd'"),
+        ({"url": "http://me:secret@host/v1"}, "holds a name or password"),
+        ({"model": ""}, "needs --judge.model"),
+        ({"prompt": "no place"}, "has no {response}"),
+        ({"prompt": "@absent.txt"}, "no such file"),
+        ({"score_pattern": "("}, "is no regular expression"),
+        ({"score_pattern": "[0-9]+"}, "has no group"),
+    ],
+)
+def test_wrong_settings_are_told_at_once(settings: dict[str, Any], message: str) -> None:
+    judge = JudgeConfig(**{"url": "http://127.0.0.1:9/v1", "model": "m", **settings})
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        RewardSet.from_config(GRPOConfig(reward=("judge",), judge=judge))

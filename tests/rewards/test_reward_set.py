@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import answered
+
+from lightrl.config import GRPOConfig, JudgeConfig
+from lightrl.records import Sample
+from lightrl.rewards import has_reward
+from lightrl.rewards.failures import FailureBudget, failed
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+
+
+def set_of(*reward: str, args: tuple[str, ...] = (), **options: Any) -> RewardSet:
+    return RewardSet.from_config(GRPOConfig(reward=reward, reward_args=args, **options))
+
+
+def scored(rewards: RewardSet, samples: list[Sample]) -> tuple[list[float], dict[str, list[float]]]:
+    budget = FailureBudget()
+    outcomes = {item.label: rewards.run(item.label, samples, budget) for item in rewards.rewards}
+    scores = rewards.combine(outcomes, len(samples))
+    return scores.rewards, dict(scores.components)
+
+
+def test_a_single_name_works_alone() -> None:
+    for given in ("exact_match", ("exact_match",)):
+        rewards = RewardSet.from_config(GRPOConfig(reward=given))  # type: ignore[arg-type]
+        assert scored(rewards, [answered("1", 1), answered("2", 1)])[0] == [1.0, 0.0]
+
+
+def test_several_are_added_up_by_weight() -> None:
+    rewards = set_of("exact_match", "length=-0.5", "format=0.25", args=("length.target=4", "format.pattern=[0-9]=?"))
+    samples = [answered("1", 1, num_tokens=4), answered("22", 1, num_tokens=2), answered("3=", 1)]
+    totals, components = scored(rewards, samples)
+    # 1 - 0.5 x 1 + 0.25 x 1; 0 - 0.5 x 0.5 + 0; 0 - 0 + 0.25
+    assert totals == [0.75, -0.25, 0.25]
+    assert components == {"exact_match": [1.0, 0.0, 0.0], "length": [1.0, 0.5, 0.0], "format": [1.0, 0.0, 1.0]}
+
+
+def test_a_file_of_ones_own_has_its_functions_name(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("def scaled(sample, *, by: float = 1.0):\n    return by * len(sample.text)\n")
+    rewards = set_of(f"{path}:scaled=2", args=("scaled.by=0.5",))
+    assert scored(rewards, [answered("abc")]) == ([3.0], {"scaled": [1.5]})
+
+
+def test_a_failure_leaves_no_reward_or_counts_as_a_value() -> None:
+    def zero(sample: Sample) -> float:
+        return 0.0
+
+    both = [WeightedReward(label=name, weight=2.0, reward=zero) for name in ("a", "b")]
+    error = failed("a", [answered("")], ValueError("x"))
+    for value, expected in ((None, False), (-1.0, True)):
+        scores = RewardSet(both, policy=FailurePolicy(value=value)).combine({"a": [error, 1.0], "b": [3.0, 4.0]}, 2)
+        assert has_reward(scores.rewards[0]) is expected
+        assert scores.rewards[1] == 10.0
+        assert scores.components == {"a": [1.0], "b": [3.0, 4.0]}
+    assert scores.rewards[0] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "args", "message"),
+    [
+        (("exact_match=x",), (), "'exact_match=x': behind = there must be a weight, a number other than 0"),
+        (("exact_match=0",), (), "a number other than 0"),
+        ((), (), "--reward names no reward"),
+        (("exact_match", "exact_match=2"), (), "two rewards named 'exact_match'"),
+        (("json:mean",), (), "cannot be named 'mean': reward/mean is another metric"),
+        (("exact_mach",), (), "Unknown reward 'exact_mach'. Did you mean exact_match"),
+        (("exact_match",), ("length.target=3",), "--reward has no 'length'. Known: exact_match"),
+        (("length",), ("length.targt=3",), "'length' has no parameter 'targt'. It has target, limit, cache"),
+        (("length",), ("length.target=long",), "target is 'long', and it must be int"),
+        (("length",), ("target=3",), "must be reward.parameter=value"),
+        (("length",), ("length.target=3", "length.target=4"), "length.target is given twice"),
+        (("length",), (), "needs either a target above 0"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_built(
+    reward: tuple[str, ...], args: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_of(*reward, args=args)
+
+
+def test_options_of_rewards_that_are_not_used_are_refused() -> None:
+    with pytest.raises(ValueError, match="--judge options are given, but judge is not among --reward"):
+        set_of("exact_match", judge=JudgeConfig(url="http://127.0.0.1:1"))
+    with pytest.raises(ValueError, match="--reward_model a is given, but reward_model is not among --reward"):
+        set_of("exact_match", reward_model="a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_reward_failures": -1}, "--max_reward_failures is -1: it must be 0 or above"),
+        ({"reward_timeout_s": -1.0}, "--reward_timeout_s is -1.0: it must be 0 or above"),
+        ({"reward_workers": 0}, "--reward_workers is 0: it must be at least 1"),
+        ({"reward_concurrency": 0}, "--reward_concurrency is 0: it must be at least 1"),
+        ({"reward_failure_value": "zero"}, "--reward_failure_value is 'zero': it must be a number, or exclude"),
+        ({"reward_failure_value": "nan"}, "it must be a number, or exclude"),
+        ({"judge": JudgeConfig(timeout_s=0)}, "--judge.timeout_s 0 and --judge.max_score 10.0 must be above 0"),
+        ({"judge": JudgeConfig(retries=-1)}, "--judge.retries -1 .* must be 0 or above"),
+    ],
+)
+def test_ranges(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**options)

@@ -1,0 +1,69 @@
+"""Rewards on several ranks: the same numbers as on one, and the same end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import answered
+
+from lightrl.comm import Comm
+from lightrl.records import Sample
+from lightrl.rewards import has_reward
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rollout.scorer import Scorer
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "scorer_program.py"
+
+# 2 x the number minus the length of the text; x and y fail, and one has no verdict.
+EXCLUDED = [1.0, 3.0, None, 7.0, None, 11.0, 13.0, None]
+# A failed reward counts as -3: 2 x -3 - 1 for x and y, 2 x -3 - 6 for unsure.
+AS_MINUS_3 = [1.0, 3.0, -7.0, 7.0, -12.0, 11.0, 13.0, -7.0]
+
+
+def run(folder: Path, world_size: int) -> Any:
+    out = folder / f"{world_size}.json"
+    run_spmd(PROGRAM, str(out), world_size=world_size, timeout_s=180)
+    return json.loads(out.read_text())
+
+
+def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
+    one, two = run(tmp_path, 1), run(tmp_path, 2)
+    for report in (one, two):
+        for name in ("uneven", "shared"):
+            rewards, metrics = report[f"{name} None"]
+            assert rewards == EXCLUDED
+            assert report[f"{name} -3.0"][0] == AS_MINUS_3
+            # picky: (1 + 2 + 4 + 6 + 7) / 5; length: (1 x 7 + 6) / 8
+            assert metrics == {
+                "reward/failures": 2.0,
+                "reward/length": 13 / 8,
+                "reward/no_verdict": 1.0,
+                "reward/picky": 4.0,
+            }
+    (alone,) = one["too many"]
+    assert alone.startswith("2 rewards have failed, more than --max_reward_failures 1. The first: The reward 'picky'")
+    assert two["too many"] == [alone, alone]
+
+
+def test_the_first_failures_of_a_run_are_shown_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(sample: Sample) -> float:
+        raise OSError(f"no {sample.text}")
+
+    rewards = RewardSet(
+        [WeightedReward(label="mine", weight=1.0, reward=failing)], policy=FailurePolicy(max_failures=9)
+    )
+    scorer = Scorer(Comm(), rewards)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            found = scorer.score([answered(f"{step}{place}", position=place) for place in range(2)])
+            assert not any(map(has_reward, found))
+    shown = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" on prompt")[0] for text in shown] == [
+        f"The reward 'mine' raised OSError: no {name}" for name in ("00", "01", "10")
+    ]
+    assert 'raise OSError(f"no {sample.text}")' in shown[0]
