@@ -14,10 +14,12 @@ from lightrl.config.sections import (
     EvalConfig,
     FSDPConfig,
     LogConfig,
+    LoraConfig,
     NativeEngineConfig,
     OptimConfig,
     check_coefficients,
     check_deepspeed,
+    check_lora,
 )
 from lightrl.config.values import (
     check_at_least_one,
@@ -76,6 +78,8 @@ class RunConfig:
     """Strategy fsdp."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     """Strategy deepspeed."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters in place of the weights."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -113,6 +117,7 @@ class RunConfig:
         check_fractions({"optim.warmup_ratio": self.optim.warmup_ratio, "optim.min_lr_ratio": self.optim.min_lr_ratio})
         _check_run_numbers(self)
         check_deepspeed(self.deepspeed)
+        check_lora(self.lora)
 
     @property
     def samples_per_update(self) -> int:

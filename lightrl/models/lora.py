@@ -156,6 +156,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def host_of(model: nn.Module) -> nn.Module | None:
+    """The module that add_adapters was given: the model or one inside it; None where there are no adapters."""
+    return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
+
+
 def has_adapters(model: nn.Module) -> bool:
     return next(_layers(model), None) is not None
 
@@ -214,10 +219,24 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+class WithoutAdapters(nn.Module):
+    """Stands for the model as it was before it had adapters, as a reference to compare with: it needs no second copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with without_adapters(self.model):
+            return self.model(*args, **kwargs)
+
+
 def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the folder that PeftModel.from_pretrained loads.
 
-    tensors: whole ones, by the names of trained_parameters().
+    Args:
+        model: what add_adapters was given: host_of().
+        tensors: whole ones, by the names of trained_parameters().
     """
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[_ADAPTER].save_pretrained(folder)

@@ -247,13 +247,13 @@ class TorchStrategy(StrategyBase):
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
         """With adapters the folder holds the merged model, and adapter/ in it what peft loads."""
         super().save_pretrained(model, path)
-        unwrapped = self.unwrap_model(model)
-        if not lora.has_adapters(unwrapped):
+        host = lora.host_of(model)
+        if host is None:
             return
-        named = [(name, self.readable(parameter)) for name, parameter in lora.trained_parameters(unwrapped)]
+        named = [(name, self.readable(parameter)) for name, parameter in lora.trained_parameters(host)]
         whole = {name: tensor.cpu() if self.comm.is_main else tensor for name, tensor in self.gather_named(named)}
         if self.comm.is_main:
-            lora.save_adapter(unwrapped, whole, Path(path) / "adapter")
+            lora.save_adapter(host, whole, Path(path) / "adapter")
         self.comm.barrier()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------

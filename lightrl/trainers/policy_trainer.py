@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lightrl.algorithms.mismatch import mismatch_statistics
 from lightrl.config import AlgorithmConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import TokenValues, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.data.sampler import permutation
-from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.rollout import RolloutTrainer
@@ -123,7 +124,7 @@ class PolicyTrainer(RolloutTrainer):
         return [batch.to(self.strategy.device) for batch in packs]
 
     def _score_all(
-        self, model: Policy, experience: list[Experience], *, measure_mismatch: bool = False
+        self, model: nn.Module, experience: list[Experience], *, measure_mismatch: bool = False
     ) -> dict[tuple[int, int], list[float]]:
         """The model's logprobs of every response token, by sample."""
         batches = self._micro_batches(experience)

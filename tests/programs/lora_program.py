@@ -75,8 +75,8 @@ def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
 def check_reference(strategy: StrategyBase, policy: Policy) -> None:
     """The policy without its adapters scores as a model that never had any, and goes on training as before."""
     batch = make_batch([]) if strategy.comm.rank else response_batch([([5, 9], [33, 2]), ([7], [8, 1, 0])])
-    with lora.without_adapters(policy):
-        (found,) = strategy.forward([batch.to(strategy.device)], model=policy)
+    (found,) = strategy.forward([batch.to(strategy.device)], model=lora.WithoutAdapters(policy))
+    assert policy.training
     expected = tiny_policy()(batch).logprobs.detach()
     torch.testing.assert_close(found.logprobs.cpu(), expected, atol=1e-6, rtol=0)
     (adapted,) = strategy.forward([batch.to(strategy.device)], model=policy)
