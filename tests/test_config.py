@@ -179,3 +179,22 @@ def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     names = {name: name.rpartition(".")[2] for name in option_names(kind)}
     unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]
     assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--lora.rank", "-1"], "--lora.rank -1"),
+        (["--lora.rank", "4", "--lora.alpha", "inf"], "--lora.alpha inf"),
+        (["--lora.alpha", "16"], "describe new adapters: give --lora.rank too"),
+        (["--lora.target_modules", "q_proj"], "give --lora.rank too"),
+        (["--lora.path", "x", "--lora.use_rslora", "True"], "An adapter of --lora.path has its own"),
+        (["--lora.path", "x", "--lora.rank", "4"], "--lora.path comes with its own rank"),
+        (["--lora.rank", "4", "--lora.target_modules", "q_proj", "all-linear"], "all-linear stands alone"),
+    ],
+)
+def test_lora_options_that_say_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
+) -> None:
+    assert text in fail(capsys, *argv)
+    assert parse_config(GRPOConfig, ["--lora.rank", "4", "--lora.target_modules", "q_proj", "v_proj"]).lora.is_on

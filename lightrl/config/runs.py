@@ -19,6 +19,7 @@ from lightrl.config.sections import (
     FSDPConfig,
     JudgeConfig,
     LogConfig,
+    LoraConfig,
     NativeEngineConfig,
     OptimConfig,
     OverlongConfig,
@@ -28,6 +29,7 @@ from lightrl.config.sections import (
     check_distillation,
     check_dynamic_sampling,
     check_judge,
+    check_lora,
     check_optim,
     check_overlong,
     check_ppo,
@@ -93,6 +95,8 @@ class RunConfig:
     """Strategy fsdp."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     """Strategy deepspeed."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters in place of the weights."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -132,6 +136,7 @@ class RunConfig:
         _check_run_numbers(self)
         check_deepspeed(self.deepspeed)
         check_optim(self.optim, self.lr)
+        check_lora(self.lora)
 
     @property
     def samples_per_update(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -345,6 +346,45 @@ def check_deepspeed(config: DeepSpeedConfig) -> None:
         raise ValueError(
             f"--deepspeed.bucket_mb {config.bucket_mb} must be at least 1, and --deepspeed.param_persistence_threshold "
             f"{config.param_persistence_threshold} at least 0."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    rank: int = 0
+    """Train adapters of this rank in place of the weights (LoRA); 0 trains the weights."""
+    alpha: float = 0.0
+    """An adapter's output is multiplied by alpha / rank; 0 takes alpha = 2 * rank."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter, by the last part of their names, such as q_proj v_proj; all-linear: every one
+    but the output head."""
+    path: str = ""
+    """Start from this adapter, as peft saves it; rank, alpha and the rest come from it."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank > 0 or bool(self.path)
+
+
+def check_lora(config: LoraConfig) -> None:
+    """What cannot be honoured, alone or together."""
+    if config.rank < 0 or not 0 <= config.alpha < math.inf:
+        raise ValueError(f"--lora.rank {config.rank} and --lora.alpha {config.alpha} must be at least 0.")
+    if not config.target_modules:
+        raise ValueError("--lora.target_modules is empty: name linear layers such as q_proj, or give all-linear.")
+    if "all-linear" in config.target_modules and len(config.target_modules) > 1:
+        raise ValueError("--lora.target_modules: all-linear stands alone, since it takes in every other name.")
+    shape = LoraConfig(alpha=config.alpha, use_rslora=config.use_rslora, target_modules=config.target_modules)
+    if shape != LoraConfig() and not config.rank:
+        raise ValueError(
+            "--lora.alpha, --lora.use_rslora and --lora.target_modules describe new adapters: give --lora.rank too. "
+            "An adapter of --lora.path has its own."
+        )
+    if config.path and config.rank:
+        raise ValueError(
+            "--lora.path comes with its own rank: leave --lora.rank out, or start new adapters by it alone."
         )
 
 

@@ -30,6 +30,7 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.landed import Delivery, Landed, named_shapes
 from lightrl.engines.native.weights import drop_weights
+from lightrl.engines.weight_names import skeleton
 from lightrl.engines.weight_sync import raise_problems
 from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.records import FinishReason
@@ -99,7 +100,7 @@ class VLLMEngine(InferenceEngine):
         self._device = device
         self._group = group
         self._scratch = scratch
-        self._shapes, self._tied = named_shapes(source)
+        self._shapes, self._tied = named_shapes(skeleton(source))
         self._buffers = persistent_buffers(source)
         self._eos = eos_token_ids
         self.vocab_size = int(source.config.get_text_config().vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from lightrl.comm import all_gather_flat
 
 
 def gather_in_buckets(
-    named: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device, bucket_bytes: int
+    named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, whole tensor) in the order given; every rank must iterate to the end.
 

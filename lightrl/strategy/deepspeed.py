@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from lightrl.strategy.zero_partitions import (
     DataclassOutputs,
     ParametersToPartition,
     is_partitioned,
+    own_part,
     own_shard,
     partitioned_parameters,
     write_whole,
@@ -205,11 +206,18 @@ class DeepSpeedStrategy(TorchStrategy):
         if is_partitioned(parameter) and parameter.numel():  # one that is kept whole as well
             parameter.data.copy_(self.comm.all_gather(shard).view(parameter.shape))
 
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        return own_part(parameter, whole, self.comm.rank) if is_partitioned(parameter) else whole
+
+    def plus(self, parameter: Tensor, delta: Tensor) -> Tensor:
+        """A partitioned one comes back whole: its shard is a range of numbers, which nothing here can gather."""
+        return self.gather_whole(parameter) + delta if is_partitioned(parameter) else super().plus(parameter, delta)
+
     def num_holders(self, parameter: Tensor) -> int:
         return 1 if is_partitioned(parameter) else self.comm.world
 
     def gather_named(
-        self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
+        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters of --sync_bucket_mb are gathered at a time."""
         for bucket in _buckets(named, self.options.sync_bucket_mb << 20):
@@ -387,11 +395,11 @@ def _link_states(zero: Any) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def _buckets(named: list[tuple[str, Tensor]], limit_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
-        num_bytes = getattr(tensor, "ds_numel", 0) * tensor.element_size()
+        num_bytes = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
         if bucket and size + num_bytes > limit_bytes:
             yield bucket
             bucket, size = [], 0

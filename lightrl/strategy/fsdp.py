@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -109,7 +109,7 @@ class FSDPStrategy(TorchStrategy):
     # ---- Whole tensors -----------------------------------------------------------------------------------------
 
     def gather_named(
-        self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
+        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         bucket_bytes = self.options.sync_bucket_mb << 20
         return gather_in_buckets(named, dtype=dtype, device=self.device, bucket_bytes=bucket_bytes)

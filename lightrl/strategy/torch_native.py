@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrl.checkpoint import MARKER_NAME, CheckpointDirectory
 from lightrl.comm import Comm, backend_for
 from lightrl.engines.weight_sync import Fingerprint, fingerprint
+from lightrl.models import lora
 from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.base import OptimizerStep, StrategyBase, is_actor, persistent_buffers
@@ -84,6 +85,13 @@ class TorchStrategy(StrategyBase):
     def shard_of(self, parameter: Tensor) -> Tensor:
         """This rank's part, by reference."""
         return local(parameter).detach()
+
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """What shard_of would give if the parameter had these values, which every rank holds; no collective."""
+        if not isinstance(parameter, DTensor):
+            return whole
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
     def num_holders(self, parameter: Tensor) -> int:
         """Ranks that hold the same values of it as this one."""
@@ -213,28 +221,68 @@ class TorchStrategy(StrategyBase):
     # ---- Whole tensors -----------------------------------------------------------------------------------------
 
     def named_parameters_of(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """(HF name, parameter) sorted by name, tied ones once."""
+        """(HF name, parameter) sorted by name, tied ones once; not the adapters."""
         self.require_loaded(model)
-        return sorted(self.unwrap_model(model).named_parameters())
+        return sorted(lora.plain_parameters(self.unwrap_model(model)))
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self.after_forward_only(model)
-        return self.gather_named([(name, self.readable(item)) for name, item in self.named_parameters_of(model)], dtype)
+        return self.gather_named(self.merged_parameters(model), dtype)
+
+    def merged_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, what gather_named takes): a weight that has an adapter as a copy, made when its turn comes.
+
+        A collective where there are adapters: every rank must iterate to the end.
+        """
+        adapters = lora.adapters_of(self.unwrap_model(model))
+        for name, parameter in self.named_parameters_of(model):
+            if name in adapters:
+                yield name, self.plus(parameter, self.adapter_delta(adapters[name]))
+            else:
+                yield name, self.readable(parameter)
+
+    def merged_shards(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(HF name, parameter, this rank's part of it): by reference, with an adapter a copy. As merged_parameters."""
+        adapters = lora.adapters_of(self.unwrap_model(model))
+        for name, parameter in self.named_parameters_of(model):
+            shard = self.shard_of(parameter)
+            if name in adapters:
+                shard = shard + self.part_of(parameter, self.adapter_delta(adapters[name]).to(shard.device))
+            yield name, parameter, shard
+
+    @torch.no_grad()
+    def adapter_delta(self, adapter: lora.Adapter) -> Tensor:
+        """What it adds to its weight, whole, on every rank; a collective."""
+        parts = [("down", self.readable(adapter.down)), ("up", self.readable(adapter.up))]
+        return adapter.delta(**{name: whole.clone() for name, whole in self.gather_named(parts)})
+
+    @torch.no_grad()
+    def plus(self, parameter: Tensor, delta: Tensor) -> Tensor:
+        """A copy to which a whole tensor is added, for gather_named."""
+        if not isinstance(parameter, DTensor):
+            return parameter.detach() + delta.to(parameter.device)
+        shard = self.shard_of(parameter)
+        return DTensor.from_local(
+            shard + self.part_of(parameter, delta.to(shard.device)),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint]:
         """Every rank sums over the shards that it holds, on which the gather of full_parameters has no part."""
         self.after_forward_only(model)
-        named = self.named_parameters_of(model)
-        sums = torch.zeros(len(named), len(Fingerprint._fields), dtype=torch.float64)
-        for row, (_, parameter) in enumerate(named):
-            shard = self.shard_of(parameter)
+        sums: dict[str, Tensor] = {}
+        for name, parameter, shard in self.merged_shards(model):
             own = fingerprint(shard.to(dtype) if dtype and shard.is_floating_point() else shard)
-            sums[row] = torch.tensor(own, dtype=torch.float64) / self.num_holders(parameter)
-        total = self.comm.all_reduce(sums, "sum")
-        return {name: Fingerprint(*row) for (name, _), row in zip(named, total.tolist(), strict=True)}
+            sums[name] = torch.tensor(own, dtype=torch.float64) / self.num_holders(parameter)
+        total = self.comm.all_reduce(torch.stack([*sums.values()]), "sum")
+        return {name: Fingerprint(*row) for name, row in zip(sums, total.tolist(), strict=True)}
 
     def gather_named(
-        self, named: list[tuple[str, Tensor]], dtype: torch.dtype | None = None
+        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) in the order given; every rank must iterate to the end."""
         for name, tensor in named:
@@ -248,11 +296,7 @@ class TorchStrategy(StrategyBase):
     @torch.no_grad()
     def copy_whole(self, target: Tensor, whole: Tensor) -> None:
         """Writes this rank's part of a whole tensor that every rank holds; no collective."""
-        if isinstance(target, DTensor):
-            whole = distribute_tensor(
-                whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            ).to_local()
-        local(target).copy_(whole)
+        local(target).copy_(self.part_of(target, whole.to(target.device)))
 
     def get_model_state_dict(
         self, cpu_offload: bool = False, full_state_dict: bool = True, model: nn.Module | None = None
@@ -264,11 +308,23 @@ class TorchStrategy(StrategyBase):
         """
         chosen = model if model is not None else self._trained_entry(None).model
         self.after_forward_only(chosen)
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters_of(chosen):
-            tensor = self.gather_whole(self.readable(parameter)) if full_state_dict else self.shard_of(parameter)
-            found[name] = tensor.to("cpu", copy=True) if cpu_offload else tensor
-        return found
+        if full_state_dict:
+            found = ((name, self.gather_whole(readable)) for name, readable in self.merged_parameters(chosen))
+        else:
+            found = ((name, shard) for name, _, shard in self.merged_shards(chosen))
+        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in found}
+
+    def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
+        """With adapters the folder holds the merged model, and adapter/ in it what peft loads."""
+        super().save_pretrained(model, path)
+        host = lora.host_of(model)
+        if host is None:
+            return
+        named = [(name, self.readable(parameter)) for name, parameter in lora.trained_parameters(host)]
+        whole = {name: tensor.cpu() if self.comm.is_main else tensor for name, tensor in self.gather_named(named)}
+        if self.comm.is_main:
+            lora.save_adapter(host, whole, Path(path) / "adapter")
+        self.comm.barrier()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -369,9 +425,15 @@ class TorchStrategy(StrategyBase):
             yield Piece(name, whole)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """All that a checkpoint holds of a model: every parameter once, and the persistent buffers."""
-        named = [(name, self.readable(parameter)) for name, parameter in sorted(model.named_parameters())]
-        return [*named, *persistent_buffers(model)]
+        """All that a checkpoint holds of a model: every parameter once, and the persistent buffers.
+
+        With adapters only what trains: the rest is as it was loaded.
+        """
+        if lora.has_adapters(model):
+            named = lora.trained_parameters(model)
+            return [(name, self.readable(parameter)) for name, parameter in named]
+        named = sorted(model.named_parameters())
+        return [*((name, self.readable(parameter)) for name, parameter in named), *persistent_buffers(model)]
 
     def optimizer_pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
         """Named parameter name / state key, in one order on all ranks; every rank must iterate it."""

@@ -30,11 +30,16 @@ def own_shard(parameter: Any, rank: int) -> Tensor:
     return shard
 
 
+def own_part(parameter: Any, whole: Tensor, rank: int) -> Tensor:
+    """What own_shard would give of a parameter of these values."""
+    start, end = own_range(parameter, rank)
+    return whole.reshape(-1)[start:end]
+
+
 @torch.no_grad()
 def write_whole(parameter: Any, whole: Tensor, rank: int) -> None:
     """This rank's part of a whole tensor that every rank holds; no collective."""
-    start, end = own_range(parameter, rank)
-    own_shard(parameter, rank).copy_(whole.reshape(-1)[start:end])
+    own_shard(parameter, rank).copy_(own_part(parameter, whole, rank))
     if parameter.data.numel() == parameter.ds_numel:  # one too small to be worth a gather is kept whole as well
         parameter.data.copy_(whole.view(parameter.data.shape))
 

@@ -18,6 +18,7 @@ from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import load_records
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.models.load import check_model_folder, load_tokenizer
+from lightrl.models.lora import require_peft
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase, create_strategy
@@ -45,6 +46,7 @@ class Trainer(ABC):
 
     def __init__(self, config: RunConfig, *, strategy: StrategyBase | None = None) -> None:
         self.config = config
+        require_peft(config.lora)
         self.strategy = strategy or create_strategy(config)
         self.strategy.setup_distributed()
         self.step_index = 0

@@ -7,14 +7,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrl.algorithms.mismatch import mismatch_statistics
 from lightrl.config import AlgorithmConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.data.sampler import permutation
-from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.rewards.failures import has_reward
 from lightrl.trainers.objective import PolicyLoss
@@ -130,7 +129,7 @@ class PolicyTrainer(RolloutTrainer):
         return [batch.to(self.strategy.device) for batch in packs]
 
     def _score_all(
-        self, model: Policy, experience: list[Experience], *, measure_mismatch: bool = False
+        self, model: nn.Module, experience: list[Experience], *, measure_mismatch: bool = False
     ) -> dict[Key, list[float]]:
         """The model's logprobs of every response token, by sample."""
         scored = self._scored_batches(model, experience)
@@ -139,7 +138,7 @@ class PolicyTrainer(RolloutTrainer):
                 self._measure_mismatch(scores, batch)
         return by_sample((batch, scores.logprobs) for batch, scores in scored)
 
-    def _scored_batches(self, model: Policy, experience: list[Experience]) -> list[tuple[PackedBatch, TokenScores]]:
+    def _scored_batches(self, model: nn.Module, experience: list[Experience]) -> list[tuple[PackedBatch, TokenScores]]:
         batches = self._micro_batches(experience)
         return list(zip(batches, self.strategy.forward(batches, model=model), strict=True))
 

@@ -12,6 +12,7 @@ from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines import check_engine_name
 from lightrl.models.load import context_length, load_policy
+from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Prompt
 from lightrl.rewards import AnyReward
@@ -27,7 +28,7 @@ class RolloutTrainer(Trainer):
 
     config: RolloutConfig
     policy: Policy
-    reference: Policy | None
+    reference: Policy | WithoutAdapters | None
 
     def __init__(
         self, config: RolloutConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
@@ -43,7 +44,7 @@ class RolloutTrainer(Trainer):
     @property
     @abstractmethod
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the starting model is compared with."""
+        """Whether the policy is compared with the starting model: a frozen copy, or the policy without its adapters."""
 
     def take_step(self) -> StepReport:
         batch = [(position, self.prompts[index]) for position, index in enumerate(self.sampler.next_batch())]
@@ -128,8 +129,9 @@ class RolloutTrainer(Trainer):
         (actor, self.optimizer, self.scheduler), *_ = strategy.prepare_models_and_optimizers(
             policy, None, None, None, strategy.args, config.schedule_length
         )
-        self.policy, self.reference = actor, None
-        if self.needs_reference:
+        self.policy = actor
+        self.reference = WithoutAdapters(actor) if self.needs_reference and config.lora.is_on else None
+        if self.needs_reference and self.reference is None:
             # Only now: before the policy was sharded, rank 0 would have held both models whole.
             with strategy.comm.phase("loading the reference model", local=True):
                 reference = self.load_policy(is_reference=True)
@@ -144,6 +146,8 @@ class RolloutTrainer(Trainer):
             trust_remote_code=self.config.trust_remote_code,
             is_reference=is_reference,
         )
+        if not is_reference:
+            add_adapters(policy.hf, self.config.lora, seed=self.config.seed)
         if self.strategy.materializes_weights and not is_reference:
             check_scores(policy, next(policy.parameters()).device)
         return policy

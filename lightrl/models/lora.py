@@ -1,0 +1,243 @@
+"""LoRA (arXiv:2106.09685) by peft: small adapters inside a model, which train in place of its weights.
+
+Whoever reads a model's weights for others (an engine, an export) gets them merged, under the plain names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightrl.config import LoraConfig
+from lightrl.seeding import mix_seed
+
+_ADAPTER = "default"  # peft's name for the only adapter of a model; it stands in the names of parameters
+_PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
+_WEIGHTS = "adapter_model.safetensors"
+_STREAM = 11  # of the seed: what the adapters are drawn by
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What is added to one weight: scale * up @ down."""
+
+    down: nn.Parameter  # [rank, inputs]
+    up: nn.Parameter  # [outputs, rank]
+    scale: float
+    is_transposed: bool  # the weight is [inputs, outputs]
+
+    def delta(self, down: Tensor, up: Tensor) -> Tensor:
+        """In the shape of the weight, from the two as whole tensors."""
+        product = up @ down * self.scale
+        return product.T if self.is_transposed else product
+
+
+# ---- Adding ------------------------------------------------------------------------------------------------------
+
+
+def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: Sequence[str] = ()) -> None:
+    """Puts adapters into the model in place; of all its parameters only they, and those of `trained`, require grad.
+
+    A model on the meta device gets adapters there. Nothing changes where the options turn LoRA off.
+
+    Args:
+        model: as transformers made it, not the wrapper around it. What the wrapper adds, such as a value head, trains.
+        trained: modules of the model that train whole, such as ("score",).
+    """
+    if not options.is_on:
+        return
+    require_peft(options)
+    from peft import inject_adapter_in_model
+
+    config = _read_config(options.path) if options.path else _new_config(options)
+    config.task_type = "CAUSAL_LM" if getattr(model, "can_generate", bool)() else None
+    config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+    config.modules_to_save = None  # peft would keep a second copy of each
+    config.exclude_modules = list(trained) or None
+    is_meta = next(model.parameters()).is_meta
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix_seed(seed, _STREAM))  # the same adapters, whatever was drawn before
+        try:
+            inject_adapter_in_model(config, model, _ADAPTER, low_cpu_mem_usage=is_meta)
+        except ValueError as error:  # no module has such a name
+            raise ValueError(
+                f"--lora.target_modules {' '.join(options.target_modules)}: {error} It has, for example, "
+                f"{', '.join(_linear_names(model))}."
+            ) from error
+    _check_layers(model)
+    config.exclude_modules, config.modules_to_save = None, list(trained) or None
+    for name in trained:
+        model.get_submodule(name).requires_grad_(True)
+    if options.path and not is_meta:
+        _load_weights(model, Path(options.path))
+
+
+def require_peft(options: LoraConfig) -> None:
+    """Says what to install, if the options need it."""
+    if options.is_on and importlib.util.find_spec("peft") is None:
+        raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
+
+
+def _new_config(options: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    targets = options.target_modules
+    settings: dict[str, Any] = {
+        "r": options.rank,
+        "lora_alpha": options.alpha or 2 * options.rank,
+        "target_modules": targets[0] if targets == ("all-linear",) else list(targets),
+        "use_rslora": options.use_rslora,
+    }
+    return PeftConfig(**settings)
+
+
+def _read_config(path: str) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    for name in ("adapter_config.json", _WEIGHTS):
+        if not (Path(path) / name).is_file():
+            raise FileNotFoundError(f"--lora.path {path} is no adapter that peft saved: it has no {name}.")
+    config = PeftConfig.from_pretrained(path)
+    if config.peft_type != "LORA":
+        raise ValueError(f"--lora.path {path} is an adapter of type {config.peft_type}; only LORA is known.")
+    if config.use_dora or config.bias != "none" or config.lora_bias:
+        raise ValueError(f"--lora.path {path} uses DoRA or trains biases, which cannot be merged here. Use plain LoRA.")
+    config.inference_mode, config.lora_dropout = False, 0.0
+    return config
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """The last part of the names of linear layers, as --lora.target_modules takes them."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+
+
+def _check_layers(model: Any) -> None:
+    """Only what can be merged, and whose weight nothing reads but the layer itself."""
+    from peft.tuners.lora import Linear
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, layer in _layers(model):
+        if not isinstance(layer, Linear) or layer is head:
+            raise ValueError(
+                f"--lora.target_modules names {name}, and only linear layers inside the model can have an adapter: "
+                "embeddings and the output head are read as plain weights."
+            )
+
+
+def _load_weights(model: nn.Module, folder: Path) -> None:
+    own = {_file_name(name): parameter for name, parameter in trained_parameters(model)}
+    found = load_file(folder / _WEIGHTS)
+    missing, unknown = sorted(set(own) - set(found)), sorted(set(found) - set(own))
+    if missing or unknown:
+        raise ValueError(
+            f"--lora.path {folder} does not fit the model: missing {missing[:3] or 'nothing'}, "
+            f"unknown {unknown[:3] or 'nothing'}."
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+
+
+# ---- Looking -----------------------------------------------------------------------------------------------------
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that peft put in the place of others; without importing peft."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            yield name, module
+
+
+def host_of(model: nn.Module) -> nn.Module | None:
+    """The module that add_adapters was given: the model or one inside it; None where there are no adapters."""
+    return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return next(_layers(model), None) is not None
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """By the plain name of the weight that each is added to."""
+    found = {}
+    for name, layer in _layers(model):
+        if list(layer.lora_A) != [_ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
+            raise ValueError(f"{name} is not a plain LoRA layer with one adapter called {_ADAPTER!r}, not merged.")
+        found[f"{name}.weight"] = Adapter(
+            layer.lora_A[_ADAPTER].weight,
+            layer.lora_B[_ADAPTER].weight,
+            float(layer.scaling[_ADAPTER]),
+            bool(layer.fan_in_fan_out),
+        )
+    return found
+
+
+def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) without the adapters, and as if they were not there; tied ones once."""
+    named = list(model.named_parameters())
+    if not has_adapters(model):
+        return named
+    return [(name.replace(".base_layer.", "."), item) for name, item in named if not _is_adapter(name)]
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of what an adapter's file holds: the adapters, and what trains beside them; sorted by name."""
+    return sorted((name, item) for name, item in model.named_parameters() if item.requires_grad)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _file_name(name: str) -> str:
+    """A parameter's name in an adapter's file."""
+    return _PEFT_PREFIX + (name.replace(f".{_ADAPTER}.", ".") if _is_adapter(name) else name)
+
+
+# ---- Using -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it had adapters; nothing changes for one that has none."""
+    layers = [layer for _, layer in _layers(model)]
+    try:
+        for layer in layers:
+            # Not enable_adapters(), which would also turn requires_grad off and on, and back ends hold on to that.
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class WithoutAdapters(nn.Module):
+    """The model as it was before it had adapters, as a reference to compare with: it needs no second copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with without_adapters(self.model):
+            return self.model(*args, **kwargs)
+
+
+def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the folder that PeftModel.from_pretrained loads.
+
+    Args:
+        model: what add_adapters was given: host_of().
+        tensors: whole ones, by the names of trained_parameters().
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[_ADAPTER].save_pretrained(folder)
+    save_file({_file_name(name): item.contiguous() for name, item in tensors.items()}, folder / _WEIGHTS)

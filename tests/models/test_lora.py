@@ -1,0 +1,258 @@
+"""Adapters in a model: what trains, what is merged, what of peft's files is read and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
+
+from lightrl.config import LoraConfig
+from lightrl.models import lora
+from lightrl.models.policy import Policy, check_scores
+from lightrl.testing.strategy_contract import single_process
+from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
+
+peft = pytest.importorskip("peft")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "qwen3_tied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
+    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "phi_biases": transformers.PhiConfig(**{**SHAPE, "num_key_value_heads": 2}),
+    "gpt2_transposed": transformers.GPT2Config(vocab_size=53, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+}
+IDS = torch.tensor([[5, 9, 33, 2, 17]])
+
+
+def made_of(config: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def disturb(model: nn.Module) -> None:
+    """As after some steps: an adapter that was just made adds nothing."""
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in lora.trained_parameters(model):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=draw))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def test_delta_is_scale_times_up_times_down() -> None:
+    down, up = nn.Parameter(torch.tensor([[1.0, 2.0, 3.0]])), nn.Parameter(torch.tensor([[4.0], [5.0]]))
+    # 0.5 * [[4, 8, 12], [5, 10, 15]]
+    wanted = torch.tensor([[2.0, 4.0, 6.0], [2.5, 5.0, 7.5]])
+    assert_close(lora.Adapter(down, up, 0.5, False).delta(down, up), wanted, atol=1e-6, rtol=0)
+    assert_close(lora.Adapter(down, up, 0.5, True).delta(down, up), wanted.T, atol=1e-6, rtol=0)
+
+
+def test_only_adapters_train_and_the_new_model_is_the_old_one() -> None:
+    policy, plain = tiny_policy(), tiny_policy()
+    lora.add_adapters(policy.hf, LoraConfig(rank=4), seed=0)
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7 * 2  # A and B of seven linear layers in each of two blocks
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert [n for n, _ in lora.plain_parameters(policy.hf)] == [n for n, _ in plain.hf.named_parameters()]
+    batch = make_batch(samples(0))
+    assert_close(policy(batch).logprobs, plain(batch).logprobs, atol=0, rtol=0)
+    check_scores(policy, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        (LoraConfig(rank=4), 2.0),  # alpha is twice the rank
+        (LoraConfig(rank=4, alpha=2.0), 0.5),
+        (LoraConfig(rank=4, alpha=2.0, use_rslora=True), 1.0),  # 2 / sqrt(4)
+    ],
+)
+def test_scale(options: LoraConfig, scale: float) -> None:
+    model = tiny_policy().hf
+    lora.add_adapters(model, options, seed=0)
+    assert {adapter.scale for adapter in lora.adapters_of(model).values()} == {scale}
+
+
+def test_target_modules_choose_the_layers() -> None:
+    model = tiny_policy().hf
+    lora.add_adapters(model, LoraConfig(rank=2, target_modules=("q_proj", "v_proj")), seed=0)
+    names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (0, 1) for kind in "qv"]
+    assert sorted(lora.adapters_of(model)) == names
+
+
+def test_adapters_hang_on_the_seed_alone() -> None:
+    drawn = []
+    for seed, noise in ((1, 0), (1, 99), (2, 0)):
+        model = tiny_policy().hf
+        torch.manual_seed(noise)
+        lora.add_adapters(model, LoraConfig(rank=2), seed=seed)
+        drawn.append(torch.cat([item.flatten() for _, item in lora.trained_parameters(model)]))
+        after = torch.rand(1)
+        torch.manual_seed(noise)
+        assert torch.equal(after, torch.rand(1))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_a_model_on_the_meta_device_gets_the_same_names() -> None:
+    real, meta = tiny_policy().hf, tiny_policy(device="meta").hf
+    for model in (real, meta):
+        lora.add_adapters(model, LoraConfig(rank=2), seed=0)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    shapes = [[(name, item.shape, item.requires_grad) for name, item in m.named_parameters()] for m in (real, meta)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_merged_weights_give_the_same_logits(name: str) -> None:
+    model, plain = made_of(CONFIGS[name]), made_of(CONFIGS[name])
+    lora.add_adapters(model, LoraConfig(rank=4), seed=0)
+    before = logits(model)
+    assert_close(before, logits(plain), atol=0, rtol=0)
+    disturb(model)
+    assert (logits(model) - before).abs().max() > 0.01
+    merged = dict(single_process().full_parameters(model))
+    assert sorted(merged) == sorted(name for name, _ in plain.named_parameters())
+    plain.load_state_dict(merged, strict=False)  # a tied head is under one of its names
+    assert_close(logits(plain), logits(model), atol=1e-5, rtol=0)
+
+
+def test_without_adapters_is_the_model_before() -> None:
+    policy, frozen = tiny_policy(), tiny_policy()
+    lora.add_adapters(policy.hf, LoraConfig(rank=4), seed=0)
+    disturb(policy.hf)
+    batch = make_batch(samples(0))
+    trained = policy(batch).logprobs
+    flags = [parameter.requires_grad for parameter in policy.parameters()]
+
+    def compare_and_fail() -> None:
+        with lora.without_adapters(policy):
+            assert_close(policy(batch).logprobs, frozen(batch).logprobs, atol=0, rtol=0)
+            assert flags == [parameter.requires_grad for parameter in policy.parameters()]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        compare_and_fail()
+    assert_close(policy(batch).logprobs, trained, atol=0, rtol=0)
+    with lora.without_adapters(frozen):
+        assert_close(frozen(batch).logprobs, tiny_policy()(batch).logprobs, atol=0, rtol=0)
+
+
+# ---- Files -------------------------------------------------------------------------------------------------------
+
+
+def saved_by_peft(folder: Path, **settings: Any) -> Any:
+    model = made_of(CONFIGS["qwen3_tied"])
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"], **settings})
+    wrapped = peft.get_peft_model(model, config)
+    disturb(wrapped)
+    wrapped.save_pretrained(folder)
+    return wrapped.eval()
+
+
+def test_an_adapter_that_peft_saved_is_read(tmp_path: Path) -> None:
+    theirs = saved_by_peft(tmp_path, rank_pattern={"up_proj": 2}, lora_dropout=0.5)
+    ours = made_of(CONFIGS["qwen3_tied"])
+    lora.add_adapters(ours, LoraConfig(path=str(tmp_path)), seed=0)
+    assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
+    assert_close(logits(ours.train()), logits(theirs), atol=1e-6, rtol=0)  # its dropout is off
+    assert all(".lora_" in name for name, _ in lora.trained_parameters(ours))
+
+
+def test_a_saved_adapter_is_read_by_peft(tmp_path: Path) -> None:
+    ours = made_of(CONFIGS["llama"])
+    lora.add_adapters(ours, LoraConfig(rank=4), seed=0)
+    disturb(ours)
+    lora.save_adapter(ours, dict(lora.trained_parameters(ours)), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(made_of(CONFIGS["llama"]), str(tmp_path))
+    assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+
+
+def classifier() -> Any:
+    torch.manual_seed(1)
+    config = Qwen3Config(**SHAPE, head_dim=8, num_labels=1)
+    return AutoModelForTokenClassification.from_config(config, attn_implementation="eager").eval()
+
+
+def test_a_head_trains_whole_and_goes_with_the_adapter(tmp_path: Path) -> None:
+    ours = classifier()
+    lora.add_adapters(ours, LoraConfig(rank=2), seed=0, trained=("score",))
+    assert isinstance(ours.score, nn.Linear)
+    assert ours.score.weight.requires_grad
+    disturb(ours)
+    lora.save_adapter(ours, dict(lora.trained_parameters(ours)), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(classifier(), str(tmp_path))
+    assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
+    again = classifier()
+    lora.add_adapters(again, LoraConfig(path=str(tmp_path)), seed=0, trained=("score",))
+    assert_close(logits(again), logits(ours), atol=1e-6, rtol=0)
+
+
+# ---- Refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (("lm_head",), "names lm_head"),
+        (("embed_tokens",), "names model.embed_tokens"),
+        (("q_prj",), "for example, down_proj, gate_proj, k_proj"),
+    ],
+)
+def test_layers_that_can_have_no_adapter_are_refused(targets: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lora.add_adapters(tiny_policy().hf, LoraConfig(rank=2, target_modules=targets), seed=0)
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    saved_by_peft(tmp_path / "dora", use_dora=True)
+    with pytest.raises(ValueError, match="DoRA"):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path / "dora")), seed=0)
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config.json"):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved_by_peft(tmp_path)
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"unknown \['base_model.model.x.lora_A.weight'\]"):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
+
+
+def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "lightrl\[lora\]"'):
+        lora.add_adapters(tiny_policy().hf, LoraConfig(rank=2), seed=0)
+
+
+def test_a_policy_of_a_peft_model_is_seen_as_the_plain_one() -> None:
+    """For callers who bring their own: the strategy reads its merged weights under the plain names."""
+    wrapped = peft.get_peft_model(made_of(CONFIGS["llama"]), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    disturb(wrapped)
+    merged = dict(single_process().full_parameters(wrapped))
+    plain = made_of(CONFIGS["llama"])
+    plain.load_state_dict(merged)
+    assert_close(logits(plain), logits(wrapped), atol=1e-5, rtol=0)
+    assert isinstance(Policy(wrapped.get_base_model()), Policy)

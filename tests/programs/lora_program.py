@@ -1,0 +1,133 @@
+"""Run on every rank: trains adapters under each of the strategies given, one after the other, and checks what it can.
+
+lora_program.py FOLDER "--strategy ddp" "--strategy deepspeed --deepspeed.zero_stage 2" ...
+Writes FOLDER/<place>.pt with what came out, and the export FOLDER/<place>/.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrl.config import GRPOConfig, LoraConfig, parse_config
+from lightrl.models import lora
+from lightrl.models.policy import Policy, response_batch
+from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy.torch_native import TorchStrategy
+from lightrl.testing.strategy_checks import parameters, same, train
+from lightrl.testing.tiny_training import STEPS, MakeOptimizer, Trained, adamw, make_batch, sgd, tiny_policy, trainable
+
+OPTIONS = LoraConfig(rank=4)
+SEED = 7
+CASES: dict[str, tuple[MakeOptimizer, float]] = {"adamw": (adamw, 1.0), "sgd": (sgd, 0.0)}  # the clip; 0 for none
+
+
+def fresh(strategy: StrategyBase, make_optimizer: MakeOptimizer = adamw) -> Policy:
+    """Each rank builds from another seed: rank 0's adapters must win, as its weights do."""
+    rank = strategy.comm.rank
+    policy: Any = tiny_policy(seed=rank, device="cpu" if strategy.materializes_weights else "meta")
+    lora.add_adapters(policy.hf, OPTIONS, seed=SEED + rank)
+    policy = strategy.prepare_model(policy)
+    strategy.register(policy, make_optimizer(trainable(policy)))
+    return policy
+
+
+def trained_by(strategy: StrategyBase, case: str) -> tuple[Policy, Trained]:
+    make_optimizer, strategy.max_norm = CASES[case]
+    policy = fresh(strategy, make_optimizer)
+    results = [train(strategy, policy, step) for step in range(STEPS)]
+    losses, norms = [item.loss for item in results], [item.grad_norm for item in results]
+    return policy, Trained(losses, norms, parameters(strategy, policy))
+
+
+def largest_difference(strategy: StrategyBase, policy: Policy) -> float:
+    """Of a logprob, engine against trainer."""
+    prompts = [[5, 9, 33], [7]]
+    items = strategy.gather_and_generate({"max_tokens": 8, "temperature": 0.8}, all_prompt_token_ids=prompts)
+    pairs = [(item.prompt_token_ids, item.output_token_ids) for item in items]
+    (scores,) = strategy.forward([response_batch(pairs, temperature=0.8).to(strategy.device)], model=policy)
+    sampled = torch.tensor([value for item in items for value in item.logprobs])
+    return float((scores.logprobs.cpu() - sampled).abs().max())
+
+
+def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
+    """It gets merged weights; the trained ones are as they were."""
+    own = {name: strategy.shard_of(item).clone() for name, item in policy.named_parameters()}
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    assert largest_difference(strategy, policy) < 1e-5
+    same({name: strategy.shard_of(item) for name, item in policy.named_parameters()}, own)
+    before = parameters(strategy, policy)
+    train(strategy, policy, STEPS)
+    assert largest_difference(strategy, policy) > 1e-4  # the engine has the older weights still
+    strategy.update_engine_weights(policy)
+    assert largest_difference(strategy, policy) < 1e-5
+    moved = [name for name, value in parameters(strategy, policy).items() if not torch.equal(value, before[name])]
+    assert moved == sorted(lora.adapters_of(policy.hf))
+    assert strategy.engine is not None
+    strategy.engine.close()
+    strategy.engine = None
+
+
+def check_reference(strategy: StrategyBase, policy: Policy) -> None:
+    """The policy without its adapters scores as a model that never had any, and goes on training as before."""
+    batch = make_batch([]) if strategy.comm.rank else response_batch([([5, 9], [33, 2]), ([7], [8, 1, 0])])
+    (found,) = strategy.forward([batch.to(strategy.device)], model=lora.WithoutAdapters(policy))
+    assert policy.training
+    expected = tiny_policy()(batch).logprobs.detach()
+    torch.testing.assert_close(found.logprobs.cpu(), expected, atol=1e-6, rtol=0)
+    (adapted,) = strategy.forward([batch.to(strategy.device)], model=policy)
+    assert strategy.comm.rank or (adapted.logprobs.cpu() - expected).abs().max() > 1e-4
+    assert train(strategy, policy, 0).grad_norm > 0
+
+
+def check_resume(strategy: StrategyBase, policy: Policy, folder: Path) -> None:
+    """A checkpoint holds adapters alone, and two steps after it are those of the run that went on."""
+    strategy.save_ckpt(policy, str(folder))
+    saved = sum(path.stat().st_size for path in folder.glob("step-*/model-rank*.safetensors"))
+    size = 4 * sum(adapter.down.shape[1] + adapter.up.shape[0] for adapter in whole_shapes().values()) * OPTIONS.rank
+    assert size < saved < size + 8000 * strategy.comm.world, (saved, size)
+    wanted = [train(strategy, policy, step) for step in (1, 2)]
+    again = fresh(strategy)
+    strategy.load_ckpt(again, str(folder))
+    found = [train(strategy, again, step) for step in (1, 2)]
+    assert found == wanted
+    same(parameters(strategy, again), parameters(strategy, policy))
+
+
+def whole_shapes() -> dict[str, lora.Adapter]:
+    policy = tiny_policy(device="meta")
+    lora.add_adapters(policy.hf, OPTIONS, seed=SEED)
+    return lora.adapters_of(policy.hf)
+
+
+def run(strategy: TorchStrategy, folder: Path) -> None:
+    found = {case: trained_by(strategy, case)[1] for case in list(CASES)[1:]}
+    policy, found["adamw"] = trained_by(strategy, "adamw")
+    check_engine(strategy, policy)
+    check_reference(strategy, policy)
+    check_resume(strategy, policy, folder / "checkpoints")
+    strategy.save_pretrained(policy, folder)
+    final = parameters(strategy, policy)
+    if strategy.comm.is_main:
+        torch.save({"final": final, **{case: item._asdict() for case, item in found.items()}}, folder / "found.pt")
+
+
+def main() -> None:
+    root, *commands = sys.argv[1:]
+    for place, command in enumerate(commands):
+        strategy = create_strategy(parse_config(GRPOConfig, shlex.split(command)))
+        strategy.setup_distributed()
+        folder = Path(root) / str(place)
+        if strategy.comm.is_main:
+            folder.mkdir()
+        assert isinstance(strategy, TorchStrategy)
+        run(strategy, folder)
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
