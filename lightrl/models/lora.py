@@ -220,7 +220,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters(nn.Module):
-    """The model as it was before it had adapters, as a reference to compare with: it needs no second copy."""
+    """Stands for the model as it was before it had adapters: a reference to compare with that takes no memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
