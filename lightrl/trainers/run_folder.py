@@ -180,6 +180,7 @@ def _sample_row(step: int, item: Experience) -> dict[str, Any]:
         "response": sample.text,
         "answer": sample.prompt.answer,
         "reward": item.reward,
+        "shaping": item.shaping,
         "advantage": item.advantage,
         "finish_reason": sample.finish_reason,
         "version": sample.versions[-1] if sample.versions else None,

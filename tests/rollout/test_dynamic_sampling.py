@@ -101,6 +101,7 @@ def test_without_carry_over_spare_groups_are_gone() -> None:
     asked: list[tuple[int, int]] = []
     made, metrics = sampling(oversample=2.0, carry_over=0)
     made.fill(0, script("g" * 8, 0, asked))
+    assert metrics()["spare"] == 0
     made.fill(1, script("g" * 8, 1, asked))
     assert asked == [(0, 8), (0, 8)]
     assert metrics()["carried"] == 0
