@@ -18,6 +18,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "config/values.py": "test_config.py",
     "engines/base.py": "engines/test_colocated.py",
     "engines/sglang_sync.py": "engines/real_sglang/test_sglang_engine.py",
+    "rewards/sandbox_launcher.py": "rewards/test_sandbox.py",
     "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/bucketed_gather.py": "strategy/test_fsdp_strategy.py",

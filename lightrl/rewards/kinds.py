@@ -63,6 +63,7 @@ class RewardKind:
     scope: Scope = "sample"
     is_async: bool = False
     isolation: Isolation | None = None
+    max_concurrency: int | None = None  # calls of an async one that may wait at the same time
 
 
 def batch_reward(function: Many) -> BatchReward:
@@ -106,6 +107,7 @@ def kind_of(reward: AnyReward) -> RewardKind:
         scope="batch" if is_batched else "group" if is_grouped else "sample",
         is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
         isolation=getattr(function, "isolation", None),
+        max_concurrency=getattr(function, "max_concurrency", None),
     )
     if is_batched and is_grouped:
         raise ValueError(f"The reward {reward_name(reward)!r} is marked as a batch and as a group reward: choose one.")

@@ -22,6 +22,7 @@ BUILTIN_REWARDS = {
     "math": "lightrl.rewards.math_answer:MathAnswer",
     "format": "lightrl.rewards.response_format:ResponseFormat",
     "length": "lightrl.rewards.response_length:ResponseLength",
+    "code": "lightrl.rewards.code_tests:CodeTests",
     "judge": "lightrl.rewards.judge:Judge",
 }
 FILE_MODULE_PREFIX = "lightrl_reward_file_"

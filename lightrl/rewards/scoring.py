@@ -34,6 +34,7 @@ class RewardRunner:
         self.name = name or reward_name(reward)
         self.kind = kind_of(reward)
         self._limits = limits or ScoringLimits()
+        self._concurrency = min(self._limits.concurrency, self.kind.max_concurrency or self._limits.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = (
             None  # one for all calls: a session that the user keeps hangs on it
         )
@@ -116,7 +117,7 @@ class RewardRunner:
         if not units:
             return []
         self._loop = self._loop or asyncio.new_event_loop()
-        rounds = 1 + math.ceil(len(units) / self._limits.concurrency)
+        rounds = 1 + math.ceil(len(units) / self._concurrency)
         try:
             # The limits of the single calls cannot end one that blocks the loop itself.
             with time_limit(self._limits.timeout_s * rounds * max(map(len, units))):
@@ -127,7 +128,7 @@ class RewardRunner:
             ) from error
 
     async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
-        gate = asyncio.Semaphore(self._limits.concurrency)
+        gate = asyncio.Semaphore(self._concurrency)
 
         async def run_one(unit: list[Sample]) -> list[Outcome]:
             async with gate:

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import pytest
+from reward_samples import answered
+
+from lightrl.rewards import RewardError, load_reward, score
+from lightrl.rewards.code_tests import extract_code
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+ASSERTS = [
+    "assert double(2) == 4",
+    "assert double('a') == 'aa'",
+    "assert double(0) == 1",
+    "import math\nassert math.pi",
+]
+DOUBLE = "def double(x):\n    return x * 2\n"
+
+
+def rewarded(code: str, tests: Any, **parameters: Any) -> float:
+    (reward,) = score(load_reward("code", parameters), [answered(code, fields={"tests": tests})])
+    return reward
+
+
+def test_the_share_of_passed_tests_or_all_of_them() -> None:
+    assert rewarded(f"Here:\n```python\n{DOUBLE}```\nDone.", ASSERTS) == 3 / 4
+    assert rewarded(DOUBLE, json.dumps(ASSERTS), all_or_nothing=True) == 0.0
+    assert rewarded(DOUBLE, ASSERTS[:2], all_or_nothing="true") == 1.0
+    assert rewarded(DOUBLE, "assert double(3) == 6\nassert double(4) == 8") == 1.0
+
+
+def test_programs_are_compared_by_their_output() -> None:
+    tests = [{"stdin": "2\n", "stdout": "4"}, {"input": "5", "output": "10\n\n"}, {"stdin": "x", "stdout": ""}]
+    assert rewarded("if __name__ == '__main__':\n    print(int(input()) * 2, ' ')", tests) == 2 / 3
+    assert rewarded("import sys\nprint(4)\nsys.exit(1)", tests[:1]) == 0.0
+    mixed = [*tests[:1], "assert value == 1"]
+    assert rewarded("value = 1\nif __name__ == '__main__':\n    print(4)", mixed) == 1.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+        "print('0 1 2 3 passed')",
+        "def double(x):\n    import os\n    os._exit(0)",
+        "def double(x):\n    raise KeyboardInterrupt",
+        "import os\nos.kill(os.getpid(), 9)",
+        "def double(",
+        "",
+        "no code at all",
+    ],
+)
+def test_ending_early_or_printing_passes_nothing(code: str) -> None:
+    assert rewarded(code, ASSERTS[:3]) == 0.0
+
+
+def test_a_loop_costs_the_tests_that_it_keeps_from_running() -> None:
+    started = time.monotonic()
+    code = "def double(x):\n    while x == 'a': pass\n    return x * 2"
+    assert rewarded(code, ASSERTS, timeout_s=2) == 1 / 4
+    endless = [{"stdin": "", "stdout": ""}] * 20
+    assert rewarded("while True: pass", endless, timeout_s=1) == 0.0
+    assert time.monotonic() - started < 60
+
+
+def test_the_last_block_counts_or_all_there_is() -> None:
+    assert extract_code("```python\na\n```\n```py\nb\n``` c") == "b\n"
+    assert extract_code("```\na\n") == "a\n"
+    assert extract_code("a = 1") == "a = 1"
+
+
+def test_what_a_prompt_or_a_parameter_has_wrong_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"the prompt has no tests in the field 'tests'.*code.field="):
+        rewarded("a = 1", [])
+    with pytest.raises(RewardError, match="a test is 3: it must be a string, or"):
+        rewarded("a = 1", [3])
+    with pytest.raises(ValueError, match="memory_mb 1, which must be at least 64"):
+        load_reward("code", {"memory_mb": "1"})
