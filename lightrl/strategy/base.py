@@ -279,8 +279,8 @@ class StrategyBase(ABC):
         or None) and initial_model may be None.
         """
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
-        check_lr_scales([model for model in (actor, critic) if model is not None], options.optim)
         if actor is not None:
+            check_lr_scales([actor, critic], options.optim)
             actor.is_actor = True
         several = isinstance(reward_models, list | tuple)
         frozen = [self.prepare(model, is_rlhf=True) for model in (reward_models if several else [reward_models])]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-_HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")
+HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")
 _STEPS_LEFT = "frozen_steps"  # key of a parameter group
 
 
@@ -35,14 +35,14 @@ def set_head_rate(optimizer: Optimizer, model: nn.Module, lr: float) -> None:
 
 
 def _head_parameters(model: nn.Module) -> set[int]:
-    return {id(item) for name, item in model.named_parameters() if set(name.split(".")) & set(_HEAD_NAMES)}
+    return {id(item) for name, item in model.named_parameters() if set(name.split(".")) & set(HEAD_NAMES)}
 
 
 def _split(optimizer: Optimizer, model: nn.Module) -> list[tuple[dict[str, Any], bool]]:
     """Parts every group in two: (group, whether it is the value head's), the body's before the head's."""
     head = _head_parameters(model)
     if not head:
-        raise ValueError(f"{type(model).__name__} has no value head: none of its modules is named {_HEAD_NAMES}.")
+        raise ValueError(f"{type(model).__name__} has no value head: none of its modules is named {HEAD_NAMES}.")
     groups, optimizer.param_groups = optimizer.param_groups, []
     found = []
     for is_head in (False, True):

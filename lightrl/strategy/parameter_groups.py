@@ -9,6 +9,7 @@ from typing import Any
 from torch import Size, Tensor, nn
 
 from lightrl.config import OptimConfig, lr_scales
+from lightrl.strategy.critic_warmup import HEAD_NAMES
 
 
 def parameter_groups(
@@ -39,9 +40,10 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups)]
 
 
-def check_lr_scales(models: Sequence[nn.Module], optim: OptimConfig) -> None:
-    """Refuses a pattern that fits no parameter of any of the models that train."""
-    names = [name for model in models for name, _ in model.named_parameters()]
+def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> None:
+    """Refuses a pattern that fits no parameter; a value head may come later, with a critic that is prepared alone."""
+    names = [f"{head}.weight" for head in HEAD_NAMES]
+    names += [name for model in models if model is not None for name, _ in model.named_parameters()]
     unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
     if unused:
         raise ValueError(f"--optim.lr_scales: no parameter has {' or '.join(unused)} in its name.")

@@ -81,17 +81,39 @@ def test_offload_frees_the_shards() -> None:
     policy = strategy.prepare(Policy(model))
     optimizer = strategy.create_optimizer(policy)
     strategy.register(policy, optimizer)
-    for parameter in policy.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    shards = sum(parameter.numel() * 4 for parameter in policy.parameters())
+    for _ in range(2):  # the second leaves gradients beside the moments
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    values = {name: parameter.detach().clone().cpu() for name, parameter in policy.named_parameters()}
+    shards = sum(parameter.nbytes for parameter in policy.parameters())
     before = torch.cuda.memory_allocated()
-    strategy.offload_param_and_grad()
-    strategy.offload_optimizer()
+    reported = strategy.offload_param_and_grad(offload_grad=True) + strategy.offload_optimizer()
     freed = before - torch.cuda.memory_allocated()
-    assert freed == pytest.approx(3 * shards, rel=0.05)  # weights and two moments
-    strategy.load_param_and_grad()
-    strategy.load_optimizer()
+    assert freed == pytest.approx(4 * shards, rel=0.05)  # weights, gradients and two moments
+    assert reported == pytest.approx(freed, rel=0.05)
+    loaded = strategy.load_param_and_grad(load_grad=True) + strategy.load_optimizer()
+    assert loaded == reported
     assert torch.cuda.memory_allocated() == pytest.approx(before, rel=0.05)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter.detach().cpu(), values[name]), name
+        assert bool((parameter.grad == 0.5).all()), name
+    strategy.close()
+
+
+def test_the_trainer_leaves_the_device_while_the_engine_is_awake() -> None:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, offload_while_generating=True))
+    strategy.setup_distributed()
+    model, tokenizer = tiny_model(hidden_size=512, intermediate_size=2048)
+    strategy.tokenizer = tokenizer
+    policy = strategy.prepare(Policy(model))
+    strategy.register(policy, strategy.create_optimizer(policy))
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    strategy.maybe_sleep_inference_engine()
+    shards = sum(parameter.nbytes for parameter in policy.parameters())
+    asleep = torch.cuda.memory_allocated()
+    params = SamplingParams(max_new_tokens=2, n=2, ignore_eos=True)
+    strategy.gather_and_generate(params, all_prompt_token_ids=[[3, 12, 3, 13]])
+    assert strategy.offloaded_bytes == pytest.approx(shards, rel=0.05)
+    assert torch.cuda.memory_allocated() == pytest.approx(asleep, rel=0.05)
     strategy.close()

@@ -1,6 +1,5 @@
-"""The public contract beside what lightrl.testing.StrategyContract runs: signatures, errors, small members."""
+"""The strategies beside what lightrl.testing.StrategyContract runs: errors, options, small members."""
 
-import inspect
 from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,63 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
-from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor, strategy_class
+from lightrl.strategy import StrategyBase, create_strategy, is_actor, strategy_class
 from lightrl.strategy.schedules import build_lr_scheduler
 from lightrl.strategy.single import SingleStrategy
-
-SIGNATURES = {
-    "__init__": "self, seed, max_norm, micro_train_batch_size, train_batch_size, args=None",
-    "set_seed": "self, seed",
-    "setup_distributed": "self, timeout=None, num_gpu_per_node=8",
-    "create_optimizer": "self, model, **kwargs",
-    "prepare": "self, *models_or_model_optim_pairs, is_rlhf=False",
-    "prepare_models_and_optimizers": "self, actor, critic, reward_models, initial_model, args, max_steps",
-    "backward": "self, loss, model, optimizer, **kwargs",
-    "optimizer_step": "self, optimizer, model, scheduler, name='model', **kwargs",
-    "setup_dataloader": "self, replay_buffer, batch_size, pin_memory=False, shuffle=True, collate_fn=None, "
-    "drop_last=True, sampler=None, consumed_samples=0",
-    "save_ckpt": "self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, save_latest=True",
-    "load_ckpt": "self, model, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
-    "load_lr_scheduler_states=True, load_module_only=False",
-    "all_reduce": "self, data, op='mean'",
-    "all_gather": "self, data",
-    "get_rank": "self",
-    "unwrap_model": "self, model",
-    "init_model_context": "self",
-    "setup_inference_engine": "self, args, engine_type='vllm', actor=None",
-    "engine_generate_local": "self, sampling_params, prompt_token_ids=None, multi_modal_inputs=None",
-    "gather_and_generate": "self, sampling_params, all_prompt_token_ids=None, all_prompts=None, all_images=None, "
-    "sleep_engine=True, images_num=None, all_videos=None, videos_num=None",
-    "update_engine_weights": "self, actor",
-    "maybe_sleep_inference_engine": "self",
-    "wakeup_inference_engine": "self",
-    "maybe_offload_optimizer": "self, optimizer",
-    "maybe_load_optimizer": "self, optimizer, device=None",
-    "print": "*msg",
-    "is_rank_0": "",
-    "report_memory": "prefix=''",
-    "sync_and_clear_cache": "",
-    "_build_multimodal_inputs": "all_prompts, all_images, images_num, all_videos, videos_num",
-}
-
-
-def written(function: object) -> str:
-    parts = []
-    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
-        star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-        parts.append(f"{star}{parameter.name}{default}")
-    return ", ".join(parts)
-
-
-@pytest.mark.parametrize("cls", [StrategyBase, SingleStrategy, *map(strategy_class, ("ddp", "fsdp", "deepspeed"))])
-def test_signatures(cls: type[StrategyBase]) -> None:
-    assert {name: written(getattr(cls, name)) for name in SIGNATURES} == SIGNATURES
-
-
-def test_engine_status_has_two_values() -> None:
-    assert {status.name: status.value for status in EngineStatus} == {"SLEEPED": 0, "WAKEUP": 1}
-
 
 # ---- errors ------------------------------------------------------------------------------------------------------
 
