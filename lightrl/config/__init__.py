@@ -3,6 +3,7 @@
 Imports no torch: a mistake on the command line is told before anything slow is loaded.
 """
 
+from lightrl.config.offline import DPOConfig, OfflineConfig, RMConfig, SFTConfig
 from lightrl.config.parsing import (
     as_dict,
     exit_with_user_error,
@@ -19,10 +20,16 @@ from lightrl.config.sections import (
     DeepSpeedConfig,
     DistributedConfig,
     EvalConfig,
+    ExampleDataConfig,
+    ExampleEvalConfig,
     FSDPConfig,
     LogConfig,
+    MarginPairDataConfig,
     NativeEngineConfig,
     OptimConfig,
+    PairDataConfig,
+    ResponseDataConfig,
+    RolloutLogConfig,
     check_deepspeed,
 )
 from lightrl.config.strategy_options import StrategyOptions
@@ -32,17 +39,27 @@ __all__ = [
     "BUILTIN_MODEL",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "DPOConfig",
     "DataConfig",
     "DeepSpeedConfig",
     "DistributedConfig",
     "EvalConfig",
+    "ExampleDataConfig",
+    "ExampleEvalConfig",
     "FSDPConfig",
     "GRPOConfig",
     "LogConfig",
+    "MarginPairDataConfig",
     "NativeEngineConfig",
+    "OfflineConfig",
     "OptimConfig",
+    "PairDataConfig",
+    "RMConfig",
+    "ResponseDataConfig",
     "RolloutConfig",
+    "RolloutLogConfig",
     "RunConfig",
+    "SFTConfig",
     "StrategyOptions",
     "as_dict",
     "check_deepspeed",

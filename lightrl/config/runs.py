@@ -16,6 +16,7 @@ from lightrl.config.sections import (
     LogConfig,
     NativeEngineConfig,
     OptimConfig,
+    RolloutLogConfig,
     check_coefficients,
     check_deepspeed,
 )
@@ -76,8 +77,6 @@ class RunConfig:
     """Strategy fsdp."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     """Strategy deepspeed."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Data."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -100,7 +99,6 @@ class RunConfig:
                 "optim.weight_decay": self.optim.weight_decay,
                 "optim.warmup_steps": self.optim.warmup_steps,
                 "checkpoint.every": self.checkpoint.every,
-                "log.samples_per_step": self.log.samples_per_step,
             }
         )
         check_at_least_one(
@@ -161,8 +159,12 @@ class RolloutConfig(RunConfig):
     """Sampling temperature; the training logprobs are those of the same distribution."""
     native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
     """Engine native."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
+    log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    """Logging."""
 
     def check(self) -> None:
         RunConfig.check(self)
@@ -173,6 +175,7 @@ class RolloutConfig(RunConfig):
                 "eval.temperature": self.eval.temperature,
                 "eval.max_prompts": self.eval.max_prompts,
                 "canary_every": self.canary_every,
+                "log.samples_per_step": self.log.samples_per_step,
             }
         )
         check_at_least_one(
