@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
+    "config/offline.py": "test_config.py",
     "config/parsing.py": "test_config.py",
     "config/runs.py": "test_config.py",
     "config/sections.py": "test_config.py",

@@ -24,6 +24,7 @@ from lightrl.config.sections import (
     OptimConfig,
     OverlongConfig,
     PPOAlgorithmConfig,
+    RolloutLogConfig,
     check_coefficients,
     check_deepspeed,
     check_distillation,
@@ -97,8 +98,6 @@ class RunConfig:
     """Strategy deepspeed."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters in place of the weights."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Data."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     log: LogConfig = field(default_factory=LogConfig)
@@ -122,7 +121,6 @@ class RunConfig:
                 "optim.warmup_steps": self.optim.warmup_steps,
                 "optim.min_lr": self.optim.min_lr,
                 "checkpoint.every": self.checkpoint.every,
-                "log.samples_per_step": self.log.samples_per_step,
             }
         )
         check_at_least_one(
@@ -213,8 +211,12 @@ class RolloutConfig(RunConfig):
     """Engine native."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """Reward judge."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
+    log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    """Logging."""
 
     def check(self) -> None:
         RunConfig.check(self)
@@ -228,6 +230,7 @@ class RolloutConfig(RunConfig):
                 "canary_every": self.canary_every,
                 "max_reward_failures": self.max_reward_failures,
                 "reward_timeout_s": self.reward_timeout_s,
+                "log.samples_per_step": self.log.samples_per_step,
             }
         )
         check_at_least_one(

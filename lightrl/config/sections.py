@@ -449,6 +449,50 @@ def check_judge(config: JudgeConfig) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExampleDataConfig:
+    prompt_field: str = "prompt"
+    """Field of a line that holds the prompt: a string, or a list of chat messages."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Render string prompts through the tokenizer's chat template: when it has one, always, or never."""
+    max_tokens: int = 0
+    """Longest prompt and answer together; 0 is the model's context."""
+    too_long: Literal["error", "skip"] = "error"
+    """What becomes of a line that is longer: it stops the run before it starts, or is left out and counted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ResponseDataConfig(ExampleDataConfig):
+    response_field: str = "response"
+    """Field with the response to learn, a string; a field "messages" with a whole conversation is read when this one
+    is absent."""
+    train_on: Literal["all", "last"] = "all"
+    """Of a conversation every turn of the assistant, or the last one alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PairDataConfig(ExampleDataConfig):
+    chosen_field: str = "chosen"
+    """Field with the preferred answer: a string, the assistant's messages after the prompt, or a whole conversation.
+    Its last turn is what counts."""
+    rejected_field: str = "rejected"
+    """The same for the other answer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MarginPairDataConfig(PairDataConfig):
+    margin_field: str = "margin"
+    """Field with a number by which the chosen answer should win; a line without it has 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ExampleEvalConfig:
+    every: int = 20
+    """Steps between evaluations; also before the first step and after the last. 0 never evaluates."""
+    max_examples: int = 0
+    """Evaluate on the first so many examples only; 0 takes all."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvalConfig:
     every: int = 20
     """Steps between evaluations; also before the first step and after the last. 0 never evaluates."""
@@ -470,10 +514,14 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    samples_per_step: int = 4
-    """Samples written to samples.jsonl at each step."""
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutLogConfig(LogConfig):
+    samples_per_step: int = 4
+    """Samples written to samples.jsonl at each step."""
 
 
 @dataclass(kw_only=True, slots=True)

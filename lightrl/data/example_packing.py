@@ -34,25 +34,26 @@ def pack_examples(
     )
 
 
-def pair_places(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """[P] and [P] int64: which sequences of the pack are the chosen and the rejected answers, in one order of pairs.
+def pair_positions(batch: PackedBatch) -> list[int]:
+    """The positions of the pack's pairs, rising; none for a dummy."""
+    return sorted({position for position, _ in batch.keys if position >= 0})
 
-    Both are empty for a dummy.
-    """
+
+def pair_places(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """[P] and [P] int64: which sequences are the chosen and the rejected answers, in the order of pair_positions."""
     place_of = {key: place for place, key in enumerate(batch.keys)}
-    positions = sorted({position for position, _ in batch.keys if position >= 0})
+    positions = pair_positions(batch)
     chosen, rejected = ([place_of[position, answer] for position in positions] for answer in (0, 1))
-    device = batch.input_ids.device
-    return torch.tensor(chosen, dtype=torch.int64, device=device), torch.tensor(
-        rejected, dtype=torch.int64, device=device
-    )
+    places = torch.tensor([chosen, rejected], dtype=torch.int64, device=batch.input_ids.device)
+    return places[0], places[1]
 
 
 def _as_experience(example: Example, place: int) -> Experience:
     """An answer in the form of a sample, which it was not: nothing is known of how it was drawn."""
     answer = example.answers[place]
     sample = Sample(
-        prompt=Prompt(index=example.index, text="", token_ids=answer.prompt_ids),
+        # pack() takes prompts of one index to be one prompt, which those of two conversations are not.
+        prompt=Prompt(index=example.index * len(example.answers) + place, text="", token_ids=answer.prompt_ids),
         position=example.position,
         sample_index=place,
         response_ids=answer.response_ids,

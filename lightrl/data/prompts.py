@@ -28,6 +28,7 @@ _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
     "addition-pairs": lambda: with_pairs(train_problems()),
     "addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
 }
+HELD_OUT = {f"builtin:{name}": f"builtin:{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
 _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
     + " or ".join(f"builtin:{name}" for name in _BUILTIN_TASKS)

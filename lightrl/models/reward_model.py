@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +29,7 @@ class RewardModel(nn.Module):
         """Takes over a sequence-classification model of one label; its attention becomes the packed one."""
         super().__init__()
         self.hf: Any = hf_model
+        hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
         use_packed_attention(hf_model.get_decoder())
         disable_dropout(hf_model)
 
@@ -37,8 +37,8 @@ class RewardModel(nn.Module):
         """[S] float32, in the order of batch.keys."""
         hidden = packed_hidden_states(self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens)
         places = _last_places(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
-        with torch.autocast(hidden.device.type, enabled=False):  # scores are compared: half precision is too coarse
-            scores = F.linear(hidden[places].float(), self.hf.score.weight.float())
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = self.hf.score(hidden[places].float())
         return scores[:, 0]
 
 

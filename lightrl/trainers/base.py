@@ -15,7 +15,7 @@ from torch import nn
 from lightrl.builtin import model as builtin_model
 from lightrl.config import BUILTIN_MODEL, RunConfig
 from lightrl.data.media import PromptEncoder
-from lightrl.data.prompts import load_records
+from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.models.load import check_model_folder, load_tokenizer
 from lightrl.models.lora import require_peft
@@ -108,6 +108,9 @@ class Trainer(ABC):
     def get_ready(self) -> None:
         """The last part of the set-up, after a checkpoint was read."""
 
+    def log_samples(self, experience: Sequence[Experience]) -> None:
+        """Writes some of what a step learned from; every rank calls it."""
+
     def save_models(self, folder: Path) -> None:
         """Writes what a user takes away: every rank calls it."""
         self.strategy.save_pretrained(self.model, folder)
@@ -137,8 +140,8 @@ class Trainer(ABC):
     def _records(self) -> tuple[list[Any], list[Any]]:
         train = load_records(self.config.train_data)
         eval_source = self.config.eval_data
-        if not eval_source and self.config.train_data == BUILTIN_MODEL:
-            eval_source = f"{BUILTIN_MODEL}-heldout"
+        if not eval_source and self.config.train_data in HELD_OUT:
+            eval_source = HELD_OUT[self.config.train_data]
         return train, load_records(eval_source) if eval_source else []
 
     def _find_model(self) -> str:
@@ -205,7 +208,7 @@ class Trainer(ABC):
         metrics["time/step"] = seconds
         metrics["tokens/per_second"] = sum(metrics.get(f"tokens/{part}", 0.0) for part in _COUNTED) / seconds
         metrics |= memory_in_use()
-        self._log_samples(report.experience)
+        self.log_samples(report.experience)
         console.step_done(self.step_index, metrics)
         if self._is_due(self.eval_every):
             metrics |= self._evaluate(console)
@@ -246,17 +249,6 @@ class Trainer(ABC):
         if board is not None:
             for name, value in metrics.items():
                 board.add_scalar(name, value, step)
-
-    def _log_samples(self, experience: Sequence[Experience]) -> None:
-        """The first samples by position, whatever rank made them."""
-        wanted = self.config.log.samples_per_step
-        if not wanted:
-            return
-        gathered = self.strategy.comm.all_gather_object(list(experience[:wanted]))
-        if self.strategy.comm.is_main:
-            everything = [item for part in gathered for item in part]
-            everything.sort(key=lambda item: (item.sample.position, item.sample.sample_index))
-            self.folder.append_samples(self.step_index, everything[:wanted])
 
     def _save(self) -> None:
         with self.watch.measure("time/checkpoint"):

@@ -14,7 +14,7 @@ from lightrl.engines import check_engine_name
 from lightrl.models.load import context_length, load_policy
 from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.policy import Policy, check_scores
-from lightrl.records import Prompt
+from lightrl.records import Experience, Prompt
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import Collector
@@ -82,6 +82,17 @@ class RolloutTrainer(Trainer):
         self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
         if self.config.offload_while_generating:
             self.statistics.highest("memory/offloaded_gb", strategy.offloaded_bytes / 1e9)
+
+    def log_samples(self, experience: Sequence[Experience]) -> None:
+        """The first samples by position, whatever rank made them."""
+        wanted = self.config.log.samples_per_step
+        if not wanted:
+            return
+        gathered = self.strategy.comm.all_gather_object(list(experience[:wanted]))
+        if self.strategy.comm.is_main:
+            everything = [item for part in gathered for item in part]
+            everything.sort(key=lambda item: (item.sample.position, item.sample.sample_index))
+            self.folder.append_samples(self.step_index, everything[:wanted])
 
     # ---- Set-up ------------------------------------------------------------------------------------------------
 

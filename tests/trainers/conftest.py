@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_offline import EPS, write_data
 
 from lightrl.builtin.model import tiny_model
+from lightrl.config import OptimConfig
 
 Rows = list[dict[str, Any]]
 
@@ -47,3 +49,22 @@ def metrics_of() -> Callable[[Path], Rows]:
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def offline_flags(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """The options of a run of three steps over all of five lines, for sft, rm or dpo."""
+    responses, pairs = write_data(tmp_path_factory.mktemp("offline"))
+
+    def of(kind: str) -> dict[str, Any]:
+        return {
+            "model": str(toy / "model"),
+            "train_data": responses if kind == "sft" else pairs,
+            "batch_size": 5,
+            "max_steps": 3,
+            "lr": 1e-2,
+            "seed": 3,
+            "optim": OptimConfig(eps=EPS),
+        }
+
+    return of

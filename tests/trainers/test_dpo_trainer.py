@@ -1,0 +1,78 @@
+"""DPO against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_offline
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightrl.config import CheckpointConfig, DPOConfig, ExampleEvalConfig
+from lightrl.trainers.dpo import DPOTrainer
+
+Options = Callable[[str], dict[str, Any]]
+ReadMetrics = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_the_training_is_that_of_plain_pytorch(
+    toy: Path, offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path, length_normalized: bool
+) -> None:
+    policy, tokenizer = plain_offline.load(toy / "model")
+    reference, _ = plain_offline.load(toy / "model")
+    beta, smoothing = 2.0, 0.1
+    margins: list[torch.Tensor] = []
+
+    def log_ratio(prompt: str, answer: str) -> torch.Tensor:
+        with torch.no_grad():
+            held = plain_offline.answer_logprobs(reference, tokenizer, prompt, answer)
+        ratios = plain_offline.answer_logprobs(policy, tokenizer, prompt, answer) - held
+        return ratios.mean() if length_normalized else ratios.sum()
+
+    def loss_fn() -> torch.Tensor:
+        found = torch.stack([log_ratio(p, c) - log_ratio(p, r) for p, c, r in plain_offline.PAIRS])
+        margins.append(beta * found.detach())
+        right, wrong = F.logsigmoid(beta * found), F.logsigmoid(-beta * found)
+        return -((1 - smoothing) * right + smoothing * wrong).mean()
+
+    plain = plain_offline.train(policy, loss_fn, steps=3, lr=1e-2)
+    config = DPOConfig(
+        **offline_flags("dpo"),
+        beta=beta,
+        label_smoothing=smoothing,
+        length_normalized=length_normalized,
+        micro_batch_size=2,
+        output_dir=str(tmp_path / "run"),
+        eval=ExampleEvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    DPOTrainer(config).fit()
+    rows = metrics_of(tmp_path / "run")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)  # policy and reference are one model yet
+    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-4)
+    assert [row["margin"] for row in rows] == pytest.approx([float(m.mean()) for m in margins], rel=1e-4, abs=1e-6)
+    assert rows[-1]["accuracy"] == pytest.approx(float((margins[-1] > 0).float().mean()))
+    assert rows[-1]["reward/chosen"] - rows[-1]["reward/rejected"] == pytest.approx(rows[-1]["margin"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "first"), [("ipo", 25.0), ("hinge", 1.0)])  # (0 - 1 / (2 * 0.1))^2; 1 - 0
+def test_the_other_losses(
+    offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path, loss: Any, first: float
+) -> None:
+    config = DPOConfig(
+        **{**offline_flags("dpo"), "max_steps": 2},
+        loss=loss,
+        output_dir=str(tmp_path / "run"),
+        eval=ExampleEvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    DPOTrainer(config).fit()
+    rows = metrics_of(tmp_path / "run")
+    assert rows[0]["loss"] == pytest.approx(first, rel=1e-6)
+    assert rows[1]["loss"] < first

@@ -1,0 +1,67 @@
+"""Reward-model training against plain PyTorch, and what is saved against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_offline
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, RMConfig
+from lightrl.models.reward_model import load_reward_model
+from lightrl.trainers.reward_model import RMTrainer
+
+Options = Callable[[str], dict[str, Any]]
+ReadMetrics = Callable[[Path], list[dict[str, Any]]]
+
+
+def score(model: Any, tokenizer: Any, prompt: str, answer: str) -> torch.Tensor:
+    ids = torch.tensor([tokenizer(prompt + answer)["input_ids"] + [tokenizer.eos_token_id]])
+    found: torch.Tensor = model(ids).logits[0, 0]
+    return found
+
+
+def test_the_training_is_that_of_plain_pytorch(
+    toy: Path, offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(toy / "model")
+    load_reward_model(str(toy / "model"), tokenizer, materialize=True, seed=3).hf.save_pretrained(tmp_path / "start")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "start")
+    wanted = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0])
+
+    def scores() -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = [score(model, tokenizer, p, c) for p, c, _ in plain_offline.PAIRS]
+        rejected = [score(model, tokenizer, p, r) for p, _, r in plain_offline.PAIRS]
+        return torch.stack(chosen), torch.stack(rejected)
+
+    def loss_fn() -> torch.Tensor:
+        chosen, rejected = scores()
+        return (-F.logsigmoid(chosen - rejected - wanted) + 0.1 * (chosen + rejected) ** 2).mean()
+
+    plain = plain_offline.train(model, loss_fn, steps=3, lr=1e-2)
+    options = offline_flags("rm")
+    config = RMConfig(
+        **options,
+        eval_data=options["train_data"],
+        eval=ExampleEvalConfig(every=3),
+        centring_coef=0.1,
+        micro_batch_size=2,
+        output_dir=str(tmp_path / "run"),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    RMTrainer(config).fit()
+    _, *rows = metrics_of(tmp_path / "run")
+    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-4)
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
+    with torch.no_grad():
+        chosen, rejected = scores()
+    assert rows[-1]["eval/margin"] == pytest.approx(float((chosen - rejected).mean()), abs=1e-5)
+    assert rows[-1]["eval/reward/chosen"] == pytest.approx(float(chosen.mean()), abs=1e-5)
+    assert rows[-1]["eval/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))

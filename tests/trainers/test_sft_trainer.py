@@ -1,0 +1,54 @@
+"""SFT against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_offline
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, SFTConfig
+from lightrl.trainers.sft import SFTTrainer
+
+Options = Callable[[str], dict[str, Any]]
+ReadMetrics = Callable[[Path], list[dict[str, Any]]]
+
+
+def test_the_training_is_that_of_plain_pytorch(
+    toy: Path, offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    model, tokenizer = plain_offline.load(toy / "model")
+
+    def loss_fn() -> torch.Tensor:
+        """The mean over all tokens of all answers: the longer answer counts for more."""
+        parts = [plain_offline.answer_logprobs(model, tokenizer, p, c) for p, c, _ in plain_offline.PAIRS]
+        return -torch.cat(parts).mean()
+
+    plain = plain_offline.train(model, loss_fn, steps=3, lr=1e-2)
+    options = offline_flags("sft")
+    config = SFTConfig(
+        **options,
+        eval_data=options["train_data"],
+        eval=ExampleEvalConfig(every=3),
+        micro_batch_size=2,
+        output_dir=str(tmp_path / "run"),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    SFTTrainer(config).fit()
+    before, *rows = metrics_of(tmp_path / "run")
+    assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-4)
+    assert before["eval/loss"] == pytest.approx(plain.losses[0], rel=1e-5)
+    # Tokens: 5 answers of 1 + 2 + 2 + 3 + 2 digits and an end token each; prompts of 4 + 6 + 4 + 5 + 4.
+    assert (rows[0]["tokens/trained"], rows[0]["tokens/prompt"]) == (15, 23)
+
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    with torch.no_grad():
+        parts = [plain_offline.answer_logprobs(final, tokenizer, p, c) for p, c, _ in plain_offline.PAIRS]
+    assert rows[-1]["eval/loss"] == pytest.approx(-float(torch.cat(parts).mean()), rel=1e-5)
+    likelihoods = torch.stack([part.sum().exp() for part in parts])
+    assert rows[-1]["eval/probability"] == pytest.approx(float(likelihoods.mean()), rel=1e-5)
