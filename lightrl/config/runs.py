@@ -87,6 +87,11 @@ class RunConfig:
     """Recompute activations in the backward to save memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    tp_size: int = 1
+    """Consecutive ranks that split every weight matrix between them (tensor parallelism). Strategy fsdp."""
+    sp_size: int = 1
+    """Ranks that split the tokens of every micro-batch between them (sequence parallelism), for long contexts. Strategy
+    fsdp."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the policy's weights, which final_ema/ holds at the end: each update
     leaves it this share of what it was, such as 0.99. 0 keeps none."""
@@ -128,6 +133,8 @@ class RunConfig:
                 "max_tokens_per_microbatch": self.max_tokens_per_microbatch,
                 "checkpoint.keep": self.checkpoint.keep,
                 "fsdp.replicate_size": self.fsdp.replicate_size,
+                "tp_size": self.tp_size,
+                "sp_size": self.sp_size,
             }
         )
         check_fractions({"optim.warmup_ratio": self.optim.warmup_ratio, "optim.min_lr_ratio": self.optim.min_lr_ratio})

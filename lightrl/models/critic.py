@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from lightrl.models.multimodal import blank_vision, decoder_inputs, takes_images
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
 from lightrl.models.policy import Policy, disable_dropout
+from lightrl.models.token_share import SequenceGroup, pick, token_share
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 HEAD_FILE = "value_head.safetensors"
@@ -51,16 +52,22 @@ class Critic(nn.Module):
         super().__init__()
         self.body = body
         self.value_head = value_head
+        self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
         self._takes_images = takes_images(body.config)
         use_packed_attention(body.get_decoder())
         disable_dropout(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:
-        decoder = self.body.get_decoder()
+        share = token_share(batch, self.sequence_group)
         hidden = packed_hidden_states(
-            decoder, batch.input_ids, batch.position_ids, batch.cu_seqlens, self._embeddings(batch)
+            self.body.get_decoder(),
+            share.input_ids,
+            share.position_ids,
+            share.cu_seqlens,
+            self._embeddings(batch),
+            self.sequence_group,
         )
-        values, final_values = _values(self.value_head, hidden, batch)
+        values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
         return StateValues(values=values, final_values=final_values)
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
@@ -92,19 +99,20 @@ class ActorCritic(Policy):
     def forward(self, batch: PackedBatch) -> ScoresAndValues:
         hidden = self.hidden_states(batch)
         scores = self.scores(hidden, batch)
-        values, final_values = _values(self.value_head, hidden, batch)
+        values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
         return ScoresAndValues(
             logprobs=scores.logprobs, entropy=scores.entropy, values=values, final_values=final_values
         )
 
 
-def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: SequenceGroup | None) -> tuple[Tensor, Tensor]:
     """[N] before each response token is chosen, [S] behind the last; one call, since a sharded head is gathered by it.
 
     The state in which a token is chosen is the place that predicts it.
     """
     ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
-    values = head(hidden[torch.cat([batch.score_index, ends])])
+    picked = pick(torch.cat([batch.score_index, ends]), hidden, group)
+    values = picked.joined(head(hidden[picked.places]))
     num_scored = batch.score_index.shape[0]
     return values[:num_scored], values[num_scored:]
 

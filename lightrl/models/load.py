@@ -47,9 +47,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
+def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:
     """Tokens of prompt and response together that the model takes; reads its config only."""
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    config = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(length) if length else 1 << 30
 

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+from lightrl.models.token_share import SequenceGroup
+
 ATTENTION_NAME = "lightrl_packed"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _LAYOUT_KEYWORD = "packed_layout"
@@ -33,6 +35,7 @@ class PackedLayout:
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
     runs: tuple[tuple[int, int], ...]  # (number of sequences, their length): adjacent sequences of equal length
     boundaries: Tensor | None  # cu_seqlens as int32 on the device, for the flash-attention kernel
+    group: SequenceGroup | None = None  # ranks that split the tokens; then each runs num_tokens / size of them
 
     @property
     def num_tokens(self) -> int:
@@ -46,13 +49,16 @@ class PackedLayout:
 _CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
-def packed_layout(cu_seqlens: tuple[int, ...], device: torch.device) -> PackedLayout:
+def packed_layout(
+    cu_seqlens: tuple[int, ...], device: torch.device, group: SequenceGroup | None = None
+) -> PackedLayout:
     """The layout of a pack from its boundaries."""
     lengths = (end - start for start, end in pairwise(cu_seqlens))
     return PackedLayout(
         cu_seqlens=cu_seqlens,
         runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
         boundaries=torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if device.type == "cuda" else None,
+        group=group,
     )
 
 
@@ -79,6 +85,7 @@ def packed_hidden_states(
     position_ids: Tensor,
     cu_seqlens: tuple[int, ...],
     embeddings: Mapping[str, Any] | None = None,
+    group: SequenceGroup | None = None,
 ) -> Tensor:
     """Last hidden states, [T, H], of sequences laid end to end. The decoder must have had use_packed_attention.
 
@@ -87,10 +94,12 @@ def packed_hidden_states(
         position_ids: [T] int64, from 0 in each sequence; [3, T] for a model with images.
         cu_seqlens: the boundaries of the sequences, from 0 to T.
         embeddings: what the decoder is given in place of input_ids.
+        group: ranks that split the tokens: input_ids, position_ids and the result are this rank's, cu_seqlens all's.
     """
-    if cu_seqlens[-1] != input_ids.shape[0]:
-        raise ValueError(f"cu_seqlens ends at {cu_seqlens[-1]} for {input_ids.shape[0]} tokens: they must agree.")
-    layout = packed_layout(cu_seqlens, input_ids.device)
+    num_tokens = input_ids.shape[0] * (1 if group is None else group.size)
+    if cu_seqlens[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens ends at {cu_seqlens[-1]} for {num_tokens} tokens: they must agree.")
+    layout = packed_layout(cu_seqlens, input_ids.device, group)
     by_keyword = {_LAYOUT_KEYWORD: layout} if _takes_any_keyword(decoder) else {}
     inputs = {"input_ids": input_ids[None]} if embeddings is None else embeddings
     token = _CURRENT_LAYOUT.set(layout)
@@ -134,6 +143,8 @@ def packed_attention(
             "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand "
             "keyword arguments to its attention: turn gradient checkpointing off, or choose another model."
         )
+    if layout.group is not None:
+        query, key, value, s_aux = _to_heads(layout.group, query, key, value, s_aux)
     _check_call(module, query, key, attention_mask, dropout, layout, kwargs)
     scoring = _Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -142,7 +153,8 @@ def packed_attention(
         sinks=s_aux,
     )
     attend = _attend_by_flash if _flash_serves(query, value, scoring) else _attend_by_runs
-    return attend(query, key, value, layout, scoring), None
+    output = attend(query, key, value, layout, scoring)
+    return output if layout.group is None else layout.group.to_tokens(output), None
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> int | None:
@@ -192,6 +204,33 @@ def _check_call(
 def _takes_any_keyword(decoder: nn.Module) -> bool:
     parameters = inspect.signature(decoder.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _to_heads(
+    group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """This rank's heads of all tokens; fewer key and value heads than ranks are repeated first."""
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    check_heads(num_heads, num_kv_heads, group.size)
+    copies = max(1, group.size // num_kv_heads)
+    key, value = (_repeat_heads(part, copies * num_kv_heads) for part in (key, value))
+    own_sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
+    return group.to_heads(query), group.to_heads(key), group.to_heads(value), own_sinks
+
+
+def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Raises ValueError unless the heads of attention can be split over so many ranks."""
+    valid = [
+        size
+        for size in range(1, num_heads + 1)
+        if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+    ]
+    if num_ranks not in valid:
+        raise ValueError(
+            f"--sp_size {num_ranks} does not fit {num_heads} attention heads and {num_kv_heads} key-value heads (of a "
+            "rank of --tp_size): it must divide the heads, and divide the key-value heads or be a multiple of them. "
+            f"Valid: {valid}."
+        )
 
 
 def _stack_sequences(part: Tensor, count: int, length: int) -> Tensor:

@@ -21,6 +21,7 @@ from lightrl.models.multimodal import (
     takes_images,
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.token_share import SequenceGroup, pick, token_share
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 _PREFIX = "hf."
@@ -43,6 +44,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf_model
         self.entropy = entropy
+        self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
         self._takes_images = takes_images(hf_model.config)
         use_packed_attention(hf_model.get_decoder())
         disable_dropout(hf_model)
@@ -51,25 +53,32 @@ class Policy(nn.Module):
         return self.scores(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """[T, H] behind the last layer."""
+        """[T, H] behind the last layer; of this rank's tokens where ranks split them."""
+        share = token_share(batch, self.sequence_group)
         return packed_hidden_states(
-            self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens, self._embeddings(batch)
+            self.hf.get_decoder(),
+            share.input_ids,
+            share.position_ids,
+            share.cu_seqlens,
+            self._embeddings(batch),
+            self.sequence_group,
         )
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
-        """Of the response tokens, from the hidden states of the whole pack."""
+        """Of the response tokens, from hidden_states()."""
+        picked = pick(batch.score_index, hidden, self.sequence_group)
         head = self.hf.get_output_embeddings()
         logprobs, entropy = chosen_logprobs(
-            hidden[batch.score_index],
+            hidden[picked.places],
             head.weight,
-            batch.targets,
+            batch.targets[picked.which],
             bias=getattr(head, "bias", None),
             temperature=batch.temperature,
             softcap=_softcap(self.hf),
             logit_scale=_logit_scale(self.hf),
             with_entropy=self.entropy,
         )
-        return TokenScores(logprobs=logprobs, entropy=entropy)
+        return TokenScores(logprobs=picked.joined(logprobs), entropy=picked.joined(entropy))
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
         """Tokens and images together; None for a model of text alone."""

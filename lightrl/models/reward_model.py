@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import ATTENTION_NAME, packed_hidden_states, use_packed_attention
 from lightrl.models.policy import disable_dropout
+from lightrl.models.token_share import SequenceGroup, pick, token_share
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
 
@@ -30,16 +31,20 @@ class RewardModel(nn.Module):
         super().__init__()
         self.hf: Any = hf_model
         hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
+        self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
         use_packed_attention(hf_model.get_decoder())
         disable_dropout(hf_model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """[S] float32, in the order of batch.keys."""
-        hidden = packed_hidden_states(self.hf.get_decoder(), batch.input_ids, batch.position_ids, batch.cu_seqlens)
-        places = _last_places(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
+        share, group = token_share(batch, self.sequence_group), self.sequence_group
+        hidden = packed_hidden_states(
+            self.hf.get_decoder(), share.input_ids, share.position_ids, share.cu_seqlens, group=group
+        )
+        picked = pick(_last_places(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id), hidden, group)
         with torch.autocast(hidden.device.type, enabled=False):
-            scores: Tensor = self.hf.score(hidden[places].float())
-        return scores[:, 0]
+            scores: Tensor = self.hf.score(hidden[picked.places].float())
+        return picked.joined(scores[:, 0])
 
 
 def _last_places(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:

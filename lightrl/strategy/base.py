@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,6 +70,13 @@ class TrainBatchResult:
     num_micro_batches: int  # on each rank
 
 
+class SharedBatches(NamedTuple):
+    """The micro-batches that a rank runs: those of all ranks that split a model or its tokens, in one order."""
+
+    batches: list[Any]
+    own: range  # the places of those that this rank brought
+
+
 @dataclass(frozen=True, slots=True)
 class _Trained:
     model: nn.Module
@@ -85,6 +92,8 @@ def is_actor(model: Any) -> bool:
 class StrategyBase(ABC):
     """The public contract; see docs/adding_a_strategy.md for what a back end writes."""
 
+    splits_models: ClassVar[bool] = False  # whether it honours --tp_size and --sp_size
+
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
@@ -96,8 +105,9 @@ class StrategyBase(ABC):
         self.options = StrategyOptions.from_args(args)
         self.accumulation_steps = 1
         if not self.options.exact_batches:  # train_batch takes any sizes; accumulation by calls needs them to fit
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, world_size)
+            # A group of --tp_size x --sp_size ranks runs the micro-batches of all its ranks, one after the other.
+            num_groups = int(os.environ.get("WORLD_SIZE", "1")) // (self.options.tp_size * self.options.sp_size)
+            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, max(1, num_groups))
         self.device = torch.device("cpu")
         self.comm = Comm()
         self.engine: ColocatedEngine | None = None
@@ -196,6 +206,17 @@ class StrategyBase(ABC):
         """Whether this rank should load real weights before prepare; the others may build on the meta device."""
         return True
 
+    def share(self, data: Sequence[Any]) -> SharedBatches:
+        """What this rank has to run so that its own micro-batches are run; every rank calls it.
+
+        Ranks that split a model or its tokens (--tp_size, --sp_size) run the same micro-batches together: those that
+        each of them brought. train_batch and forward do so; who calls a model himself must share first.
+        """
+        return SharedBatches(list(data), range(len(data)))
+
+    def check_model_config(self, config: Any) -> None:
+        """Raises ValueError for a transformers config of a model that these options cannot spread."""
+
     # ---- Setup -------------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int) -> None:
@@ -220,11 +241,20 @@ class StrategyBase(ABC):
         check_engine_name(self.options.engine)
         self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
         wait = timeout or timedelta(seconds=self.options.distributed.timeout_s)
+        self._check_model_parallelism()
         self.comm = comm_module.connect(self.device, wait)
         self._check_engine_groups()
         size = self.options.engine_tp_size
         self._engine_group = EngineGroup(self.comm, self.comm.new_groups(size), size)
         self.set_seed(self.seed)
+
+    def _check_model_parallelism(self) -> None:
+        for name, size in (("tp_size", self.options.tp_size), ("sp_size", self.options.sp_size)):
+            if size != 1 and not self.splits_models:
+                raise ValueError(
+                    f"--{name} {size} needs --strategy fsdp; {type(self).__name__} does not split a model or its "
+                    f"tokens. Use --strategy fsdp, or --{name} 1."
+                )
 
     def _check_engine_groups(self) -> None:
         size, world = self.options.engine_tp_size, self.comm.world
@@ -409,19 +439,20 @@ class StrategyBase(ABC):
         trained = self._trained_entry(model)
         self.poll_saving()
         self.require_loaded_optimizer(trained.optimizer)  # now: later there would be gradients left over
-        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
-        total = self.comm.all_reduce({"weight": sum(weights), "min_count": 0.0}, "sum")["weight"]
-        num_micro_batches = self._equal_count(len(data))
+        batches, own = self.share(data)
+        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
+        total = self.comm.all_reduce(sum((weights[index] for index in own), 0.0), "sum")
+        num_micro_batches = self._equal_count(len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
             # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
-            micro_batch = data[min(index, len(data) - 1)]
-            weight = weights[index] / total if index < len(data) and total > 0 else 0.0
+            micro_batch = batches[min(index, len(batches) - 1)]
+            weight = weights[index] / total if index < len(batches) and total > 0 else 0.0
             with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=weight)
-            loss_sum += float(loss.detach()) * weight if weight else 0.0
+            loss_sum += float(loss.detach()) * weight if weight and index in own else 0.0
         step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
         return TrainBatchResult(
             loss=self.comm.all_reduce(loss_sum, "sum"),
@@ -460,11 +491,14 @@ class StrategyBase(ABC):
         chosen = model if model is not None else self._trained_entry(None).model
         was_training = chosen.training
         chosen.eval()
-        count = self._equal_count(len(data))
-        outputs = [chosen(data[min(index, len(data) - 1)]) for index in range(count)]
+        batches, own = self.share(data)
+        outputs = []
+        for index in range(self._equal_count(len(batches))):
+            output = chosen(batches[min(index, len(batches) - 1)])
+            outputs += [output] if index in own else []
         self.after_forward_only(chosen)
         chosen.train(was_training)
-        return outputs[: len(data)]
+        return outputs
 
     def eval_batch(
         self,

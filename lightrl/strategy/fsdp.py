@@ -1,47 +1,62 @@
-"""FSDP2: every parameter sharded over the ranks (or over the ranks of a replica), gathered block by block."""
+"""FSDP2: every parameter sharded over the ranks (or over the ranks of a replica), gathered block by block.
+
+Within it, consecutive ranks may split every weight matrix (tensor parallelism), and groups of those the tokens of a
+micro-batch (sequence parallelism). Such ranks run the same micro-batches: those that each of them brought.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from lightrl.records import PackedBatch
+from lightrl.strategy.base import SharedBatches
 from lightrl.strategy.bucketed_gather import gather_in_buckets
+from lightrl.strategy.meshes import Meshes, MeshSizes, build_meshes
 from lightrl.strategy.offload import local
+from lightrl.strategy.sequence_parallel import UlyssesGroup
+from lightrl.strategy.sharding import sharding_of
 from lightrl.strategy.single import enable_gradient_checkpointing
+from lightrl.strategy.tensor_parallel import check_splits, cut_projections
 from lightrl.strategy.torch_native import TorchStrategy, ensure_process_group
 
 
 class FSDPStrategy(TorchStrategy):
     """Shards each transformer block as a unit and the rest (tied embeddings included) in the root unit."""
 
-    mesh: DeviceMesh
     steps_whole_matrices = False
+    splits_models = True
+    meshes: Meshes
+    _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if there are several
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         super().setup_distributed(timeout, num_gpu_per_node)
         self.comm = ensure_process_group(self.comm, self.device)
-        self.mesh = self._build_mesh()
+        options = self.options
+        sizes = MeshSizes(replicas=options.fsdp.replicate_size, tokens=options.sp_size, tensors=options.tp_size)
+        self.meshes = build_meshes(self.device, self.comm.world, sizes)
+        self._same_batches = self.comm.new_groups(sizes.tokens * sizes.tensors)
 
-    def _build_mesh(self) -> DeviceMesh:
-        world, replicas = self.comm.world, self.options.fsdp.replicate_size
-        if world % replicas:
-            valid = [size for size in range(1, world + 1) if world % size == 0]
-            raise ValueError(f"--fsdp.replicate_size {replicas} does not divide {world} ranks. Valid: {valid}.")
-        if replicas == 1:
-            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    def check_model_config(self, config: Any) -> None:
+        check_splits(config, tp_size=self.options.tp_size, sp_size=self.options.sp_size)
 
     @property
     def averaging_ranks(self) -> int:
-        return self.comm.world
+        """Ranks of tensor parallelism have equal gradients, which an average over them leaves as they are."""
+        return self.comm.world // self.options.tp_size
+
+    @property
+    def gradient_parts(self) -> int:
+        return self.options.sp_size
 
     @property
     def materializes_weights(self) -> bool:
@@ -53,12 +68,13 @@ class FSDPStrategy(TorchStrategy):
         """Rank 0's weights, sharded over all; the other ranks' model may be on the meta device."""
         enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
+        self._split(model)
         settings = self._sharding()
         if self.options.dtype == "bfloat16":
             self._shard_float32_parts(model, settings)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
-            fully_shard(block, **settings)
-        fully_shard(model, **settings)
+            fully_shard(block, mesh=self.meshes.block, **settings)
+        fully_shard(model, mesh=self.meshes.rest, **settings)
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
         _move_buffers(model, self.device)  # they meet activations, wherever the parameters wait
         for name, tensor in _named_tensors(model):
@@ -70,7 +86,26 @@ class FSDPStrategy(TorchStrategy):
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=settings["mp_policy"].reduce_dtype)
         for module in model.modules():
             if getattr(module, "computes_in_float32", False):
-                fully_shard(module, **{**settings, "mp_policy": policy})
+                fully_shard(module, mesh=self.meshes.rest, **{**settings, "mp_policy": policy})
+
+    def _split(self, model: nn.Module) -> None:
+        """Makes the model one rank's part of it, on the meta device, if ranks split models or tokens."""
+        if self._same_batches is None:
+            return
+        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if inner is None or not hasattr(model, "sequence_group"):
+            raise ValueError(
+                f"--tp_size and --sp_size split lightrl's Policy, Critic and RewardModel, not {type(model).__name__}. "
+                "Leave both at 1."
+            )
+        self.check_model_config(inner.config)
+        if self.meshes.tensors is not None:
+            to_meta(model)
+            cut_projections(inner.get_decoder(), self.meshes.tensors)
+        if self.meshes.tokens is not None:
+            splittable: Any = model
+            splittable.sequence_group = UlyssesGroup(self.meshes.tokens.get_group())
+        model.register_forward_pre_hook(self._require_same_batch)
 
     def _sharding(self) -> dict[str, Any]:
         fsdp = self.options.fsdp
@@ -78,7 +113,6 @@ class FSDPStrategy(TorchStrategy):
         reduce = torch.bfloat16 if fsdp.reduce_dtype == "bfloat16" else torch.float32
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
         return {
-            "mesh": self.mesh,
             "reshard_after_forward": fsdp.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "offload_policy": offload,
@@ -94,6 +128,27 @@ class FSDPStrategy(TorchStrategy):
         self.copy_whole(tensor, whole)
 
     # ---- Training ----------------------------------------------------------------------------------------------
+
+    def share(self, data: Sequence[Any]) -> SharedBatches:
+        if self._same_batches is None:
+            return super().share(data)
+        host = torch.device("cpu")
+        parts = self.comm.all_gather_object([item.to(host) for item in data], self._same_batches)
+        place = self.comm.rank % len(parts)
+        start = sum(len(part) for part in parts[:place])
+        parts[place] = list(data)
+        batches = [item.to(self.device) for part in parts for item in part]
+        return SharedBatches(batches, range(start, start + len(data)))
+
+    def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Else ranks would compute with each other's parts of different inputs, or hang."""
+        summary = tuple(_summary(item) for item in args)
+        if len(set(self.comm.all_gather_object(summary, self._same_batches))) > 1:
+            raise ValueError(
+                f"Ranks that --tp_size {self.options.tp_size} and --sp_size {self.options.sp_size} join called the "
+                "model on different micro-batches. Use strategy.train_batch or strategy.forward, or call the model on "
+                "each of strategy.share(micro_batches).batches."
+            )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         if isinstance(model, FSDPModule):
@@ -112,7 +167,39 @@ class FSDPStrategy(TorchStrategy):
         self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         bucket_bytes = self.options.sync_bucket_mb << 20
-        return gather_in_buckets(named, dtype=dtype, device=self.device, bucket_bytes=bucket_bytes)
+        replica = self.meshes.rest.get_group("shard")
+        return gather_in_buckets(named, dtype=dtype, device=self.device, bucket_bytes=bucket_bytes, replica=replica)
+
+    def gather_whole(self, tensor: Tensor) -> Tensor:
+        (whole,) = self.gather_named([("", tensor)])
+        return whole[1]
+
+    @torch.no_grad()
+    def copy_whole(self, target: Tensor, whole: Tensor) -> None:
+        sharding = sharding_of(target) if isinstance(target, DTensor) else None
+        if sharding is None:
+            super().copy_whole(target, whole)
+        else:
+            local(target).copy_(sharding.own(whole))
+
+
+def _summary(batch: Any) -> tuple[Any, ...] | None:
+    """What differs between two micro-batches; None of what is no pack."""
+    if not isinstance(batch, PackedBatch):
+        return None
+    return batch.keys, batch.cu_seqlens, int(batch.input_ids.sum())
+
+
+def to_meta(model: nn.Module) -> None:
+    """Module.to("meta") would make two parameters of a tied one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), empty)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

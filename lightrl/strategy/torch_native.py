@@ -49,6 +49,11 @@ class TorchStrategy(StrategyBase):
         """How many ranks the back end averages a gradient over; 1 if it has no reduction."""
         return 1
 
+    @property
+    def gradient_parts(self) -> int:
+        """How many ranks each bring a part of one micro-batch's gradient."""
+        return 1
+
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
         """For a back end that must be told that a backward begins."""
         loss.backward()
@@ -98,7 +103,8 @@ class TorchStrategy(StrategyBase):
         if not isinstance(parameter, DTensor):
             return self.comm.world
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-        return math.prod(size for placement, size in sizes if placement.is_replicate())
+        num_shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        return self.comm.world // num_shards
 
     def after_weights_loaded(self, model: nn.Module) -> None:
         """Called when copy_whole has written all of a model's parameters: for a back end that keeps copies."""
@@ -133,7 +139,8 @@ class TorchStrategy(StrategyBase):
             return
         # Reduced at every call: where the accumulation ends is known only when optimizer_step is called.
         with self.before_micro_batch(model, True):
-            self.run_backward(self.grad_scaler.scale(loss / self.accumulation_steps), model)
+            mean = loss * (self.gradient_parts / self.accumulation_steps)
+            self.run_backward(self.grad_scaler.scale(mean), model)
         self._pending_micro_batches[optimizer] = self._pending_micro_batches.get(optimizer, 0) + 1
 
     def optimizer_step(

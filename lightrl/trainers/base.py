@@ -17,7 +17,7 @@ from lightrl.config import BUILTIN_MODEL, RunConfig
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
-from lightrl.models.load import check_model_folder, load_tokenizer
+from lightrl.models.load import check_model_folder, load_config, load_tokenizer
 from lightrl.models.lora import require_peft
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Experience
@@ -59,6 +59,7 @@ class Trainer(ABC):
             records = self._records()
         self.model_path = self._find_model()
         with self.strategy.comm.phase("set-up", local=True):
+            self.strategy.check_model_config(load_config(self.model_path, trust_remote_code=config.trust_remote_code))
             self.tokenizer = load_tokenizer(self.model_path, trust_remote_code=config.trust_remote_code)
             self.media = MediaProcessor.load(self.model_path, trust_remote_code=config.trust_remote_code)
             self.encoder = PromptEncoder(self.media) if self.media is not None else None

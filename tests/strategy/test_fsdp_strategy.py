@@ -32,3 +32,33 @@ class TestReplicas(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.replicate_size", "2")
     world_sizes = (4,)
+
+
+class TestTensorParallel(StrategyContract):
+    strategy = "fsdp"
+    flags = ("--tp_size", "2")
+    world_sizes = (2,)
+
+
+class TestSequenceParallel(StrategyContract):
+    strategy = "fsdp"
+    flags = ("--sp_size", "2")
+    world_sizes = (2,)
+
+
+class TestShardsOfTensorParallel(StrategyParity):
+    strategy = "fsdp"
+    flags = ("--tp_size", "2")
+    world_sizes = (4,)
+
+
+class TestGroupsOfSequenceParallel(StrategyParity):
+    strategy = "fsdp"
+    flags = ("--sp_size", "2", "--gradient_checkpointing", "True")
+    world_sizes = (4,)
+
+
+class TestTensorAndSequenceParallel(StrategyParity):
+    strategy = "fsdp"
+    flags = ("--sp_size", "2", "--tp_size", "2")
+    world_sizes = (4,)

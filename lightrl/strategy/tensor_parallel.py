@@ -1,0 +1,108 @@
+"""Tensor parallelism of transformers models by DTensor: each rank of a group holds a part of every projection.
+
+Which projection is cut how is what the model's own config says (base_model_tp_plan). The embeddings, the output
+embedding and the norms of hidden states stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lightrl.models.multimodal import takes_images
+from lightrl.models.packed_attention import check_heads
+
+# transformers' names of the ways that we know. The norms of queries and keys see the heads of one rank only: theirs is
+# SequenceParallel, which sums the gradient of their weight over the group; without it the ranks silently drift apart.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": partial(SequenceParallel, sequence_dim=0, use_local_output=True),
+}
+_STAYS_WHOLE = "embedding_rowwise"
+
+
+def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
+    """Raises ValueError for a transformers config of a model that cannot be split so."""
+    if tp_size == sp_size == 1:
+        return
+    if takes_images(config):
+        raise ValueError(
+            f"Model type {config.model_type!r} takes images: --tp_size and --sp_size split models of text alone. "
+            "Leave both at 1."
+        )
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if tp_size > 1:
+        tensor_parallel_plan(text)
+        counts = {"attention heads": num_heads, "key-value heads": num_kv_heads, "MLP columns": text.intermediate_size}
+        _check_cuts(counts, tp_size)
+    check_heads(num_heads // tp_size, num_kv_heads // tp_size, sp_size)
+
+
+def _check_cuts(counts: dict[str, int], tp_size: int) -> None:
+    if any(count % tp_size for count in counts.values()):
+        smallest = min(counts.values())
+        valid = [n for n in range(1, smallest + 1) if not any(count % n for count in counts.values())]
+        text = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(f"--tp_size {tp_size} does not divide the model's {text}. Valid: {valid}.")
+
+
+def tensor_parallel_plan(config: Any) -> dict[str, str]:
+    """{pattern of module names in the decoder: how it is cut}; ValueError for a model that we cannot cut."""
+    found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan = {name: way for name, way in found.items() if way != _STAYS_WHOLE}
+    unknown = sorted(set(plan.values()) - set(_STYLES))
+    if not plan or unknown:
+        reason = f"it has layers cut as {', '.join(unknown)}" if unknown else "transformers has no plan for it"
+        raise ValueError(
+            f"--tp_size cannot cut a model of type {config.model_type!r}: {reason}. It cuts dense models such as "
+            "Llama, Mistral, Qwen2 and Qwen3; use --tp_size 1 for this one."
+        )
+    return plan
+
+
+def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
+    """Makes the decoder one rank's part of it, in place; its parameters must be on the meta device."""
+    plan = tensor_parallel_plan(decoder.config)
+    if any(hasattr(module, "base_layer") for module in decoder.modules()):
+        raise ValueError("--tp_size cannot cut a model with LoRA adapters. Use --tp_size 1, or train without LoRA.")
+    blocks = {name.rpartition(".")[0] for name, way in plan.items() if way == "colwise"}
+    styles: dict[str, ParallelStyle] = {name: _STYLES[way]() for name, way in plan.items()}
+    frozen = [name for name, parameter in decoder.named_parameters() if not parameter.requires_grad]
+    parallelize_module(decoder, mesh, styles | {name: _SharedInput() for name in blocks}, src_data_rank=None)
+    for name in frozen:  # torch makes new parameters of them, which train
+        decoder.get_parameter(name).requires_grad_(False)
+
+
+class _SharedInput(ParallelStyle):
+    """On a block whose projections read one input: its gradient is summed over the group once, not once for each."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(_share_input, device_mesh), with_kwargs=True)
+        return module
+
+
+def _share_input(
+    mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (_replicated(args[0], mesh), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _replicated(kwargs["hidden_states"], mesh)}
+
+
+def _replicated(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(hidden, mesh, (Replicate(),), run_check=False)
