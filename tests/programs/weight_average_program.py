@@ -1,4 +1,4 @@
-"""Run on 2 ranks: the average of the weights, and parameter groups of several rates, under every strategy.
+"""Run on 2 ranks: the average of the weights, and parameter groups of several rates, under every strategy; Muon.
 
 Each strategy must come to the numbers of one process, for which the average is worked out here from the weights after
 every update.
@@ -101,8 +101,28 @@ def check(name, settings, history, folder):
     plain.load_optimizer()
 
 
+def check_muon_on_replicas():
+    """Every rank steps whole matrices; Muon's bfloat16 rounds the last bits of a gradient to a part in a thousand."""
+    found = []
+    for name in ("ddp", "single"):
+        options = StrategyOptions(exact_batches=True, lr=1e-2, optim=OptimConfig(name="muon"))
+        strategy = strategy_class(name)(0, 1.0, 1, 1, options)
+        if name == "ddp":
+            strategy.setup_distributed()
+        else:
+            strategy.comm.rank, strategy.comm.world = 0, 1
+        policy, _ = prepared(strategy)
+        found.append([train(strategy, policy, step).loss for step in range(UPDATES)])
+        found.append(parameters(strategy, policy))
+    losses, weights, wanted_losses, wanted_weights = found
+    assert_close(losses, wanted_losses, atol=1e-3, rtol=0)
+    for name, value in wanted_weights.items():
+        assert_close(weights[name], value, atol=1e-3, rtol=0)
+
+
 if __name__ == "__main__":
     history = alone()
+    check_muon_on_replicas()
     for place, (case, (name, settings)) in enumerate(CASES.items()):
         try:
             check(name, settings, history, Path(sys.argv[1]) / str(place))
