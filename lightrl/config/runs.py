@@ -93,8 +93,8 @@ class RunConfig:
     """Ranks that split the tokens of every micro-batch between them (sequence parallelism), for long contexts. Strategy
     fsdp."""
     ema_decay: float = 0.0
-    """Keep an exponential moving average of the policy's weights, which final_ema/ holds at the end: each update
-    leaves it this share of what it was, such as 0.99. 0 keeps none."""
+    """Keep an exponential moving average of the trained weights, which final_ema/ holds at the end: each update leaves
+    it this share of what it was, such as 0.99. 0 keeps none."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

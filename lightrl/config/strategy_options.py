@@ -56,7 +56,6 @@ class StrategyOptions:
     sync_bucket_mb: int = 512
     canary_every: int = 50
     offload_while_generating: bool = False
-    ema_decay: float = 0.0
     trust_remote_code: bool = False
     exact_batches: bool = False
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -528,10 +528,14 @@ class StrategyBase(ABC):
             if entry.scheduler is not None:
                 entry.scheduler.step()
 
+    def keep_average(self, model: nn.Module, decay: float) -> None:
+        """Averages the model's weights from now on, updated after each optimizer step, saved and loaded with it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights: leave out --ema_decay.")
+
     @contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
-        """The model has the moving average of its weights in here (--ema_decay); every rank must enter it."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights: leave out --ema_decay.")
+        """The model has the average of its weights in here; every rank must enter it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights.")
         yield
 
     # ---- Communication -----------------------------------------------------------------------------------------

@@ -275,9 +275,10 @@ class DeepSpeedStrategy(TorchStrategy):
         _link_states(zero)
         for name, parameter in named:
             for key in reader.keys_of(name):
-                whole = reader[f"{name}/{key}"]
-                if whole.shape == self.whole_shape(parameter):
-                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.to(self.device), key)
+                saved = f"{name}/{key}"
+                if reader.shape_of(saved) == self.whole_shape(parameter):
+                    whole = reader[saved].to(self.device)
+                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
 
     def _make_state(
         self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, reader: TensorReader
@@ -285,13 +286,13 @@ class DeepSpeedStrategy(TorchStrategy):
         """Moments of zero, as long as the flat tensor in which ZeRO keeps many parameters; and the number of steps."""
         state = optimizer.state[flat]
         for key in reader.keys_of(name):
-            whole = reader[f"{name}/{key}"]
-            if whole.shape == shape:
-                state.setdefault(key, torch.zeros_like(flat, dtype=whole.dtype))
+            saved = f"{name}/{key}"
+            if reader.shape_of(saved) == shape:
+                state.setdefault(key, torch.zeros_like(flat, dtype=reader.dtype_of(saved)))
             elif self.options.deepspeed.cpu_adam:
-                state[key] = int(whole)
+                state[key] = int(reader[saved])
             else:
-                state[key] = whole.to(flat.device)
+                state[key] = reader[saved].to(flat.device)
 
     # ---- Offload: by the storages, since DeepSpeed's offload_states() takes FusedAdam only at stage 3 -----------
 

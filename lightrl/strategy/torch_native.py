@@ -27,7 +27,7 @@ from lightrl.engines.weight_sync import Fingerprint, fingerprint
 from lightrl.models import lora
 from lightrl.strategy import critic_warmup, state_files
 from lightrl.strategy.background_save import BackgroundSave
-from lightrl.strategy.base import OptimizerStep, StrategyBase, is_actor, persistent_buffers
+from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.muon import MuonWithAdamW
 from lightrl.strategy.offload import local
@@ -174,10 +174,8 @@ class TorchStrategy(StrategyBase):
 
     # ---- The average of the weights ---------------------------------------------------------------------------
 
-    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
-        super().register(model, optimizer, scheduler)
-        if self.options.ema_decay and is_actor(model):
-            self._averages[model] = WeightAverage(self._trained_shards(model), self.options.ema_decay)
+    def keep_average(self, model: nn.Module, decay: float) -> None:
+        self._averages[model] = WeightAverage(self._trained_shards(model), decay)
 
     def _trained_shards(self, model: nn.Module) -> dict[str, Tensor]:
         named = sorted(model.named_parameters())
@@ -187,7 +185,7 @@ class TorchStrategy(StrategyBase):
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         average = self._averages.get(model)
         if average is None:
-            raise ValueError("No average of this model's weights is kept. Give --ema_decay, such as 0.99.")
+            raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
         self.after_forward_only(model)
         self.require_loaded(model)
         kept = {name: shard.clone() for name, shard in self._trained_shards(model).items()}

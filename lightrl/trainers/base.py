@@ -67,6 +67,8 @@ class Trainer(ABC):
         self.strategy.tokenizer = self.tokenizer
         self.strategy.media = self.media
         self.model = self.build_models()
+        if config.ema_decay:
+            self.strategy.keep_average(self.model, config.ema_decay)
         with self.strategy.comm.phase("set-up"):
             self._resume()
             self.strategy.set_global_step(self.step_index)

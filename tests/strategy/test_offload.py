@@ -41,10 +41,12 @@ def test_a_mapped_file_stays(tmp_path: Path) -> None:
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 
-def with_engine(**settings: Any) -> tuple[SingleStrategy, Any]:
+def with_engine(ema_decay: float = 0.0, **settings: Any) -> tuple[SingleStrategy, Any]:
     strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, **settings))
     strategy.setup_distributed()
     policy, _ = fresh(strategy)
+    if ema_decay:
+        strategy.keep_average(policy, ema_decay)
     strategy.setup_inference_engine(None, "native", actor=policy)
     strategy.maybe_sleep_inference_engine()
     return strategy, policy

@@ -11,16 +11,14 @@ from lightrl.testing import run_spmd
 PROGRAM = Path(__file__).parents[1] / "programs" / "weight_average_program.py"
 
 
-class Actor(torch.nn.Linear):
-    is_actor = True
-
-
-def one_weight(value: float, decay: float = 0.5) -> tuple[SingleStrategy, Actor]:
+def one_weight(value: float, decay: float = 0.5) -> tuple[SingleStrategy, torch.nn.Linear]:
     """SGD at rate 1 with the gradient 1: every update takes 1 away."""
-    strategy = SingleStrategy(0, 0.0, 1, 1, StrategyOptions(exact_batches=True, ema_decay=decay))
-    model = Actor(1, 1, bias=False)
+    strategy = SingleStrategy(0, 0.0, 1, 1, StrategyOptions(exact_batches=True))
+    model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     strategy.register(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    if decay:
+        strategy.keep_average(model, decay)
     return strategy, model
 
 
@@ -29,7 +27,7 @@ def update(strategy: SingleStrategy, times: int = 1, loss: float = 1.0) -> None:
         strategy.train_batch([torch.ones(1, 1)], lambda out, mb: out.sum() * loss, len)
 
 
-def average_of(strategy: SingleStrategy, model: Actor) -> float:
+def average_of(strategy: SingleStrategy, model: torch.nn.Linear) -> float:
     with strategy.averaged_weights(model):
         return model.weight.item()
 
@@ -81,7 +79,7 @@ def test_what_cannot_be_averaged_is_told() -> None:
     with pytest.raises(ValueError, match="needs float32 weights, but w is torch.bfloat16"):
         WeightAverage({"w": torch.zeros(1, dtype=torch.bfloat16)}, 0.5)
     strategy, model = one_weight(1.0, decay=0.0)
-    with pytest.raises(ValueError, match="No average of this model's weights is kept. Give --ema_decay"):
+    with pytest.raises(ValueError, match="No average of this model's weights is kept. Call keep_average"):
         average_of(strategy, model)
     with pytest.raises(ValueError, match=r"--ema_decay is 1.0: it must be 0 \(none\) or between 0 and 1"):
         GRPOConfig(ema_decay=1.0)
