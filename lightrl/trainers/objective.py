@@ -218,7 +218,7 @@ def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | 
             f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
             "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
         )
-    if not selects_tokens and (config.loss in SELECTING or config.selection_args or config.entropy_fraction < 1):
+    if not selects_tokens and (config.loss in SELECTING or config.selection_args or config.entropy_fraction != 1):
         raise ValueError(
             f"--algorithm.loss {config.loss}, selection_args {list(config.selection_args)} and entropy_fraction "
             f"{config.entropy_fraction}: one of them needs tokens that are chosen over a whole update, which this "

@@ -40,6 +40,7 @@ VARIANTS = {
         *("--optim.warmup_steps", "2"),
     ],
     "old logprobs of the engine": ["--algorithm.old_logprobs", "engine", "--num_minibatches", "2"],
+    "greedy baselines": ["--algorithm.advantage", "remax", "--group_size", "1", "--num_prompts", "5"],
 }
 COMPARED = ("loss", "grad_norm", "entropy", "kl", "lr", "clip_fraction", "ratio/mean")
 EQUAL = ("reward/mean", "tokens/prompt", "tokens/response", "tokens/truncated", "reward/equal_groups")
@@ -111,9 +112,9 @@ def test_every_kind_of_update_is_the_same_on_two_ranks(
 
 def test_the_variants_are_different_runs(reference: Callable[[str], Path], metrics_of: ReadMetrics) -> None:
     """Else the comparisons above would compare nothing."""
-    first, second, third = (metrics_of(reference(variant))[-1] for variant in VARIANTS)
+    first, second, third, fourth = (metrics_of(reference(variant))[-1] for variant in VARIANTS)
     assert first["kl"] == third["kl"] == 0 < second["kl"]
-    assert len({first["loss"], second["loss"], third["loss"]}) == 3
+    assert len({first["loss"], second["loss"], third["loss"], fourth["loss"]}) == 4
     assert first["ratio/mean"] == 1  # one update from the policy's own logprobs
     assert second["ratio/max"] > 1
 
