@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Sequence
+from numbers import Real
 from typing import TypeAlias
 
 from lightrl.records import Sample
@@ -51,6 +52,13 @@ def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
         f"{describe_sample(sample)}. A reward must return a finite int, float or bool.",
         sample,
     )
+
+
+def score_outcome(name: str, sample: Sample, value: object) -> Outcome:
+    """The number that a reward returned, or the error that it is none."""
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    return not_a_number(name, sample, value)
 
 
 def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError:

@@ -23,6 +23,7 @@ BUILTIN_REWARDS = {
     "format": "lightrl.rewards.response_format:ResponseFormat",
     "length": "lightrl.rewards.response_length:ResponseLength",
     "code": "lightrl.rewards.code_tests:CodeTests",
+    "reward_model": "lightrl.rewards.model_reward:ModelReward",
     "judge": "lightrl.rewards.judge:Judge",
 }
 FILE_MODULE_PREFIX = "lightrl_reward_file_"

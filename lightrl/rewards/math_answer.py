@@ -27,8 +27,8 @@ class MathAnswer:
     def __call__(self, sample: Sample, /) -> float:
         verifier = _verifier()
         expected = _parse_expected(verifier, expected_answer(sample))
-        given = verifier.parse(sample.text, parsing_timeout=None)
         try:
+            given = verifier.parse(sample.text, parsing_timeout=None, raise_on_error=True)
             is_right = verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True)
         except Exception as error:
             raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
@@ -39,7 +39,9 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
     """The parsed answer; a ValueError if it is none, since a reward of 0 would hide that."""
     answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
     is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    parsed: list[Any] = verifier.parse(answer if is_marked else f"${answer}$", parsing_timeout=None)
+    parsed: list[Any] = verifier.parse(
+        answer if is_marked else f"${answer}$", parsing_timeout=None, raise_on_error=True
+    )
     if not parsed:
         raise ValueError(f"math-verify finds no mathematical expression in the prompt's answer {answer!r}")
     return parsed

@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from numbers import Real
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, failed, not_a_number, wrong_count
+from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, failed, score_outcome, wrong_count
 from lightrl.rewards.kinds import AnyReward, kind_of, reward_name
 from lightrl.rewards.time_limit import TimeLimitError, time_limit
 from lightrl.rewards.worker_pool import WorkerPool
@@ -94,12 +93,7 @@ class RewardRunner:
     def _checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
         if len(values) != len(unit):
             return [wrong_count(self.name, unit, len(values))] * len(unit)
-        return [self._checked_one(sample, value) for sample, value in zip(unit, values, strict=True)]
-
-    def _checked_one(self, sample: Sample, value: object) -> Outcome:
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value)
-        return not_a_number(self.name, sample, value)
+        return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
 
     # ---- Isolated ----------------------------------------------------------------------------------------------
 
@@ -107,7 +101,7 @@ class RewardRunner:
         outcomes: list[list[Outcome]] = []
         for unit, value in zip(units, values, strict=True):
             is_error = isinstance(value, Exception)
-            found = failed(self.name, unit, value) if is_error else self._checked_one(unit[0], value)
+            found = failed(self.name, unit, value) if is_error else score_outcome(self.name, unit[0], value)
             outcomes.append(self._recorded([found], budget))
         return outcomes
 

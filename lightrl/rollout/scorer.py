@@ -42,8 +42,10 @@ class Scorer:
     def _run(self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         if is_collective(reward):
             with self._comm.phase(f"reward {label}"):
-                found: list[Outcome] = list(reward(samples))  # type: ignore[operator]
-                return found
+                outcomes: list[Outcome] = reward(samples)  # type: ignore[operator]
+            with self._comm.phase(f"reward {label}", local=True):
+                budget.record(outcomes)
+            return outcomes
         with self._comm.phase(f"reward {label}", local=True):
             return self._rewards.run(label, samples, budget)
 

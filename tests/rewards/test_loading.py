@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,13 @@ TABLE = {}
 """
 
 
-_NEEDED = {
+_NEEDED: dict[str, dict[str, Any]] = {
     "length": {"target": 10},
     "judge": {"settings": JudgeConfig(url="http://127.0.0.1:9", model="m")},
 }
 
 
-@pytest.mark.parametrize("name", sorted(BUILTIN_REWARDS))
+@pytest.mark.parametrize("name", sorted(set(BUILTIN_REWARDS) - {"reward_model"}))  # that needs a model
 def test_each_builtin_loads_by_its_name(name: str) -> None:
     assert callable(load_reward(name, _NEEDED.get(name)))
 

@@ -1,0 +1,191 @@
+"""A scalar reward model (a sequence classifier of one output), spread over the ranks like the policy, as the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from lightrl.comm import Comm
+from lightrl.models.load import check_model_folder, context_length, load_tokenizer
+from lightrl.models.policy import response_batch
+from lightrl.models.reward_model import check_reward_scores, load_reward_model
+from lightrl.records import PackedBatch, Sample
+from lightrl.rewards.failures import Outcome, failed, score_outcome
+
+_NAME = "reward_model"
+
+
+class ModelHost(Protocol):
+    """What the model needs of a strategy."""
+
+    comm: Comm
+    device: torch.device
+    tokenizer: Any  # the policy's
+
+    @property
+    def materializes_weights(self) -> bool: ...
+
+    def init_model_context(self) -> AbstractContextManager[None]: ...
+
+    def prepare(self, model: nn.Module, /, *, is_rlhf: bool = ...) -> Any: ...
+
+    def forward(self, data: Sequence[Any], /, *, model: nn.Module) -> list[Any]: ...
+
+
+class ModelReward:
+    """The model's score of prompt and response together. Every rank must call it, one without samples too.
+
+    chat_template: auto renders the conversation by the model's own template if its tokenizer has one, always needs one,
+    never lays prompt and response end to end as the policy saw them; where its tokenizer differs from the policy's they
+    are tokenised anew. append_eos (without a template, which ends its turns itself): auto ends by the end token what
+    the policy ended itself and not what was cut off; always and never do as they say.
+    """
+
+    is_collective = True
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        trust_remote_code: bool = False,
+        chat_template: Literal["auto", "always", "never"] = "auto",
+        append_eos: Literal["auto", "always", "never"] = "auto",
+        max_tokens: int = 16384,
+    ) -> None:
+        _check_choices(chat_template=chat_template, append_eos=append_eos)
+        if max_tokens < 1:
+            raise ValueError(f"reward_model.max_tokens is {max_tokens}: it must be at least 1.")
+        _check_classifier(path, trust_remote_code=trust_remote_code)
+        self._path = path
+        self._trust_remote_code = trust_remote_code
+        self._append_eos = append_eos
+        self._max_tokens = max_tokens  # of a forward on a rank
+        self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        self._context = context_length(path, trust_remote_code=trust_remote_code)
+        self._renders = chat_template != "never" and bool(self._tokenizer.chat_template)
+        if chat_template == "always" and not self._renders:
+            raise ValueError(f"reward_model.chat_template is always, and the tokenizer in {path} has no template.")
+        if append_eos == "always" and self._tokenizer.eos_token_id is None:
+            raise ValueError(f"reward_model.append_eos is always, and the tokenizer in {path} has no end token.")
+        self._host: ModelHost | None = None
+        self._model: Any = None
+        self._shares_tokenizer = False
+
+    def prepare(self, host: ModelHost) -> None:
+        """Loads the model and spreads it; every rank calls it."""
+        with host.init_model_context(), host.comm.phase("loading the reward model", local=True):
+            model = load_reward_model(
+                self._path,
+                self._tokenizer,
+                materialize=host.materializes_weights,
+                seed=0,
+                trust_remote_code=self._trust_remote_code,
+            )
+            if host.materializes_weights:
+                check_reward_scores(model)
+            policy_vocabulary: dict[str, int] = getattr(host.tokenizer, "get_vocab", dict)()
+            self._shares_tokenizer = policy_vocabulary == self._tokenizer.get_vocab()
+        self._model = host.prepare(model, is_rlhf=True)
+        self._host = host
+
+    def __call__(self, samples: Sequence[Sample], /) -> list[Outcome]:
+        assert self._host is not None, "prepare() was not called"
+        with self._host.comm.phase("reward model's tokens", local=True):
+            sequences = [self._token_ids(sample) for sample in samples]
+        good = [place for place, ids in enumerate(sequences) if len(ids) <= self._context]
+        outcomes: list[Outcome] = [
+            self._too_long(sample, len(ids)) for sample, ids in zip(samples, sequences, strict=True)
+        ]
+        for place, value in zip(good, self._scores([sequences[place] for place in good]), strict=True):
+            outcomes[place] = score_outcome(_NAME, samples[place], value)
+        return outcomes
+
+    def _too_long(self, sample: Sample, length: int) -> Outcome:
+        message = f"prompt and response have {length} tokens, and the reward model takes {self._context}"
+        return failed(_NAME, [sample], ValueError(message))
+
+    # ---- Tokens ------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, sample: Sample) -> list[int]:
+        if sample.prompt.images or sample.prompt.videos:
+            raise ValueError(f"Prompt {sample.prompt.index} has images or videos, which the reward model cannot see.")
+        if self._renders and sample.prompt.messages:
+            messages = [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._shares_tokenizer:
+            ids = [*sample.prompt_ids, *sample.response_ids]
+        else:
+            ids = list(self._tokenizer(sample.prompt.text + sample.text)["input_ids"])
+        return self._ended(ids, sample)
+
+    def _ended(self, ids: list[int], sample: Sample) -> list[int]:
+        """With one end token or none, whatever sampler and tokenizer have left there."""
+        end = self._tokenizer.eos_token_id
+        while ids and ids[-1] == end:
+            ids = ids[:-1]
+        has_end = self._append_eos == "always" or (self._append_eos == "auto" and sample.finish_reason == "stop")
+        return [*ids, end] if has_end and end is not None else ids
+
+    # ---- Scores ------------------------------------------------------------------------------------------------
+
+    def _scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Of this rank's sequences; a collective."""
+        assert self._host is not None
+        order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
+        parts = list(_cut(order, [len(ids) for ids in sequences], self._max_tokens))
+        batches = [_pack([sequences[place] for place in part]) for part in parts] or [_pack([[0]])]
+        found: list[Tensor] = self._host.forward([b.to(self._host.device) for b in batches], model=self._model)
+        values = [0.0] * len(sequences)
+        for part, scores in zip(parts, found, strict=False):  # a rank without samples scored one dummy
+            for place, value in zip(part, scores.tolist(), strict=True):
+                values[place] = value
+        return values
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Parts of at most max_tokens, except where one sequence alone has more."""
+    part: list[int] = []
+    total = 0
+    for place in order:
+        if part and total + lengths[place] > max_tokens:
+            yield part
+            part, total = [], 0
+        part.append(place)
+        total += lengths[place]
+    if part:
+        yield part
+
+
+def _pack(sequences: Sequence[Sequence[int]]) -> PackedBatch:
+    return response_batch([(ids, ()) for ids in sequences])
+
+
+def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
+    """A language model would get a head of random weights."""
+    if not path:
+        raise ValueError("The reward reward_model needs --reward_model, the folder or name of the model.")
+    try:
+        check_model_folder(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(str(error).replace("--model", "--reward_model")) from error
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    kinds = config.architectures or ["of no known kind"]
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ValueError(
+            f"--reward_model {path} is {', '.join(kinds)}, which gives no score. Choose a model for sequence "
+            "classification with one output."
+        )
+    if config.num_labels != 1:
+        raise ValueError(f"--reward_model {path} has {config.num_labels} outputs: a reward model has one.")
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        if value not in ("auto", "always", "never"):
+            raise ValueError(f"reward_model.{name} is {value!r}: choose one of auto, always, never.")
