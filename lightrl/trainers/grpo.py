@@ -163,9 +163,9 @@ class GRPOTrainer(PolicyTrainer):
         is_first = True
         for _ in range(self.config.num_epochs):
             for part, choice in zip(minibatches, choices, strict=True):
-                if not self.strategy.comm.any(any(item.is_trained and item.sample.response_ids for item in part)):
+                if not self._has_trained_tokens(part):
                     self.statistics.mean("skipped_updates", 1, 1)
-                    continue  # even a gradient of 0 would move the weights, by Adam's momentum and the decay
+                    continue
                 batches = self._micro_batches(part, **per_token, **choice)
                 # Before the first update the policy is still the one that the engine sampled from.
                 loss_fn = self._loss(measure_mismatch=is_first and not is_scored)

@@ -142,6 +142,11 @@ class PolicyTrainer(RolloutTrainer):
         batches = self._micro_batches(experience)
         return list(zip(batches, self.strategy.forward(batches, model=model), strict=True))
 
+    def _has_trained_tokens(self, minibatch: Sequence[Experience]) -> bool:
+        """Over all ranks. Without any there must be no update: even a gradient of 0 would move the weights, by Adam's
+        momentum and the decay."""
+        return self.strategy.comm.any(any(item.is_trained and item.sample.response_ids for item in minibatch))
+
     # ---- What a step tells -------------------------------------------------------------------------------------
 
     def _measure_mismatch(self, scores: TokenScores, batch: PackedBatch) -> None:

@@ -106,17 +106,24 @@ class PPOTrainer(PolicyTrainer):
     def _train_policy(self, minibatches: list[list[Experience]], columns: Columns) -> None:
         measures_mismatch = self.critic is not None and not self._recomputes_old
         with self._waiting(self.critic_optimizer):
-            for place, part in enumerate(minibatches * self.config.num_epochs):
+            for part in minibatches * self.config.num_epochs:
+                if not self._has_trained_tokens(part):
+                    self.statistics.mean("skipped_updates", 1, 1)
+                    continue
                 # Before the first update the policy is still the one that the engine sampled from.
-                loss_fn = self._policy_loss(measure_mismatch=measures_mismatch and place == 0)
+                loss_fn = self._policy_loss(measure_mismatch=measures_mismatch)
                 batches = self._micro_batches(part, **columns)
                 result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
                 self._describe_update(result.loss, result.grad_norm, result.lr, result.skipped)
+                measures_mismatch = False
 
     def _train_critic(self, critic: Critic, minibatches: list[list[Experience]], columns: Columns) -> None:
         """By itself: what it learns towards was fixed before, so the order of the two is all one."""
         with self._waiting(self.optimizer):
             for part in minibatches * self.config.num_epochs:
+                if not self._has_trained_tokens(part):
+                    self.statistics.mean("critic/skipped_updates", 1, 1)
+                    continue
                 batches = self._micro_batches(part, **columns)
                 result = self.strategy.train_batch(batches, self._value_loss, self.objective.weight, model=critic)
                 self._describe_critic_update(result)
@@ -245,8 +252,8 @@ class PPOTrainer(PolicyTrainer):
 
     def save_models(self, folder: Path) -> None:
         super().save_models(folder)
-        if self.critic is not None:
-            critic_folder = folder.with_name(f"{folder.name}_critic")
+        if self.critic is not None and folder == self.folder.final:  # there is no average of it beside final_ema
+            critic_folder = folder.with_name("final_critic")
             self.strategy.save_pretrained(self.critic, critic_folder)
             if self.strategy.comm.is_main:
                 self.tokenizer.save_pretrained(critic_folder)

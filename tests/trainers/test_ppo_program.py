@@ -201,3 +201,30 @@ def test_a_critic_of_another_vocabulary_is_refused(toy: Path, toy_flags: list[st
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     output = run(0, [*toy_flags, "--critic_model", str(tmp_path / "other")], tmp_path / "run", expect_failure=True)
     assert "has another tokenizer than --model" in " ".join(output.split())
+
+
+# ---- learning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--critic.shared_backbone", "True", "--critic.value_coef", "0.1"]])
+def test_the_recipe_learns(flags: list[str], metrics_of: ReadMetrics, tmp_path: Path) -> None:
+    """Held-out accuracy from 0.17 to about 0.87 in 20 steps."""
+    recipe = str(SCRIPT.parents[1] / "configs" / "ppo.yaml")
+    run(0, ["--config", recipe, "--max_steps", "20", "--eval.max_prompts", "256", *flags], tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")
+    assert rows[0]["eval/accuracy"] < 0.3
+    assert rows[-1]["eval/accuracy"] > 0.7
+
+
+@pytest.mark.slow
+def test_a_critic_of_a_frozen_policy_learns_its_returns(
+    toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    """The reward counts digits as they come, so a prefix tells a part of it."""
+    flags = [*toy_flags, "--group_size", "16", "--num_epochs", "8", "--max_steps", "20", "--eval.every", "0"]
+    flags += ["--critic.policy_frozen_steps", "20", "--critic_lr", "3e-3", "--critic.value_clip", "0"]
+    run(0, flags, tmp_path / "run")
+    explained = [row["critic/explained_variance"] for row in metrics_of(tmp_path / "run")]
+    assert explained[0] == 0  # the head starts at 0
+    assert min(explained[-3:]) > 0.1
