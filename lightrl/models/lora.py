@@ -81,6 +81,15 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
         _load_weights(model, Path(options.path))
 
 
+def options_beside(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
+    """For another model that trains with this one: adapters of --lora.path do not fit it, but new ones alike do."""
+    host = host_of(adapted)
+    if not options.path or host is None:
+        return options
+    config: Any = host.peft_config[_ADAPTER]  # type: ignore[index]
+    return LoraConfig(rank=config.r, alpha=config.lora_alpha, use_rslora=config.use_rslora)
+
+
 def require_peft(options: LoraConfig) -> None:
     """Says what to install, if the options need it."""
     if options.is_on and importlib.util.find_spec("peft") is None:
