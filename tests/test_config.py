@@ -202,6 +202,7 @@ def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
         (["--lora.target_modules", "q_proj"], "give --lora.rank too"),
         (["--lora.path", "x", "--lora.use_rslora", "True"], "An adapter of --lora.path has its own"),
         (["--lora.path", "x", "--lora.rank", "4"], "--lora.path comes with its own rank"),
+        (["--lora.rank", "4", "--tp_size", "2"], "--tp_size 2 cannot cut adapters"),
         (["--lora.rank", "4", "--lora.target_modules", "q_proj", "all-linear"], "all-linear stands alone"),
     ],
 )

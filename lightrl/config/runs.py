@@ -142,6 +142,8 @@ class RunConfig:
         check_deepspeed(self.deepspeed)
         check_optim(self.optim, self.lr)
         check_lora(self.lora)
+        if self.lora.is_on and self.tp_size > 1:
+            raise ValueError(f"--tp_size {self.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
 
     @property
     def samples_per_update(self) -> int:

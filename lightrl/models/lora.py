@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lightrl.config import LoraConfig
 from lightrl.seeding import mix_seed
@@ -57,7 +58,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     require_peft(options)
     from peft import inject_adapter_in_model
 
-    config = _read_config(options.path) if options.path else _new_config(options)
+    config = _read_config(options.path) if options.path else _new_config(options, model)
     config.task_type = "CAUSAL_LM" if getattr(model, "can_generate", bool)() else None
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.modules_to_save = None  # peft would keep a second copy of each
@@ -70,7 +71,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
         except ValueError as error:  # no module has such a name
             raise ValueError(
                 f"--lora.target_modules {' '.join(options.target_modules)}: {error} It has, for example, "
-                f"{', '.join(_linear_names(model))}."
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in _inner_linear_layers(model)}))}."
             ) from error
     _check_layers(model)
     config.exclude_modules, config.modules_to_save = None, list(trained) or None
@@ -80,20 +81,30 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
         _load_weights(model, Path(options.path))
 
 
+def options_beside(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
+    """For another model that trains with this one: adapters of --lora.path do not fit it, but new ones alike do."""
+    host = host_of(adapted)
+    if not options.path or host is None:
+        return options
+    config: Any = host.peft_config[_ADAPTER]  # type: ignore[index]
+    return LoraConfig(rank=config.r, alpha=config.lora_alpha, use_rslora=config.use_rslora)
+
+
 def require_peft(options: LoraConfig) -> None:
     """Says what to install, if the options need it."""
     if options.is_on and importlib.util.find_spec("peft") is None:
         raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
 
 
-def _new_config(options: LoraConfig) -> Any:
+def _new_config(options: LoraConfig, model: nn.Module) -> Any:
     from peft import LoraConfig as PeftConfig
 
     targets = options.target_modules
     settings: dict[str, Any] = {
         "r": options.rank,
         "lora_alpha": options.alpha or 2 * options.rank,
-        "target_modules": targets[0] if targets == ("all-linear",) else list(targets),
+        # peft's own all-linear takes in the experts of a mixture, which are one tensor and cannot be merged here.
+        "target_modules": _inner_linear_layers(model) if targets == ("all-linear",) else list(targets),
         "use_rslora": options.use_rslora,
     }
     return PeftConfig(**settings)
@@ -114,21 +125,28 @@ def _read_config(path: str) -> Any:
     return config
 
 
-def _linear_names(model: nn.Module) -> list[str]:
-    """The last part of the names of linear layers, as --lora.target_modules takes them."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+def _inner_linear_layers(model: nn.Module) -> list[str]:
+    """Names of all linear layers but the output head."""
+    head = _head_of(model)
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return [name for name, module in linear if module is not head]
 
 
-def _check_layers(model: Any) -> None:
+def _head_of(model: Any) -> nn.Module | None:
+    head: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head
+
+
+def _check_layers(model: nn.Module) -> None:
     """Only what can be merged, and whose weight nothing reads but the layer itself."""
     from peft.tuners.lora import Linear
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = _head_of(model)
     for name, layer in _layers(model):
         if not isinstance(layer, Linear) or layer is head:
             raise ValueError(
                 f"--lora.target_modules names {name}, and only linear layers inside the model can have an adapter: "
-                "embeddings and the output head are read as plain weights."
+                "embeddings and the output head are read as plain weights, and experts may share one tensor."
             )
 
 

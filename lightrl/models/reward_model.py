@@ -16,7 +16,7 @@ from lightrl.models.token_share import SequenceGroup, pick, token_share
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
 
-_HEAD = "score"
+HEAD_NAME = "score"
 _HEAD_STREAM = 0x53434F5245  # keeps the draw of a new head apart from what else is drawn from the same seed
 _CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences check_reward_scores() runs: two of equal length, one longer
 
@@ -103,9 +103,9 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
         )
     finally:
         transformers_logging.set_verbosity(verbosity)
-    head = f"{_HEAD}.weight"
-    if not hasattr(model, _HEAD) or getattr(model.score, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} has no linear head named {_HEAD!r} without a bias.")
+    head = f"{HEAD_NAME}.weight"
+    if not hasattr(model, HEAD_NAME) or getattr(model.score, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has no linear head named {HEAD_NAME!r} without a bias.")
     missing = sorted(set(report["missing_keys"]) - {head})
     if missing:
         raise ValueError(f"--model {path} lacks weights of the model's body: {', '.join(missing[:5])}.")

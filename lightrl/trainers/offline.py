@@ -17,6 +17,7 @@ from lightrl.data.packing import split_micro_batches
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.models.load import context_length, load_policy
+from lightrl.models.lora import add_adapters
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
@@ -99,6 +100,8 @@ class OfflineTrainer(Trainer):
             is_reference=is_reference,
         )
         policy.entropy = False
+        if not is_reference:
+            add_adapters(policy.hf, self.config.lora, seed=self.config.seed)
         if self.strategy.materializes_weights and not is_reference:
             check_scores(policy, next(policy.parameters()).device)
         return policy

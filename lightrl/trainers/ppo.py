@@ -17,6 +17,7 @@ from lightrl.config import AlgorithmConfig, PPOConfig
 from lightrl.data.packing import Key, TokenValues, sample_key, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.load import check_model_folder, load_tokenizer
+from lightrl.models.lora import add_adapters, options_beside
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
@@ -226,13 +227,15 @@ class PPOTrainer(PolicyTrainer):
                     f"--critic_model {path} has another tokenizer than --model {config.model}: the critic reads the "
                     "policy's tokens. Give a model of the same family."
                 )
-        return load_critic(
+        critic = load_critic(
             path,
             materialize=self.strategy.materializes_weights,
             init_std=config.critic.head_init_std,
             seed=config.seed + _HEAD_SEED,
             trust_remote_code=config.trust_remote_code,
         )
+        add_adapters(critic.body, options_beside(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
+        return critic
 
     def load_policy(self, *, is_reference: bool) -> Policy:
         policy = super().load_policy(is_reference=is_reference)

@@ -12,7 +12,8 @@ from lightrl.config import RMConfig
 from lightrl.data.example_packing import pair_places, pair_positions
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
-from lightrl.models.reward_model import check_reward_scores, load_reward_model
+from lightrl.models.lora import add_adapters
+from lightrl.models.reward_model import HEAD_NAME, check_reward_scores, load_reward_model
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.console import Shown
 from lightrl.trainers.offline import Examples, OfflineTrainer
@@ -47,6 +48,7 @@ class RMTrainer(OfflineTrainer):
             seed=self.config.seed,
             trust_remote_code=self.config.trust_remote_code,
         )
+        add_adapters(model.hf, self.config.lora, seed=self.config.seed, trained=(HEAD_NAME,))
         if self.strategy.materializes_weights:
             check_reward_scores(model)
         return model

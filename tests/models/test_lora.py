@@ -36,6 +36,9 @@ CONFIGS: dict[str, Any] = {
     "qwen3_tied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "phi_biases": transformers.PhiConfig(**{**SHAPE, "num_key_value_heads": 2}),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=8, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
+    ),
     "gpt2_transposed": transformers.GPT2Config(vocab_size=53, n_embd=16, n_layer=2, n_head=2, n_positions=64),
 }
 IDS = torch.tensor([[5, 9, 33, 2, 17]])
