@@ -115,7 +115,8 @@ class OfflineTrainer(Trainer):
             drawn = drawn[: self._end - num_drawn]
         batch = [replace(self.examples[index], position=position) for position, index in enumerate(drawn)]
         mine = self._share(batch)
-        examples = {example.position: example for example in mine}
+        # Not this rank's alone: ranks that split a model or its tokens run each other's micro-batches.
+        examples = {example.position: example for example in batch}
         with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
             result = self.strategy.train_batch(
                 self.batches(mine),

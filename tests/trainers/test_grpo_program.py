@@ -31,6 +31,8 @@ SPREADS: dict[str, tuple[int, list[str]]] = {
     "fsdp on 1 rank": (1, ["--strategy", "fsdp"]),
     "fsdp on 2 ranks": (2, ["--strategy", "fsdp", "--micro_batch_size", "1", "--offload_while_generating", "True"]),
     "fsdp on 4 ranks": (4, ["--strategy", "fsdp", "--fsdp.replicate_size", "2"]),
+    "tensor parallelism on 2 ranks": (2, ["--strategy", "fsdp", "--tp_size", "2"]),
+    "sequence parallelism on 2 ranks": (2, ["--strategy", "fsdp", "--sp_size", "2", "--micro_batch_size", "2"]),
     "fsdp on 8 ranks": (8, ["--strategy", "fsdp"]),  # more ranks than prompts: some have none
 }
 VARIANTS = {

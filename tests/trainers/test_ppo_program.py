@@ -39,6 +39,7 @@ VARIANTS = {
 SPREADS: dict[str, tuple[int, list[str]]] = {
     "one process, 3 samples at a time": (0, ["--micro_batch_size", "3"]),
     "fsdp on 2 ranks": (2, ["--strategy", "fsdp", "--micro_batch_size", "1"]),
+    "sequence parallelism on 2 ranks": (2, ["--strategy", "fsdp", "--sp_size", "2", "--micro_batch_size", "3"]),
     "ddp on 2 ranks": (2, ["--strategy", "ddp", "--max_tokens_per_microbatch", "40"]),
     "deepspeed on 2 ranks": (2, ["--strategy", "deepspeed", "--micro_batch_size", "3"]),
     "deepspeed, zero 3, on 2 ranks": (2, ["--strategy", "deepspeed", "--deepspeed.zero_stage", "3"]),
