@@ -16,6 +16,7 @@ from lightrl.config import DPOConfig
 from lightrl.data.example_packing import pair_places, pair_positions
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
+from lightrl.models.lora import WithoutAdapters
 from lightrl.records import Example, PackedBatch, TokenScores
 from lightrl.trainers.console import Shown
 from lightrl.trainers.offline import Examples, OfflineTrainer
@@ -30,7 +31,7 @@ class DPOTrainer(OfflineTrainer):
     shown = Shown(
         step=("accuracy", "tokens/per_second", "loss", "margin"),
         evaluation=("eval/accuracy", "eval/margin", "eval/probability/chosen"),
-        table=("eval/accuracy", "eval/margin", "eval/probability/chosen", "eval/probability/rejected"),
+        table=("eval/accuracy", "eval/margin", "eval/probability/chosen"),
     )
 
     def build_examples(self, records: list[Any]) -> list[Example]:
@@ -43,6 +44,9 @@ class DPOTrainer(OfflineTrainer):
 
     def build_models(self) -> nn.Module:
         policy = super().build_models()
+        if self.config.lora.is_on:
+            self.reference: nn.Module = WithoutAdapters(policy)
+            return policy
         # Only now: before the policy was sharded, rank 0 would have held both models whole.
         with self.strategy.comm.phase("loading the reference model", local=True):
             reference = self.load_policy(is_reference=True)

@@ -17,6 +17,7 @@ from lightrl.data.packing import split_micro_batches
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.models.load import context_length, load_policy
+from lightrl.models.lora import add_adapters
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
@@ -86,7 +87,9 @@ class OfflineTrainer(Trainer):
         # A model that is no actor takes the critic's place: on an actor a head named "score" would be a value head.
         actor, critic = (model, None) if is_actor(model) else (None, model)
         options = replace(strategy.options, critic_lr=self.config.lr)
-        prepared = strategy.prepare_models_and_optimizers(actor, critic, None, None, options, self.config.max_steps)
+        prepared = strategy.prepare_models_and_optimizers(
+            actor, critic, None, None, options, self.config.schedule_length
+        )
         trained: nn.Module = prepared[0][0] if actor is not None else prepared[1][0]
         return trained
 
@@ -99,6 +102,8 @@ class OfflineTrainer(Trainer):
             is_reference=is_reference,
         )
         policy.entropy = False
+        if not is_reference:
+            add_adapters(policy.hf, self.config.lora, seed=self.config.seed)
         if self.strategy.materializes_weights and not is_reference:
             check_scores(policy, next(policy.parameters()).device)
         return policy

@@ -12,6 +12,7 @@ from lightrl.config import RMConfig
 from lightrl.data.example_packing import pair_places, pair_positions
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
+from lightrl.models.lora import add_adapters
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.console import Shown
@@ -47,6 +48,7 @@ class RMTrainer(OfflineTrainer):
             seed=self.config.seed,
             trust_remote_code=self.config.trust_remote_code,
         )
+        add_adapters(model.hf, self.config.lora, seed=self.config.seed, trained=("score",))
         if self.strategy.materializes_weights:
             check_reward_scores(model)
         return model
