@@ -23,7 +23,7 @@ from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
 from lightrl.trainers.base import StepReport, Trainer
 
-Examples = Mapping[int, Example]  # by position in the batch
+Examples = Mapping[int, Example]  # all of the batch, by position: ranks that split a model see each other's
 
 
 class OfflineTrainer(Trainer):
@@ -117,7 +117,7 @@ class OfflineTrainer(Trainer):
             drawn = drawn[: self._end - num_drawn]
         batch = [replace(self.examples[index], position=position) for position, index in enumerate(drawn)]
         mine = self._share(batch)
-        examples = {example.position: example for example in mine}
+        examples = {example.position: example for example in batch}
         with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
             result = self.strategy.train_batch(
                 self.batches(mine),
@@ -169,7 +169,7 @@ class OfflineTrainer(Trainer):
         if not self.eval_examples:
             return {}
         statistics, mine = Statistics(), self._share(self.eval_examples)
-        examples = {example.position: example for example in mine}
+        examples = {example.position: example for example in self.eval_examples}
         with self.strategy.comm.phase("evaluation"):
             packs = self.batches(mine)
             for output, pack in zip(self.strategy.forward(packs, model=self.model), packs, strict=True):

@@ -32,6 +32,8 @@ COMPARED = ("loss", "grad_norm", "lr", "eval/loss", "accuracy", "margin", "proba
 SPREADS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "micro_batch_size": 1},
     "fsdp": {"strategy": "fsdp", "max_tokens_per_microbatch": 22},
+    "tensor parallel": {"strategy": "fsdp", "tp_size": 2, "micro_batch_size": 2},
+    "sequence parallel": {"strategy": "fsdp", "sp_size": 2, "micro_batch_size": 2},
     "deepspeed": {"strategy": "deepspeed", "micro_batch_size": 2, "deepspeed": {"zero_stage": 3}},
 }
 
