@@ -6,9 +6,15 @@ import pytest
 import yaml
 
 from lightrl.config import (
+    DPOConfig,
     GRPOConfig,
+    OfflineConfig,
+    PairDataConfig,
     PPOConfig,
+    ResponseDataConfig,
+    RMConfig,
     RunConfig,
+    SFTConfig,
     as_dict,
     describe_batches,
     option_names,
@@ -16,7 +22,7 @@ from lightrl.config import (
     to_yaml,
 )
 
-KINDS = (GRPOConfig, PPOConfig)
+KINDS = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
 REQUIRED_FLAGS = (
     "model", "strategy", "engine", "train_data", "eval_data", "reward", "seed", "max_steps", "output_dir", "resume",
     "num_prompts", "group_size", "max_new_tokens", "temperature", "lr", "config", "max_tokens_per_microbatch",
@@ -186,7 +192,7 @@ def test_the_batch_arithmetic_is_written_out() -> None:
 def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
     package = Path(__file__).parents[1] / "lightrl"
-    declared = {package / "config" / name for name in ("runs.py", "sections.py")}
+    declared = {package / "config" / name for name in ("offline.py", "runs.py", "sections.py")}
     source = "\n".join(path.read_text() for path in package.rglob("*.py") if path not in declared)
     names = {name: name.rpartition(".")[2] for name in option_names(kind)}
     unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]
@@ -211,3 +217,33 @@ def test_lora_options_that_say_nothing_are_refused(
 ) -> None:
     assert text in fail(capsys, *argv)
     assert parse_config(GRPOConfig, ["--lora.rank", "4", "--lora.target_modules", "q_proj", "v_proj"]).lora.is_on
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text"),
+    [
+        (SFTConfig, {"batch_size": 0}, "--batch_size is 0: it must be at least 1"),
+        (SFTConfig, {"num_epochs": 0}, "--num_epochs is 0: it must be at least 1"),
+        (SFTConfig, {"data": ResponseDataConfig(max_tokens=-1)}, "--data.max_tokens is -1: it must be 0 or above"),
+        (SFTConfig, {"data": PairDataConfig()}, "data must be a ResponseDataConfig"),
+        (RMConfig, {"centring_coef": -0.01}, "--centring_coef is -0.01: it must be 0 or above"),
+        (RMConfig, {"ema_decay": 0.9}, "--ema_decay averages the weights of a language model"),
+        (DPOConfig, {"beta": 0.0}, "--beta is 0.0: it must be above 0"),
+        (DPOConfig, {"label_smoothing": 0.5}, "--label_smoothing is 0.5: it must be at least 0 and below 0.5"),
+        (DPOConfig, {"label_smoothing": 0.1, "loss": "ipo"}, "--label_smoothing belongs to --loss sigmoid, not to ipo"),
+        (DPOConfig, {"loss": "kto"}, "choose one of sigmoid, ipo, hinge"),
+    ],
+)
+def test_options_of_offline_training_are_checked(
+    kind: type[OfflineConfig], values: dict[str, object], text: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        kind(**values)
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RMConfig, DPOConfig])
+def test_offline_training_has_no_option_of_rollouts(kind: type[OfflineConfig]) -> None:
+    names = set(option_names(kind))
+    assert {"batch_size", "num_epochs", "data.too_long", "eval.max_examples"} <= names
+    assert not names & {"engine", "reward", "num_prompts", "data.answer_field", "eval.temperature", "temperature"}
+    assert not [name for name in names if name.startswith(("native.", "algorithm.", "log.samples"))]

@@ -32,7 +32,7 @@ class DPOTrainer(OfflineTrainer):
     shown = Shown(
         step=("accuracy", "tokens/per_second", "loss", "margin"),
         evaluation=("eval/accuracy", "eval/margin", "eval/probability/chosen"),
-        table=("eval/accuracy", "eval/margin", "eval/probability/chosen", "eval/probability/rejected"),
+        table=("eval/accuracy", "eval/margin", "eval/probability/chosen"),
     )
 
     def build_examples(self, records: list[Any]) -> list[Example]:

@@ -23,7 +23,7 @@ from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
 from lightrl.trainers.base import StepReport, Trainer
 
-Examples = Mapping[int, Example]  # by position in the batch
+Examples = Mapping[int, Example]  # all of the batch, by position: ranks that split a model see each other's
 
 
 class OfflineTrainer(Trainer):
@@ -87,7 +87,9 @@ class OfflineTrainer(Trainer):
         # A model that is no actor takes the critic's place: on an actor a head named "score" would be a value head.
         actor, critic = (model, None) if is_actor(model) else (None, model)
         options = replace(strategy.options, critic_lr=self.config.lr)
-        prepared = strategy.prepare_models_and_optimizers(actor, critic, None, None, options, self.config.max_steps)
+        prepared = strategy.prepare_models_and_optimizers(
+            actor, critic, None, None, options, self.config.schedule_length
+        )
         trained: nn.Module = prepared[0][0] if actor is not None else prepared[1][0]
         return trained
 
@@ -168,7 +170,7 @@ class OfflineTrainer(Trainer):
         if not self.eval_examples:
             return {}
         statistics, mine = Statistics(), self._share(self.eval_examples)
-        examples = {example.position: example for example in mine}
+        examples = {example.position: example for example in self.eval_examples}
         with self.strategy.comm.phase("evaluation"):
             packs = self.batches(mine)
             for output, pack in zip(self.strategy.forward(packs, model=self.model), packs, strict=True):

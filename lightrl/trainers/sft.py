@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
         weights = token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys))
         trained = torch.where(batch.loss_mask, output.logprobs.detach(), 0.0)
         likelihoods = sequence_sums(trained, batch.sequence_index, len(batch.keys)).exp()
-        num_examples = sum(position in examples for position, _ in batch.keys)  # none in a dummy
+        num_examples = sum(position >= 0 for position, _ in batch.keys)  # none in a dummy
         # The share of samples at temperature 1 that would be just this response.
         statistics.mean("probability", float(likelihoods.sum()) if num_examples else 0.0, num_examples)
         return mean_loss(-output.logprobs, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import runpy
 import sys
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from offline_program import KINDS, fit
+from safetensors.torch import load_file
 
+from lightrl.builtin.model import builtin_tokenizer
 from lightrl.config import CheckpointConfig, ExampleEvalConfig, LogConfig, ResponseDataConfig, SFTConfig
+from lightrl.models.reward_model import load_reward_model
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.sft import SFTTrainer
 
@@ -163,3 +168,20 @@ def test_a_script_tells_a_mistake_without_a_traceback(toy: Path, tmp_path: Path)
     assert "builtin:addition: row 1: the record has no 'chosen', only ['answer', 'prompt']" in said
     assert "Traceback" not in said
     assert not (tmp_path / "bad").exists()
+
+
+def test_adapters_train_and_the_whole_model_is_saved(
+    offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    for kind in KINDS:
+        fit(kind, plain(offline_flags(kind), tmp_path / kind, lora={"rank": 4}))
+        rows = metrics_of(tmp_path / kind)[1:]
+        assert len({row["loss"] for row in rows}) == 3
+        assert (tmp_path / kind / "final" / "model.safetensors").is_file()
+    assert rows[0]["loss"] == pytest.approx(math.log(2))  # DPO's reference is the model without its adapters
+    scores = load_file(tmp_path / "rm" / "final" / "model.safetensors")["score.weight"]
+    start = load_reward_model(
+        plain(offline_flags("rm"), tmp_path)["model"], builtin_tokenizer(), materialize=True, seed=3
+    )
+    assert not torch.equal(scores, start.hf.score.weight)  # the head trains whole beside the adapters
