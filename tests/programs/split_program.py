@@ -4,6 +4,7 @@ The flags are those of train_grpo.py.
 """
 
 import sys
+import tempfile
 from dataclasses import fields
 
 import torch
@@ -18,7 +19,7 @@ from lightrl.models.policy import Policy
 from lightrl.models.reward_model import RewardModel
 from lightrl.strategy import create_strategy
 from lightrl.strategy.sequence_parallel import UlyssesGroup
-from lightrl.testing.strategy_checks import expect, fresh, my_batches, train
+from lightrl.testing.strategy_checks import expect, fresh, my_batches, parameters, same, train
 from lightrl.testing.tiny_training import make_batch, samples
 
 SIZES = {
@@ -125,6 +126,27 @@ def check_frozen_stays_frozen(strategy) -> None:
     assert frozen == {name for name, _ in policy.named_parameters() if ".layers.0." in name}
 
 
+def check_average(strategy) -> None:
+    """Of the parts of weights that are cut along two axes; a checkpoint holds it."""
+    policy, _ = fresh(strategy)
+    strategy.keep_average(policy, 0.5)
+    first = parameters(strategy, policy)
+    train(strategy, policy, 0)
+    last = parameters(strategy, policy)
+    wanted = {name: 0.5 * first[name] + 0.5 * value for name, value in last.items()}
+    folder = strategy.comm.broadcast_object(tempfile.mkdtemp())
+    strategy.save_ckpt(policy, folder, max_mem=0)
+    again, _ = fresh(strategy, seed=5)
+    strategy.keep_average(again, 0.5)
+    strategy.load_ckpt(again, folder)
+    for model in (policy, again):
+        with strategy.averaged_weights(model):
+            found = parameters(strategy, model)
+        for name, value in wanted.items():
+            assert_close(found[name], value, atol=1e-6, rtol=0)
+        same(parameters(strategy, model), last)
+
+
 def check_exchange(strategy) -> None:
     """Two heads of one token on each of two ranks: 10 x token + head."""
     group, rank = UlyssesGroup(strategy.meshes.tokens.get_group()), strategy.meshes.tokens.get_local_rank()
@@ -160,6 +182,7 @@ def main() -> None:
         check_model(strategy, build)
     if is_cut:
         check_replicas_stay_equal(strategy)
+        check_average(strategy)
         check_frozen_stays_frozen(strategy)
     if strategy.options.sp_size > 1:
         check_exchange(strategy)
