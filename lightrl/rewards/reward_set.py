@@ -74,6 +74,10 @@ class RewardSet:
         """Those that the config names, or one's own in their place."""
         if own is None:
             rewards = _named_rewards(config)
+        elif config.reward_args:
+            raise ValueError(
+                "--reward_args are given, but the reward is an object of your own: give it its parameters."
+            )
         else:
             rewards = [WeightedReward(label=_label(reward_name(own)), weight=1.0, reward=own)]
         limits = ScoringLimits(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from reward_samples import answered
 
-from lightrl.config import GRPOConfig, JudgeConfig
+from lightrl.config import GRPOConfig, JudgeConfig, parse_config
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
 from lightrl.rewards.failures import FailureBudget, failed
@@ -82,6 +82,25 @@ def test_what_is_wrong_is_told_before_anything_is_built(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         set_of(*reward, args=args)
+
+
+def test_the_command_line_and_yaml_take_one_or_several(tmp_path: Path) -> None:
+    assert parse_config(GRPOConfig, []).reward == ("exact_match",)
+    assert parse_config(GRPOConfig, ["--reward", "contains"]).reward == ("contains",)
+    several = ["--reward", "math", "length=-0.5", "--reward_args", "length.target=3"]
+    assert parse_config(GRPOConfig, several).reward == ("math", "length=-0.5")
+    for text in ("reward: contains", "reward: [contains]"):
+        (tmp_path / "run.yaml").write_text(text)
+        assert parse_config(GRPOConfig, ["--config", str(tmp_path / "run.yaml")]).reward == ("contains",)
+
+
+def test_an_object_of_ones_own_has_its_parameters_already() -> None:
+    def own(sample: Sample) -> float:
+        return 1.0
+
+    assert scored(RewardSet.from_config(GRPOConfig(), own), [answered("")]) == ([1.0], {"own": [1.0]})
+    with pytest.raises(ValueError, match="--reward_args are given, but the reward is an object of your own"):
+        RewardSet.from_config(GRPOConfig(reward_args=("own.a=1",)), own)
 
 
 def test_options_of_rewards_that_are_not_used_are_refused() -> None:
