@@ -27,6 +27,8 @@ STRATEGIES = {
     "ddp": ["--strategy", "ddp"],
     "fsdp": ["--strategy", "fsdp"],
     "fsdp, kept after forward": ["--strategy", "fsdp", "--fsdp.reshard_after_forward", "False"],
+    "fsdp, --tp_size 2": ["--strategy", "fsdp", "--tp_size", "2"],
+    "fsdp, --sp_size 2": ["--strategy", "fsdp", "--sp_size", "2"],
     "deepspeed, ZeRO-0": ["--strategy", "deepspeed", "--deepspeed.zero_stage", "0"],
     "deepspeed, ZeRO-1": ["--strategy", "deepspeed", "--deepspeed.zero_stage", "1"],
     "deepspeed, ZeRO-2": ["--strategy", "deepspeed", "--deepspeed.zero_stage", "2"],

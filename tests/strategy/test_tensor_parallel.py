@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Phi3Config, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig
 
+from lightrl.config import GRPOConfig
+from lightrl.strategy import create_strategy
+from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.strategy.tensor_parallel import check_splits, tensor_parallel_plan
 from lightrl.testing import run_spmd
 
@@ -49,3 +52,22 @@ def test_models_of_other_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="'phi3': it has layers cut as colwise_gather_output"):
         check_splits(Phi3Config(), tp_size=2, sp_size=1)
     check_splits(Phi3Config(), tp_size=1, sp_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("option", ["tp_size", "sp_size"])
+def test_other_strategies_refuse(strategy: str, option: str) -> None:
+    made = create_strategy(GRPOConfig(strategy=strategy, **{option: 2}))
+    with pytest.raises(ValueError, match=f"--{option} 2 needs --strategy fsdp"):
+        made.setup_distributed()
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tp_size is 0: it must be at least 1"):
+        GRPOConfig(tp_size=0)
+
+
+def test_accumulation_by_calls_counts_the_micro_batches_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    # 64 samples in micro-batches of 2: 32, and 8 / (2 x 2) = 2 groups run them, 16 each
+    assert FSDPStrategy(0, 1.0, 2, 64, {"tp_size": 2, "sp_size": 2}).accumulation_steps == 16
