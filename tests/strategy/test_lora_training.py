@@ -91,8 +91,9 @@ def test_two_ranks_of_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_of_shards(tmp_path: Path) -> None:
-    commands = ["--strategy fsdp --fsdp.replicate_size 2 --sync_bucket_mb 1", "--strategy fsdp --fsdp.cpu_offload True"]
+def test_four_ranks_of_fsdp(tmp_path: Path) -> None:
+    settings = ("--fsdp.replicate_size 2 --sync_bucket_mb 1", "--fsdp.cpu_offload True", "--sp_size 2")
+    commands = [f"--strategy fsdp {setting}" for setting in settings]
     run_spmd(program.__file__, str(tmp_path), *commands, world_size=4, timeout_s=280)
     for place in range(len(commands)):
         check(tmp_path / str(place))
