@@ -227,7 +227,6 @@ def test_lora_options_that_say_nothing_are_refused(
         (SFTConfig, {"data": ResponseDataConfig(max_tokens=-1)}, "--data.max_tokens is -1: it must be 0 or above"),
         (SFTConfig, {"data": PairDataConfig()}, "data must be a ResponseDataConfig"),
         (RMConfig, {"centring_coef": -0.01}, "--centring_coef is -0.01: it must be 0 or above"),
-        (RMConfig, {"ema_decay": 0.9}, "--ema_decay averages the weights of a language model"),
         (DPOConfig, {"beta": 0.0}, "--beta is 0.0: it must be above 0"),
         (DPOConfig, {"label_smoothing": 0.5}, "--label_smoothing is 0.5: it must be at least 0 and below 0.5"),
         (DPOConfig, {"label_smoothing": 0.1, "loss": "ipo"}, "--label_smoothing belongs to --loss sigmoid, not to ipo"),

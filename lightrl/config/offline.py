@@ -95,10 +95,6 @@ class RMConfig(PairConfig):
         PairConfig.check(self)
         check_finite({"centring_coef": self.centring_coef})
         check_not_negative({"centring_coef": self.centring_coef})
-        if self.ema_decay:
-            raise ValueError(
-                "--ema_decay averages the weights of a language model, not of a reward model: leave it out."
-            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -46,7 +46,10 @@ def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> N
     names += [name for model in models if model is not None for name, _ in model.named_parameters()]
     unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
     if unused:
-        raise ValueError(f"--optim.lr_scales: no parameter has {' or '.join(unused)} in its name.")
+        raise ValueError(
+            f"--optim.lr_scales: no parameter has {' or '.join(unused)} in its name. Names are such as {names[-1]}; a "
+            "tied output layer has that of the embedding."
+        )
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import plain_offline
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -53,8 +54,12 @@ def test_the_training_is_that_of_plain_pytorch(
         micro_batch_size=2,
         output_dir=str(tmp_path / "run"),
         checkpoint=CheckpointConfig(every=0),
+        ema_decay=0.5,
     )
     RMTrainer(config).fit()
+    last, average = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("final", "final_ema"))
+    assert sorted(last) == sorted(average)
+    assert any(not torch.equal(average[name], value) for name, value in last.items())
     _, *rows = metrics_of(tmp_path / "run")
     assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-4)
