@@ -41,15 +41,16 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=recipe_names())
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print("| recipe | steps | samples | accuracy before | half-way | after |")
+    print("| recipe | steps | samples | accuracy before | by half-way | after |")
     print("|---|---|---|---|---|---|")
     for recipe in arguments.recipes:
         rows = rows_of(recipe, arguments.seed)
-        accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+        accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
         steps = [row for row in rows if row["step"]]
+        half = max(step for step in accuracy if step <= len(steps) / 2)
         samples = sum(row["tokens/response"] / row["tokens/response_mean"] for row in steps)
         cells = [recipe, str(len(steps)), f"{samples:,.0f}"]
-        cells += [f"{value:.3f}" for value in (accuracy[0], accuracy[len(accuracy) // 2], accuracy[-1])]
+        cells += [f"{value:.3f}" for value in (accuracy[0], accuracy[half], accuracy[len(steps)])]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
