@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -39,7 +38,7 @@ class ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, H] to [N]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+            return torch.mv(hidden.float(), self.weight[0].float()) + self.bias.float()
 
 
 class Critic(nn.Module):
@@ -114,7 +113,8 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
     picked = pick(torch.cat([batch.score_index, ends]), hidden, group)
     values = picked.joined(head(hidden[picked.places]))
     num_scored = batch.score_index.shape[0]
-    return values[:num_scored], values[num_scored:]
+    # Copies: FSDP warns of modules that give views.
+    return values[:num_scored].clone(), values[num_scored:].clone()
 
 
 # ---- Loading and saving ------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class PPOTrainer(PolicyTrainer):
 
 def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch) -> dict[Key, list[float]]:
     """One before each response token, and one behind the last."""
-    parts = unpack(batch, scores.values)
+    parts = unpack(batch, scores.values.cpu())  # at once, not sample by sample
     finals = dict(zip(batch.keys, scores.final_values.tolist(), strict=True))
     return {key: [*part.tolist(), finals[key]] for key, part in parts.items()}
 

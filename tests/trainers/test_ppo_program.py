@@ -103,6 +103,17 @@ def test_the_run_does_not_depend_on_how_it_is_spread(
     check_same_run(reference(variant), tmp_path / "run", metrics_of)
 
 
+@pytest.mark.slow
+def test_adapters_of_both_models_train_the_same_on_two_ranks(
+    toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    flags = [*toy_flags, *CRITIC, "--lora.rank", "4", "--algorithm.kl_coef", "0.1"]
+    run(0, flags, tmp_path / "one")
+    run(2, [*flags, "--strategy", "fsdp", "--micro_batch_size", "2"], tmp_path / "two")
+    check_same_run(tmp_path / "one", tmp_path / "two", metrics_of)
+    assert (tmp_path / "two" / "final_critic" / "adapter").is_dir()
+
+
 def test_the_variants_are_different_runs(reference: Callable[[str], Path], metrics_of: ReadMetrics) -> None:
     """Else the comparisons above would compare nothing."""
     own, shared, frozen = (metrics_of(reference(variant)) for variant in VARIANTS)
