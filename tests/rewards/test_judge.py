@@ -164,9 +164,10 @@ def test_the_key_is_sent_and_never_told(server: Server, monkeypatch: pytest.Monk
         judged(server, "a", api_key_env="JUDGE_KEY")
 
 
-def test_a_redirect_is_not_followed(server: Server) -> None:
-    server.answer = lambda number, body: (307, {"Location": server.url + "/elsewhere"}, "")
-    with pytest.raises(RewardError, match="refused: HTTP 307"):
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_redirect_is_not_followed(server: Server, status: int) -> None:
+    server.answer = lambda number, body: (status, {"Location": server.url + "/elsewhere"}, "")
+    with pytest.raises(RewardError, match=f"refused: HTTP {status}"):
         judged(server, "a")
     assert len(server.requests) == 1
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_code_that_swallows_the_alarm_is_stopped_by_the_next() -> None:
     with pytest.raises(TimeLimitError), time_limit(0.1):
         swallow()
     assert time.monotonic() - started < 5
+
+
+def test_code_that_catches_exceptions_does_not_catch_the_alarm() -> None:
+    def catch() -> None:
+        with suppress(Exception):
+            time.sleep(60)
+
+    with pytest.raises(TimeLimitError), time_limit(0.1):
+        catch()
 
 
 def test_the_bodys_own_error_comes_out() -> None:
