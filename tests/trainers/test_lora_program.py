@@ -91,6 +91,13 @@ def test_two_ranks_and_a_resumed_run_are_the_same(
     check_alike(metrics_of(trained), metrics_of(tmp_path / "run"))
 
 
+@pytest.mark.slow
+def test_tokens_split_over_ranks(trained: Path, toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path) -> None:
+    flags = [*toy_flags, *FLAGS, "--lora.rank", "4", "--output_dir", str(tmp_path / "run")]
+    run_spmd(SCRIPT, *flags, "--strategy", "fsdp", "--sp_size", "2", world_size=2, timeout_s=240)
+    check_alike(metrics_of(trained), metrics_of(tmp_path / "run"))
+
+
 def check_alike(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
     for mine, yours in zip(wanted, found, strict=True):
