@@ -15,7 +15,7 @@ from lightrl.rewards.kinds import AnyReward, reward_name
 from lightrl.rewards.loading import load_reward
 from lightrl.rewards.scoring import RewardRunner, ScoringLimits
 
-_TAKEN = ("mean", "equal_groups", "failures", "no_verdict")  # reward/... metrics of the run itself
+_TAKEN = ("mean", "equal_groups", "failures", "no_verdict", "overlong_penalty")  # reward/... metrics of the run itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
