@@ -85,6 +85,9 @@ class RunConfig:
     """Type of the computation in trainer and engine; parameters and optimizer states stay float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward to save memory."""
+    compile: bool = False
+    """Compile each block of a model that trains by torch.compile; the first step then takes minutes. Strategies single,
+    ddp and fsdp."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tp_size: int = 1
@@ -142,6 +145,8 @@ class RunConfig:
         check_deepspeed(self.deepspeed)
         check_optim(self.optim, self.lr)
         check_lora(self.lora)
+        if self.compile and self.tp_size > 1:
+            raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
         if self.lora.is_on and self.tp_size > 1:
             raise ValueError(f"--tp_size {self.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
 

@@ -46,6 +46,7 @@ class StrategyOptions:
     critic_warmup_steps: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    compile: bool = False
     tp_size: int = 1
     sp_size: int = 1
     engine: str = "native"

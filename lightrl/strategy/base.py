@@ -40,6 +40,7 @@ from lightrl.seeding import mix_seed
 from lightrl.strategy import critic_warmup, generation, offload, schedules
 from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.canary import Canary
+from lightrl.strategy.compilation import check_compiler, compile_blocks
 from lightrl.strategy.grad_scaler import GradScaler
 from lightrl.strategy.parameter_groups import check_lr_scales
 from lightrl.strategy.weight_average import WeightAverage
@@ -296,6 +297,9 @@ class StrategyBase(ABC):
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
         if not any(entry.model is model for entry in self._trained):
             model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
+        if self.options.compile:
+            check_compiler(self.device)
+            compile_blocks(model)
         self._trained = [entry for entry in self._trained if entry.model is not model]
         self._trained.append(_Trained(model, optimizer, scheduler))
 

@@ -51,6 +51,10 @@ class DeepSpeedStrategy(TorchStrategy):
     ) -> None:
         super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
         check_deepspeed(self.options.deepspeed)
+        if self.options.compile:
+            raise ValueError(
+                "--compile does not go with --strategy deepspeed. Use single, ddp or fsdp, or leave it out."
+            )
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError('--strategy deepspeed needs DeepSpeed. Install it: pip install "lightrl[deepspeed]"')
         self.stage = self.options.deepspeed.zero_stage

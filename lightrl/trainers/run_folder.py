@@ -18,7 +18,7 @@ from lightrl.records import Experience
 # What may differ between the two halves of one run: none of it changes what is computed at a step.
 _FREE_ON_RESUME = (
     "config", "strategy", "output_dir", "resume", "max_steps", "micro_batch_size", "max_tokens_per_microbatch",
-    "gradient_checkpointing", "fsdp", "native", "eval", "eval_data", "checkpoint", "log", "distributed",
+    "gradient_checkpointing", "compile", "fsdp", "native", "eval", "eval_data", "checkpoint", "log", "distributed",
     "offload_while_generating",
 )  # fmt: skip
 
