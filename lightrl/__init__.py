@@ -9,16 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightrl.config import GRPOConfig, PPOConfig
+    from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
     from lightrl.engines.base import InferenceEngine, SamplingParams
     from lightrl.records import Experience, Prompt, Sample
     from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor
+    from lightrl.trainers.dpo import DPOTrainer
     from lightrl.trainers.grpo import GRPOTrainer
     from lightrl.trainers.ppo import PPOTrainer
+    from lightrl.trainers.reward_model import RMTrainer
+    from lightrl.trainers.sft import SFTTrainer
 
     __version__: str
 
 __all__ = [
+    "DPOConfig",
+    "DPOTrainer",
     "EngineStatus",
     "Experience",
     "GRPOConfig",
@@ -27,6 +32,10 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "Prompt",
+    "RMConfig",
+    "RMTrainer",
+    "SFTConfig",
+    "SFTTrainer",
     "Sample",
     "SamplingParams",
     "StrategyBase",
@@ -36,6 +45,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DPOConfig": "lightrl.config",
+    "DPOTrainer": "lightrl.trainers.dpo",
     "EngineStatus": "lightrl.strategy",
     "Experience": "lightrl.records",
     "GRPOConfig": "lightrl.config",
@@ -44,6 +55,10 @@ _HOMES = {
     "PPOConfig": "lightrl.config",
     "PPOTrainer": "lightrl.trainers.ppo",
     "Prompt": "lightrl.records",
+    "RMConfig": "lightrl.config",
+    "RMTrainer": "lightrl.trainers.reward_model",
+    "SFTConfig": "lightrl.config",
+    "SFTTrainer": "lightrl.trainers.sft",
     "Sample": "lightrl.records",
     "SamplingParams": "lightrl.engines.base",
     "StrategyBase": "lightrl.strategy",

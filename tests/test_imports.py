@@ -12,9 +12,11 @@ import pytest
 import lightrl
 from lightrl.testing import run_program
 
-OPTIONAL = ("datasets", "deepspeed", "pyarrow", "sglang", "vllm")
+OPTIONAL = ("datasets", "deepspeed", "math_verify", "peft", "pyarrow", "sglang", "vllm")
 MAX_SECONDS = 3.0
 PUBLIC_NAMES = [
+    "DPOConfig",
+    "DPOTrainer",
     "EngineStatus",
     "Experience",
     "GRPOConfig",
@@ -23,6 +25,10 @@ PUBLIC_NAMES = [
     "PPOConfig",
     "PPOTrainer",
     "Prompt",
+    "RMConfig",
+    "RMTrainer",
+    "SFTConfig",
+    "SFTTrainer",
     "Sample",
     "SamplingParams",
     "StrategyBase",

@@ -18,8 +18,9 @@ from lightrl.records import Experience
 # What may differ between the two halves of one run: none of it changes what is computed at a step.
 _FREE_ON_RESUME = (
     "config", "strategy", "output_dir", "resume", "max_steps", "micro_batch_size", "max_tokens_per_microbatch",
-    "gradient_checkpointing", "compile", "fsdp", "native", "eval", "eval_data", "checkpoint", "log", "distributed",
-    "offload_while_generating",
+    "gradient_checkpointing", "compile", "fsdp", "deepspeed", "tp_size", "sp_size", "native", "eval", "eval_data",
+    "checkpoint", "log", "distributed", "offload_while_generating", "engine_mem_fraction", "engine_sleep_level",
+    "sync_bucket_mb", "canary_every", "max_reward_failures", "reward_concurrency", "reward_workers",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.config import GRPOConfig
+from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
 from lightrl.trainers.run_folder import RunFolder, find_checkpoint, new_run_path
 
@@ -47,6 +47,8 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {})
     folder.check(GRPOConfig(max_steps=500, strategy="fsdp", micro_batch_size=2))
+    folder.check(GRPOConfig(strategy="deepspeed", deepspeed=DeepSpeedConfig(zero_stage=3)))
+    folder.check(GRPOConfig(strategy="fsdp", tp_size=2, sp_size=2, sync_bucket_mb=64))
     with pytest.raises(ValueError, match="belongs to another run: lr was 0.0001, now 0.1; seed was 0, now 3"):
         folder.check(GRPOConfig(lr=0.1, seed=3))
 
