@@ -192,16 +192,9 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--critic_model", "./nowhere"], "--critic_model ./nowhere: there is no such folder"),
-        (["--algorithm.advantage", "returns_to_go"], "takes no critic, which train_ppo trains"),
-    ],
-)
-def test_bad_inputs_are_told(flags: list[str], text: str, toy_flags: list[str], tmp_path: Path) -> None:
-    output = run(0, [*toy_flags, *flags], tmp_path / "run", expect_failure=True)
-    assert text in " ".join(output.split())
+def test_a_critic_that_is_not_there_is_told(toy_flags: list[str], tmp_path: Path) -> None:
+    output = run(0, [*toy_flags, "--critic_model", "./nowhere"], tmp_path / "run", expect_failure=True)
+    assert "--critic_model ./nowhere: there is no such folder" in " ".join(output.split())
     assert "Traceback" not in output
 
 
