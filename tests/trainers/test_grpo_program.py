@@ -220,6 +220,7 @@ def test_bad_inputs_are_told_before_a_model_is_loaded(toy: Path, toy_flags: list
         ([*no_model, "--train_data", str(bad_line)], f"{bad_line}:2"),
         ([*no_model, "--strategy", "fspd"], "Unknown strategy 'fspd'. Did you mean fsdp?"),
         ([*no_model, "--engine", "vlm"], "Unknown engine 'vlm'"),
+        ([*no_model, "--strategy", "fsdp", "--sp_size", "2"], "--sp_size 2 x --tp_size 1 = 2 does not divide 1 ranks"),
         ([*no_model, "--reward", "exact_mtch"], "exact_match"),
         ([*no_model, "--resume", "nowhere"], "--resume nowhere: there is no such folder"),
         (no_model, f"--model {tmp_path / 'no_model'}: there is no such folder"),
