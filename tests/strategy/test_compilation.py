@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 from torch import nn
 from torch.testing import assert_close
 
@@ -44,6 +45,7 @@ def num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # beyond it torch would go on without compiling
 def test_compiled_blocks_train_alike_and_are_made_once() -> None:
     """By dynamo alone: what it traces, and when anew, is the same for every compiler behind it."""
     torch._dynamo.reset()
