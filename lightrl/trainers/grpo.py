@@ -36,7 +36,9 @@ class GRPOTrainer(PolicyTrainer):
         self, config: GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
     ) -> None:
         teaching = config.distillation if config.teacher_model else None
-        self.objective = PolicyObjective(config.algorithm, distillation=teaching, selects_tokens=True)
+        self.objective = PolicyObjective(
+            config.algorithm, group_size=config.group_size, distillation=teaching, selects_tokens=True
+        )
         self.selector = TokenSelector(config.algorithm)
         self.teacher: Policy | None = None
         self.dynamic_sampling: DynamicSampling | None = None
