@@ -11,6 +11,7 @@ from lightrl.config import GRPOConfig
 from lightrl.models.load import load_policy, load_tokenizer
 from lightrl.models.policy import Policy
 from lightrl.records import Prompt, Sample
+from lightrl.rewards import NoVerdictError
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.evaluator import Evaluator
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
@@ -90,6 +91,18 @@ def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[in
     assert torch.equal(before, torch.get_rng_state())
     assert first["eval/reward"] == first["eval/response_tokens"]
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
+
+
+def test_an_evaluation_without_rewards_tells_no_accuracy(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    def unsure(sample: Sample) -> float:
+        raise NoVerdictError("cannot tell")
+
+    scoring = Collector(strategy, unsure, seed=0, max_new_tokens=6)
+    found = Evaluator(strategy, scoring, [prompt for _, prompt in prompts], temperature=1.0).evaluate()
+    assert found["eval/reward/no_verdict"] == 3
+    assert not {"eval/reward", "eval/accuracy", "eval/reward/unsure"} & set(found)
 
 
 def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lightrl.config import AlgorithmConfig, GRPOConfig, OverlongConfig
 from lightrl.records import ScoredGroup
+from lightrl.rewards import NO_REWARD
 from lightrl.trainers.grpo import GRPOTrainer
 
 
@@ -91,3 +92,11 @@ def test_nothing_to_train_on_skips_the_update(trainer: GRPOTrainer, groups: list
         metrics = trainer.take_metrics()
         assert metrics["skipped_updates"] == 1
         assert "loss" not in metrics
+
+
+def test_a_step_without_any_reward_tells_no_mean(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
+    samples = groups[0].samples
+    trainer.describe_rollout(samples, [NO_REWARD] * len(samples))
+    assert "reward/mean" not in trainer.take_metrics()
+    trainer.describe_rollout(samples, [NO_REWARD, 1.0, 0.0])
+    assert trainer.take_metrics()["reward/mean"] == 0.5
