@@ -8,10 +8,12 @@ from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import GRPOConfig
+from lightrl.metrics import Statistics
 from lightrl.models.load import load_policy, load_tokenizer
 from lightrl.models.policy import Policy
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import NoVerdictError
+from lightrl.rewards import NoVerdictError, has_reward
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.evaluator import Evaluator
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
@@ -80,6 +82,22 @@ def test_rewards_of_samples_and_of_greedy_responses(strategy: StrategyBase, prom
     assert greedy[::2] == greedy[1::2]
     assert greedy == mine.greedy_rewards(prompts, group_size=2)
     assert mine.greedy_rewards([], group_size=2) == []
+
+
+def test_a_baseline_that_fails_is_counted(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    def failing(sample: Sample) -> float:
+        raise OSError("no")
+
+    rewards = RewardSet(
+        [WeightedReward(label="mine", weight=1.0, reward=failing)], policy=FailurePolicy(max_failures=9)
+    )
+    statistics = Statistics()
+    found = Collector(strategy, rewards, seed=0, max_new_tokens=6).greedy_rewards(
+        prompts, group_size=1, statistics=statistics
+    )
+    assert len(found) == 3
+    assert not any(map(has_reward, found))
+    assert statistics.reduce(strategy.comm)["greedy/reward/failures"] == 3
 
 
 def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
