@@ -67,8 +67,9 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the samples can be told apart by their rewards."""
-        return len(set(self._known)) > 1
+        """Whether the samples can be told apart by their rewards, and are not left out for want of a baseline."""
+        has_baseline = self.baseline is None or not math.isnan(self.baseline)
+        return len(set(self._known)) > 1 and has_baseline
 
     @property
     def is_solved(self) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lightrl.config import (
+    CriticConfig,
     DPOConfig,
     GRPOConfig,
     OfflineConfig,
@@ -246,3 +247,14 @@ def test_offline_training_has_no_option_of_rollouts(kind: type[OfflineConfig]) -
     assert {"batch_size", "num_epochs", "data.too_long", "eval.max_examples"} <= names
     assert not names & {"engine", "reward", "num_prompts", "data.answer_field", "eval.temperature", "temperature"}
     assert not [name for name in names if name.startswith(("native.", "algorithm.", "log.samples"))]
+
+
+def test_a_frozen_policy_has_a_shorter_schedule() -> None:
+    """Of 10 steps with 2 x 3 updates each the policy sits out 4."""
+    shape = {"max_steps": 10, "num_prompts": 6, "num_minibatches": 3, "num_epochs": 2}
+    config = PPOConfig(critic=CriticConfig(policy_frozen_steps=4), **shape)  # type: ignore[arg-type]
+    assert (config.schedule_length, config.policy_schedule_length) == (60, 36)
+    config.optim.schedule_unit = "rl_step"
+    assert (config.schedule_length, config.policy_schedule_length) == (10, 10)
+    assert PPOConfig(critic=CriticConfig(policy_frozen_steps=40), **shape).policy_schedule_length == 0  # type: ignore[arg-type]
+    assert GRPOConfig(**shape).policy_schedule_length == 60  # type: ignore[arg-type]

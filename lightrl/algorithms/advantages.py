@@ -143,13 +143,13 @@ def pass_at_k(samples: ScoredSamples, *, k: int = 4, correct_above: float = 0.5)
 
     With N samples, W of them wrong: R = 1 - C(W, k) / C(N, k), deviation sqrt(R (1 - R)); a correct sample gets
     (1 - R) / deviation, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / deviation. Where all are wrong, or
-    any k have a correct one, all get 0.
+    any k have a correct one, all get 0; so do groups of fewer than k, as failed rewards may leave them.
 
     Args:
         correct_above: a sample with a larger reward is correct.
     """
-    if k < 1:
-        raise ValueError(f"k is {k}: it must be at least 1.")
+    if k < 1 or k != int(k):
+        raise ValueError(f"k is {k}: it must be a whole number, at least 1.")
     groups, is_correct = samples.groups, samples.scores > correct_above
     num_correct = groups.sums(is_correct).long().tolist()
     table = [
@@ -168,7 +168,7 @@ def signal_counts(samples: ScoredSamples) -> Tensor:
 def _pass_at_k_values(size: int, num_wrong: int, k: int) -> tuple[float, float]:
     """Advantages of a wrong and of a correct sample in a group."""
     if size < k:
-        raise ValueError(f"A group has {size} sample(s), but k is {k}: sample at least k for each prompt.")
+        return 0.0, 0.0
     failure = math.comb(num_wrong, k) / math.comb(size, k)
     if failure in (0.0, 1.0):
         return 0.0, 0.0

@@ -264,6 +264,11 @@ class RolloutConfig(RunConfig):
         _check_rollout_numbers(self)
 
     @property
+    def policy_schedule_length(self) -> int:
+        """Of the policy, in units of --optim.schedule_unit."""
+        return self.schedule_length
+
+    @property
     def samples_per_step(self) -> int:
         return self.num_prompts * self.group_size
 
@@ -334,6 +339,13 @@ class PPOConfig(RolloutConfig):
                 f"--critic_model {self.critic_model} is a model of its own, and --critic.shared_backbone has none. "
                 "Leave one of them out."
             )
+
+    @property
+    def policy_schedule_length(self) -> int:
+        """Without the updates that --critic.policy_frozen_steps leaves out; as steps of the run they count."""
+        frozen = 0 if self.optim.schedule_unit == "rl_step" else min(self.critic.policy_frozen_steps, self.max_steps)
+        per_step = self.schedule_length // max(1, self.max_steps)
+        return self.schedule_length - frozen * per_step
 
 
 _NEED_NO_GROUP = ("reinforce", "reinforce_plus_plus", "remax")  # advantages of one sample a prompt

@@ -78,7 +78,10 @@ class Collector:
         """The reward of each sample, NO_REWARD where it has failed; too many failures stop every rank."""
         return self._scorer.score(samples, statistics, prefix=prefix)
 
-    def greedy_rewards(self, prompts: Sequence[tuple[int, Prompt]], *, group_size: int) -> list[float]:
+    def greedy_rewards(
+        self, prompts: Sequence[tuple[int, Prompt]], *, group_size: int, statistics: Statistics | None = None
+    ) -> list[float]:
         """The reward of a greedy response to each prompt, once for every sample of its group."""
         greedy = self._generate(prompts, [0] * len(prompts), 1, 0.0, sleep_engine=True)
-        return [reward for reward in self.score(greedy) for _ in range(group_size)]
+        scored = self.score(greedy, statistics, prefix="greedy/")
+        return [reward for reward in scored for _ in range(group_size)]

@@ -24,7 +24,10 @@ class Evaluator:
         self._temperature = temperature
 
     def evaluate(self) -> dict[str, float]:
-        """eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more."""
+        """eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more.
+
+        Both are left out where no sample has a reward.
+        """
         comm = self._strategy.comm
         mine = DistributedEvalSampler(len(self._prompts), rank=comm.rank, world=comm.world)
         places = [(place, self._prompts[place]) for place in mine]
@@ -32,7 +35,8 @@ class Evaluator:
         statistics = Statistics()
         scored = self._collector.score(samples, statistics, prefix="eval/")
         rewards = [reward for reward in scored if has_reward(reward)]
-        statistics.mean("eval/reward", sum(rewards), len(rewards))
-        statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
+        if rewards:
+            statistics.mean("eval/reward", sum(rewards), len(rewards))
+            statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(len(sample.response_ids) for sample in samples), len(samples))
         return statistics.reduce(comm)

@@ -71,6 +71,8 @@ def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:
 
 def _describe(scores: Scores, budget: FailureBudget, statistics: Statistics, prefix: str) -> None:
     for label, values in scores.components.items():
+        if not values:
+            continue
         statistics.mean(f"{prefix}reward/{label}", sum(values), len(values))
     statistics.add(f"{prefix}reward/failures", len(budget.failures))
     statistics.add(f"{prefix}reward/no_verdict", len(budget.no_verdicts))

@@ -313,8 +313,9 @@ class StrategyBase(ABC):
         or None) and initial_model may be None.
         """
         options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
-        if actor is not None:
+        if actor is not None or (critic is not None and not self._trained):  # a critic that comes later has no say
             check_lr_scales([actor, critic], options.optim)
+        if actor is not None:
             actor.is_actor = True
         several = isinstance(reward_models, list | tuple)
         frozen = [self.prepare(model, is_rlhf=True) for model in (reward_models if several else [reward_models])]

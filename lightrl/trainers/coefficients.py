@@ -35,4 +35,8 @@ class Coefficients:
         return {"kl": self.kl, "entropy": self.entropy, "entropy_kept": self._entropy_kept}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.kl, self.entropy, self._entropy_kept = state["kl"], state["entropy"], state["entropy_kept"]
+        """Those that follow a target go on; the others are as this run's config says."""
+        if self._config.kl_target:
+            self.kl = state["kl"]
+        if self._config.entropy_target:
+            self.entropy, self._entropy_kept = state["entropy"], state["entropy_kept"]

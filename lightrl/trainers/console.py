@@ -61,7 +61,8 @@ class RunConsole:
             self.say("  ".join([f"step {step}/{self._max_steps}", *texts]))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.say("  ".join([f"step {step}", *(f"{name} {metrics[name]:.3f}" for name in self._shown.evaluation)]))
+        found = [name for name in self._shown.evaluation if name in metrics]
+        self.say("  ".join([f"step {step}", *(f"{name} {metrics[name]:.3f}" for name in found)]))
 
     def final_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The evaluations of the run."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrl.algorithms.reward_shaping import overlong_penalty
 from lightrl.config import AlgorithmConfig, GRPOConfig
-from lightrl.data.packing import TokenMasks, TokenValues, sample_key
+from lightrl.data.packing import Key, TokenMasks, TokenValues, sample_key
 from lightrl.data.sampler import shard
 from lightrl.models.load import load_teacher
 from lightrl.models.policy import Policy
@@ -36,7 +36,9 @@ class GRPOTrainer(PolicyTrainer):
         self, config: GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
     ) -> None:
         teaching = config.distillation if config.teacher_model else None
-        self.objective = PolicyObjective(config.algorithm, distillation=teaching, selects_tokens=True)
+        self.objective = PolicyObjective(
+            config.algorithm, group_size=config.group_size, distillation=teaching, selects_tokens=True
+        )
         self.selector = TokenSelector(config.algorithm)
         self.teacher: Policy | None = None
         self.dynamic_sampling: DynamicSampling | None = None
@@ -63,7 +65,7 @@ class GRPOTrainer(PolicyTrainer):
             rewards = self.collector.score(samples, self.statistics)
             baselines: Sequence[float | None] = [None] * len(prompts)
             if self.objective.needs_greedy_baseline:
-                baselines = self.collector.greedy_rewards(prompts, group_size=1)
+                baselines = self.collector.greedy_rewards(prompts, group_size=1, statistics=self.statistics)
         self.describe_rollout(samples, rewards)
         return [
             ScoredGroup(
@@ -157,7 +159,7 @@ class GRPOTrainer(PolicyTrainer):
         """All optimizer steps of this step's samples."""
         minibatches = [self._balanced(part) for part in self._minibatches(experience)]
         everything = [item for part in minibatches for item in part]
-        self._stale = {sample_key(item.sample) for item in everything if self._is_stale(item.sample)}
+        self._stale = self._stale_everywhere(everything)
         is_scored = self._needs_scores()
         per_token, choices = self._before_updates(minibatches, is_scored=is_scored)
         is_first = True
@@ -177,14 +179,17 @@ class GRPOTrainer(PolicyTrainer):
         """Whether older weights than the engine's present ones sampled it, whose version is the step's number."""
         return any(version < self.step_index for version in sample.versions[:1])
 
+    def _stale_everywhere(self, mine: Sequence[Experience]) -> frozenset[Key]:
+        """Of all ranks: those that split a model or its tokens run the loss on each other's samples."""
+        found = {sample_key(item.sample) for item in mine if self._is_stale(item.sample)}
+        return frozenset().union(*self.strategy.comm.all_gather_object(found))
+
     def _needs_scores(self) -> bool:
         """Whether the policy scores all samples first, alike on every rank. A single update needs no such forward,
         since its own logprobs are those before it, unless a sample has another policy to be compared with."""
         if self.selector.is_needed:
             return True
-        return self._recomputes_old or (
-            self.algorithm.old_logprobs == "recompute" and self.strategy.comm.any(bool(self._stale))
-        )
+        return self._recomputes_old or (self.algorithm.old_logprobs == "recompute" and bool(self._stale))
 
     def _before_updates(
         self, minibatches: list[list[Experience]], *, is_scored: bool

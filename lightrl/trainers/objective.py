@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from lightrl.algorithms.registry import (
     load_aggregation,
     load_correction,
     load_loss,
+    parameters_of,
 )
 from lightrl.algorithms.tokens import PolicyTokens
 from lightrl.comm import Comm
@@ -32,6 +34,7 @@ from lightrl.rewards.failures import has_reward
 from lightrl.trainers.coefficients import Coefficients
 
 GREEDY_BASELINE = "remax"
+_DRAWS_FROM_GROUP = "pass_at_k"
 
 
 class PolicyLoss:
@@ -63,6 +66,32 @@ class PolicyLoss:
         if self._correct is None and correction_args:
             raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
         _check_together(config, distillation, selects_tokens=selects_tokens)
+        self._try_parameters()
+
+    def _try_parameters(self) -> None:
+        """Runs the built-in functions on two tokens: a value out of range is told now, not after the first rollout."""
+        config, zeros, mask, owners = self._config, torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
+        if ":" not in config.loss:
+            tokens = PolicyTokens(
+                logprobs=zeros,
+                old_logprobs=zeros,
+                advantages=zeros,
+                mask=mask,
+                sequence_index=owners,
+                num_sequences=1,
+                selected=mask,
+            )
+            with _told_as("algorithm.loss_args"):
+                self._policy_loss(tokens)
+        if ":" not in config.aggregation:
+            with _told_as("algorithm.aggregation_args"):
+                self._aggregate(mask, owners, 1)
+        if self._correct is not None and ":" not in config.correction:
+            sampled = OffPolicyTokens(
+                logprobs=zeros, sampler_logprobs=zeros, mask=mask, sequence_index=owners, num_sequences=1
+            )
+            with _told_as("algorithm.correction_args"):
+                self._correct(sampled)
 
     def weight(self, batch: PackedBatch) -> Tensor:
         """The micro-batch's share of the denominator, for train_batch."""
@@ -153,12 +182,36 @@ class PolicyObjective(PolicyLoss):
     """The loss, and from a sample's reward to its advantage."""
 
     def __init__(
-        self, config: AlgorithmConfig, *, distillation: DistillationConfig | None = None, selects_tokens: bool = False
+        self,
+        config: AlgorithmConfig,
+        *,
+        group_size: int | None = None,
+        distillation: DistillationConfig | None = None,
+        selects_tokens: bool = False,
     ) -> None:
+        """group_size: samples of each prompt, to compare with what the advantages need; None compares nothing."""
         super().__init__(config, distillation=distillation, selects_tokens=selects_tokens)
         self._estimate = load_advantage(
             config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
         )
+        self._try_advantages(group_size)
+
+    def _try_advantages(self, group_size: int | None) -> None:
+        if ":" in self._config.advantage:
+            return
+        two = torch.tensor([0.0, 1.0])
+        samples = ScoredSamples(
+            rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
+        )
+        with _told_as("algorithm.advantage_args"):
+            self._estimate(samples)
+        if group_size is not None and self._config.advantage == _DRAWS_FROM_GROUP:
+            k = parameters_of(self._estimate)["k"]
+            if k > group_size:
+                raise ValueError(
+                    f"--algorithm.advantage pass_at_k draws k={k} of --group_size {group_size}: give at least {k} "
+                    f"samples, or a smaller k by --algorithm.advantage_args."
+                )
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -209,6 +262,15 @@ class PolicyObjective(PolicyLoss):
                 samples, rewards, values.tolist(), shaping, is_trained, strict=True
             )
         ]
+
+
+@contextmanager
+def _told_as(option: str) -> Iterator[None]:
+    """A parameter that the function cannot take, with the option that gave it."""
+    try:
+        yield
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"--{option}: {error}") from error
 
 
 def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool) -> None:

@@ -138,7 +138,7 @@ class RolloutTrainer(Trainer):
         with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
             policy = self.load_policy(is_reference=False)
         (actor, self.optimizer, self.scheduler), *_ = strategy.prepare_models_and_optimizers(
-            policy, None, None, None, strategy.args, config.schedule_length
+            policy, None, None, None, strategy.args, config.policy_schedule_length
         )
         self.policy = actor
         self.reference = WithoutAdapters(actor) if self.needs_reference and config.lora.is_on else None

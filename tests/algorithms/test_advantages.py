@@ -182,10 +182,13 @@ def test_opo_of_responses_without_a_trained_token_is_finite() -> None:
     assert opo(samples).tolist() == [1, 0]
 
 
-def test_pass_at_k_needs_k_samples() -> None:
-    samples = ScoredSamples(rewards=torch.zeros(3), group_ids=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"A group has 3 sample\(s\), but k is 4"):
-        pass_at_k(samples)
+def test_a_group_that_has_lost_samples_is_no_reason_to_stop_pass_at_k() -> None:
+    # The first case above beside a group of one, of which there are no two to draw.
+    rewards, ids = torch.tensor([0.0, 0, 1, 0, 1]), torch.tensor([0, 0, 0, 0, 7])
+    found = pass_at_k(ScoredSamples(rewards=rewards, group_ids=ids), k=2)
+    assert_close(found, torch.tensor([-1 / 3, -1 / 3, 1, -1 / 3, 0]), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="k is 2.5: it must be a whole number"):
+        pass_at_k(ScoredSamples(rewards=rewards, group_ids=ids), k=2.5)  # type: ignore[arg-type]
 
 
 def test_signal_counts_add_up_over_ranks() -> None:

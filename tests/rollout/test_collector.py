@@ -8,9 +8,12 @@ from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import GRPOConfig
+from lightrl.metrics import Statistics
 from lightrl.models.load import load_policy, load_tokenizer
 from lightrl.models.policy import Policy
 from lightrl.records import Prompt, Sample
+from lightrl.rewards import NoVerdictError, has_reward
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.evaluator import Evaluator
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
@@ -81,6 +84,22 @@ def test_rewards_of_samples_and_of_greedy_responses(strategy: StrategyBase, prom
     assert mine.greedy_rewards([], group_size=2) == []
 
 
+def test_a_baseline_that_fails_is_counted(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    def failing(sample: Sample) -> float:
+        raise OSError("no")
+
+    rewards = RewardSet(
+        [WeightedReward(label="mine", weight=1.0, reward=failing)], policy=FailurePolicy(max_failures=9)
+    )
+    statistics = Statistics()
+    found = Collector(strategy, rewards, seed=0, max_new_tokens=6).greedy_rewards(
+        prompts, group_size=1, statistics=statistics
+    )
+    assert len(found) == 3
+    assert not any(map(has_reward, found))
+    assert statistics.reduce(strategy.comm)["greedy/reward/failures"] == 3
+
+
 def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
     evaluator = Evaluator(strategy, collector(strategy), [prompt for _, prompt in prompts], temperature=1.0)
     torch.manual_seed(3)
@@ -90,6 +109,18 @@ def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[in
     assert torch.equal(before, torch.get_rng_state())
     assert first["eval/reward"] == first["eval/response_tokens"]
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
+
+
+def test_an_evaluation_without_rewards_tells_no_accuracy(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    def unsure(sample: Sample) -> float:
+        raise NoVerdictError("cannot tell")
+
+    scoring = Collector(strategy, unsure, seed=0, max_new_tokens=6)
+    found = Evaluator(strategy, scoring, [prompt for _, prompt in prompts], temperature=1.0).evaluate()
+    assert found["eval/reward/no_verdict"] == 3
+    assert not {"eval/reward", "eval/accuracy", "eval/reward/unsure"} & set(found)
 
 
 def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:

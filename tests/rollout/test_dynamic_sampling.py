@@ -3,6 +3,7 @@
 import io
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rewards import NO_REWARD
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 
 PROMPTS = [Prompt(index=place, text=f"{place}=", token_ids=(1, place)) for place in range(20)]
@@ -78,6 +80,14 @@ def test_what_is_missing_is_drawn_until_the_batch_is_full() -> None:
     assert metrics() == {
         "rounds": 3, "dropped_easy": 2, "dropped_hard": 1, "carried": 0, "spare": 0, "expired": 0, "fill": 1.0
     }  # fmt: skip
+
+
+def test_a_group_whose_baseline_failed_takes_no_place() -> None:
+    made, metrics = sampling(num_prompts=1, oversample=1.0)
+    without = replace(group("good", 0, 0), baseline=NO_REWARD)
+    chosen = made.fill(0, lambda first, count: [without] if first == 0 else [group("good", first, 0)])
+    assert prompts_of(chosen) == [1]
+    assert metrics()["rounds"] == 2
 
 
 def test_spare_groups_come_first_in_the_next_step_and_expire() -> None:

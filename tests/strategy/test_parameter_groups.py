@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
+from lightrl.strategy import create_strategy
 from lightrl.strategy.parameter_groups import check_lr_scales, parameter_groups
 from lightrl.testing.tiny_training import tiny_policy
 
@@ -72,3 +73,13 @@ def test_patterns_that_are_wrong_are_told() -> None:
             GRPOConfig(optim=OptimConfig(lr_scales=(bad,)))
     with pytest.raises(ValueError, match="a pattern is given twice"):
         lr_scales(OptimConfig(lr_scales=("a=1", "a=2")))
+
+
+def test_a_model_without_an_actor_is_checked_too() -> None:
+    """A reward model takes the critic's place; a critic beside an actor may lack what the pattern fits there."""
+    config = GRPOConfig(strategy="single", optim=OptimConfig(lr_scales=("norm=2",)))
+    strategy = create_strategy(config)
+    with pytest.raises(ValueError, match="no parameter has norm in its name"):
+        strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
+    strategy.prepare_models_and_optimizers(Tiny(), None, None, None, strategy.args, 1)
+    strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)

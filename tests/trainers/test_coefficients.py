@@ -41,3 +41,11 @@ def test_the_state_goes_on() -> None:
         found.follow(kl=0.01, entropy=0.2, num_samples=50)
     assert first.state_dict() == again.state_dict()
     assert again.entropy > 0
+
+
+def test_a_run_that_goes_on_with_another_coefficient_takes_its_own() -> None:
+    """As by --resume PATH into a new folder."""
+    saved = Coefficients(AlgorithmConfig(kl_coef=0.2, entropy_coef=0.01)).state_dict()
+    found = Coefficients(AlgorithmConfig(kl_coef=0.05, entropy_coef=0.3))
+    found.load_state_dict(saved)
+    assert (found.kl, found.entropy) == (0.05, 0.3)

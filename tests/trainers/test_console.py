@@ -23,3 +23,9 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
         console.say("hello")
         console.step_done(2, METRICS)
     assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_may_lack_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunConsole(Shown(), enabled=True, first_step=0, max_steps=2) as console:
+        console.evaluated(1, {"eval/reward": 0.5, "eval/response_tokens": 3.0})
+    assert "step 1  eval/reward 0.500" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 
 from lightrl.config import AlgorithmConfig, GRPOConfig, OverlongConfig
 from lightrl.records import ScoredGroup
+from lightrl.rewards import NO_REWARD
 from lightrl.trainers.grpo import GRPOTrainer
 
 
@@ -91,3 +92,22 @@ def test_nothing_to_train_on_skips_the_update(trainer: GRPOTrainer, groups: list
         metrics = trainer.take_metrics()
         assert metrics["skipped_updates"] == 1
         assert "loss" not in metrics
+
+
+def test_a_step_without_any_reward_tells_no_mean(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
+    samples = groups[0].samples
+    trainer.describe_rollout(samples, [NO_REWARD] * len(samples))
+    assert "reward/mean" not in trainer.take_metrics()
+    trainer.describe_rollout(samples, [NO_REWARD, 1.0, 0.0])
+    assert trainer.take_metrics()["reward/mean"] == 0.5
+
+
+def test_a_sample_of_another_rank_is_known_to_be_stale(
+    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that split a model run each other's samples."""
+    trainer.step_index = 1
+    mine = trainer.experience_of(groups[:1])
+    keys = {item.key for item in mine}
+    monkeypatch.setattr(trainer.strategy.comm, "all_gather_object", lambda item: [item, {(7, 2)}])
+    assert trainer._stale_everywhere(mine) == keys | {(7, 2)}

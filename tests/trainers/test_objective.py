@@ -178,11 +178,25 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
         ({"correction": "tis", "old_logprobs": "engine"}, "Use one of the two"),
         ({"correction_args": ("cap=2",)}, "--algorithm.correction is none"),
         ({"loss": "kl_cov"}, "needs tokens that are chosen over a whole update"),
+        ({"loss_args": ("clip_low=2",)}, "--algorithm.loss_args: clip_low is 2"),
+        ({"loss_args": ("clip_low=much",)}, "--algorithm.loss_args: "),
+        ({"loss": "sapo", "loss_args": ("tau_pos=0",)}, "--algorithm.loss_args: tau_pos is 0"),
+        (
+            {"correction": "mis", "correction_args": ("level=word",)},
+            "--algorithm.correction_args: Unknown level 'word'",
+        ),
+        (
+            {"aggregation": "sequence_mean_token_sum_norm", "aggregation_args": ("length=0",)},
+            "--algorithm.aggregation_args: length is 0",
+        ),
+        ({"advantage": "cpgd", "advantage_args": ("weight=all",)}, "--algorithm.advantage_args: Unknown weight 'all'"),
+        ({"advantage": "pass_at_k", "advantage_args": ("k=2.5",)}, "--algorithm.advantage_args: k is 2.5"),
+        ({"advantage": "pass_at_k"}, "draws k=4 of --group_size 3"),
     ],
 )
 def test_what_cannot_be_optimised_is_told(algorithm: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        PolicyObjective(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
+        PolicyObjective(AlgorithmConfig(**algorithm), group_size=3)  # type: ignore[arg-type]
 
 
 LOSSES = {
