@@ -332,6 +332,11 @@ class PPOConfig(RolloutConfig):
         RolloutConfig.check(self)
         check_not_negative({"critic_lr": self.critic_lr, "critic_warmup_steps": self.critic_warmup_steps})
         check_finite({"critic_lr": self.critic_lr})
+        if self.optim.min_lr > self.critic_lr:
+            raise ValueError(
+                f"--optim.min_lr {self.optim.min_lr} is above --critic_lr {self.critic_lr}, and the critic's "
+                "schedule ends there too. Give --optim.min_lr_ratio in its place."
+            )
         check_coefficients(self.algorithm, self.samples_per_step)
         check_ppo(self.algorithm, self.critic)
         if self.critic.shared_backbone and self.critic_model:

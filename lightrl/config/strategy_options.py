@@ -18,6 +18,7 @@ from lightrl.config.sections import (
     NativeEngineConfig,
     OptimConfig,
 )
+from lightrl.config.values import check_at_least_one, check_choices
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,12 @@ class StrategyOptions:
         unknown = [name for name, value in given.items() if not options.set_option(name, value)]
         if unknown:
             logger.warning("Strategy options that lightrl does not read: %s.", ", ".join(sorted(unknown)))
+        check_choices(options)
+        check_at_least_one({"tp_size": options.tp_size, "sp_size": options.sp_size})
         return options
 
     def set_option(self, name: str, value: Any) -> bool:
-        """Sets a field by its own, its dotted, or a foreign name; False if there is none."""
+        """Sets a field by its own, its dotted, or a foreign name; False if there is none that takes the value."""
         path = _FOREIGN_NAMES.get(name, name)
         if path not in set(option_names(type(self))) | {item.name for item in dataclasses.fields(self)}:
             return False
@@ -95,6 +98,8 @@ class StrategyOptions:
         current = getattr(target, last)
         if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
             value = dataclasses.replace(current, **value)  # type: ignore[type-var]
+        if dataclasses.is_dataclass(current) and not isinstance(value, type(current)):
+            return False  # such as another trainer's switch of that name
         setattr(target, last, value)
         return True
 

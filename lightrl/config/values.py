@@ -21,12 +21,27 @@ def check_types(config: Any, prefix: str = "") -> None:
                 raise TypeError(f"{name} must be a {hint.__name__}, not {value!r}.")  # type: ignore[union-attr]
             check_types(value, f"{name}.")
         elif get_origin(hint) is Literal:
-            if value not in get_args(hint):
-                raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
+            _check_choice(name, hint, value)
         elif hint in (bool, int, float, str):
             is_right = isinstance(value, int | float if hint is float else hint)
             if not is_right or (isinstance(value, bool) and hint is not bool):
                 raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
+
+
+def check_choices(config: Any, prefix: str = "") -> None:
+    """Only the options that are one of a few words or numbers, where another value would be taken for the default."""
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        name, hint, value = f"{prefix}{item.name}", hints[item.name], getattr(config, item.name)
+        if dataclasses.is_dataclass(hint):
+            check_choices(value, f"{name}.")
+        elif get_origin(hint) is Literal:
+            _check_choice(name, hint, value)
+
+
+def _check_choice(name: str, hint: Any, value: object) -> None:
+    if value not in get_args(hint):
+        raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
 
 
 def check_not_negative(values: Mapping[str, float]) -> None:

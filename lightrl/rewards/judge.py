@@ -169,6 +169,8 @@ def _endpoint(url: str) -> str:
         raise ValueError(f"--judge.url is {url!r}: it must be such as http://127.0.0.1:8000/v1.")
     if parts.username or parts.password:
         raise ValueError("--judge.url holds a name or password, which would be logged. Give --judge.api_key_env.")
+    if parts.query or parts.fragment:
+        raise ValueError("--judge.url has a part behind ? or #: give the base alone, and a key by --judge.api_key_env.")
     base = url.rstrip("/")
     return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
 

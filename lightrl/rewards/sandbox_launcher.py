@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import resource
 import select
@@ -54,22 +55,33 @@ def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         folder.chmod(0o711)
         os.chown(work, uid, uid)
     (folder / "stdin").write_text(request["stdin"])
+    # Opened here: where the program has our user id, it could put something else in the place of the file.
+    stderr = os.open(folder / "stderr", os.O_RDWR | os.O_CREAT, 0o600)
+    has_begun = mmap.mmap(-1, 1)  # shared with the program's process until the program runs
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _become_the_program(request, folder, writer, uid, has_namespaces)
+        _become_the_program(request, folder, (writer, stderr), has_begun, uid, has_namespaces)
     os.close(writer)
     try:
         output, status, ended_in_time = _watch(pid, reader, request["timeout_s"], request["max_output_bytes"])
     finally:
         _kill_all(pid)
+    told = _end_of(stderr)
+    if status is not None and not has_begun[0]:
+        return {"error": told}
     return {
         "stdout": output.decode(errors="replace"),
-        "stderr": (folder / "stderr").read_bytes()[-2000:].decode(errors="replace"),
+        "stderr": told,
         "exit_code": None if status is None else os.waitstatus_to_exitcode(status),
         "timed_out": not ended_in_time,
         "has_namespaces": has_namespaces,
     }
+
+
+def _end_of(file: int) -> str:
+    start = max(0, os.fstat(file).st_size - 2000)
+    return os.pread(file, 2000, start).decode(errors="replace")
 
 
 def _leave_namespaces() -> bool:
@@ -82,12 +94,17 @@ def _leave_namespaces() -> bool:
 
 
 def _become_the_program(
-    request: Mapping[str, Any], folder: Path, writer: int, uid: int | None, has_namespaces: bool
+    request: Mapping[str, Any],
+    folder: Path,
+    outputs: tuple[int, int],  # stdout and stderr
+    has_begun: mmap.mmap,
+    uid: int | None,
+    has_namespaces: bool,
 ) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        _redirect(folder, writer)
+        _redirect(folder, *outputs)
         os.chdir(folder / "work")
         if uid is not None:
             _stop_being_root(uid)
@@ -96,6 +113,8 @@ def _become_the_program(
         _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if not has_namespaces:
             sys.addaudithook(_refuse)
+        has_begun[0] = 1
+        has_begun.close()
         code = _execute(request["source"])
     except BaseException:
         traceback.print_exc()
@@ -105,10 +124,9 @@ def _become_the_program(
         os._exit(code)
 
 
-def _redirect(folder: Path, writer: int) -> None:
+def _redirect(folder: Path, stdout: int, stderr: int) -> None:
     stdin = os.open(folder / "stdin", os.O_RDONLY)
-    stderr = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT, 0o600)
-    for fd, target in ((stdin, 0), (writer, 1), (stderr, 2)):
+    for fd, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, target)
     os.closerange(3, 256)
     # The launcher has read its own stdin to the end; these are new files under the same numbers.

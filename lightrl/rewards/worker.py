@@ -25,6 +25,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which closes the pipe
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what the reward prints must not get among the replies
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor may a program that it starts read the requests
     try:
         file, packed = receive(requests)
         if file:

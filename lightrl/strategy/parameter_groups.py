@@ -41,14 +41,15 @@ def parameter_groups(
 
 
 def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> None:
-    """Refuses a pattern that fits no parameter; a value head may come later, with a critic that is prepared alone."""
+    """Refuses a pattern that fits nothing that trains; a value head may come later, with a critic prepared alone."""
     names = [f"{head}.weight" for head in HEAD_NAMES]
-    names += [name for model in models if model is not None for name, _ in model.named_parameters()]
+    named = [pair for model in models if model is not None for pair in model.named_parameters()]
+    names += [name for name, parameter in named if parameter.requires_grad]
     unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
     if unused:
         raise ValueError(
-            f"--optim.lr_scales: no parameter has {' or '.join(unused)} in its name. Names are such as {names[-1]}; a "
-            "tied output layer has that of the embedding."
+            f"--optim.lr_scales: no parameter that trains has {' or '.join(unused)} in its name. Names are such as "
+            f"{names[-1]}; a tied output layer has that of the embedding."
         )
 
 

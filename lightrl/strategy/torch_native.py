@@ -188,6 +188,7 @@ class TorchStrategy(StrategyBase):
             raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
         self.after_forward_only(model)
         self.require_loaded(model)
+        self._require_loaded_average(model)
         kept = {name: shard.clone() for name, shard in self._trained_shards(model).items()}
         self._write_shards(model, average.shards)
         try:
@@ -195,6 +196,12 @@ class TorchStrategy(StrategyBase):
         finally:
             self.after_forward_only(model)
             self._write_shards(model, kept)
+
+    def _require_loaded_average(self, model: nn.Module) -> None:
+        """It leaves the device, and comes back, with the optimizer's states."""
+        for entry in self._trained:
+            if entry.model is model:
+                self.require_loaded_optimizer(entry.optimizer)
 
     @torch.no_grad()
     def _write_shards(self, model: nn.Module, shards: dict[str, Tensor]) -> None:
@@ -481,6 +488,8 @@ class TorchStrategy(StrategyBase):
         """Reads what write_state wrote; returns the client_state."""
         misc = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
         has_average = misc.get("has_average", False) and not load_module_only
+        if model in self._averages:
+            self._require_loaded_average(model)
         if model in self._averages and has_average:
             self._read_average(path, model)
         self._read_model(path, model, strict=load_module_strict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
@@ -54,3 +55,8 @@ def doing_as_told(sample: Sample, *, scale: float = 1.0) -> float:
 @isolated_reward(timeout_s=0.5, no_verdict_if_stopped=True)
 def forgiving(sample: Sample) -> float:
     return doing_as_told(sample)
+
+
+def counting_what_a_program_reads(sample: Sample) -> float:
+    """A checker that takes its input from stdin, and is given none."""
+    return float(len(subprocess.run(["head", "-c", "1"], stdout=subprocess.PIPE, check=True, timeout=5).stdout))

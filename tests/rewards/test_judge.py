@@ -188,6 +188,7 @@ def test_no_more_than_the_allowed_number_wait_together(server: Server) -> None:
         ({"url": ""}, "--judge.url is '': it must be such as http"),
         ({"url": "file:///etc/passwd"}, "--judge.url is 'file:///etc/passwd'"),
         ({"url": "http://me:secret@host/v1"}, "holds a name or password"),
+        ({"url": "https://host/v1?key=secret"}, "--judge.url has a part behind . or #"),
         ({"model": ""}, "needs --judge.model"),
         ({"prompt": "no place"}, "has no {response}"),
         ({"prompt": "@absent.txt"}, "no such file"),

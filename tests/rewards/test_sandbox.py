@@ -121,6 +121,21 @@ def test_a_sandbox_that_fails_is_an_error_and_no_result(monkeypatch: pytest.Monk
         run("print(1)")
 
 
+def test_limits_that_the_system_does_not_allow_are_an_error_and_no_result() -> None:
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
+    program += "from lightrl.rewards.sandbox import run_python\nprint(run_python('print(1)'))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert found.stdout == ""  # and above all no exit code, which would be taken for the program's
+    assert "The sandbox could not be set up: " in found.stderr
+    assert "not allowed to raise maximum limit" in found.stderr
+
+
+def test_a_program_cannot_put_a_pipe_in_the_place_of_its_errors() -> None:
+    swap = "import os\ntry:\n    os.remove('../stderr')\n    os.mkfifo('../stderr')\nexcept PermissionError:\n    pass"
+    result = run(f"import sys\nprint('mine', file=sys.stderr)\n{swap}")
+    assert (result.exit_code, result.stderr) == (0, "mine\n")
+
+
 def test_it_never_runs_as_root() -> None:
     result = run("import os\nprint(os.getuid())", use_namespaces=False)
     assert int(result.stdout) == os.getuid() or os.getuid() == 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from reward_samples import answered, doing_as_told
+from reward_samples import answered, counting_what_a_program_reads, doing_as_told
 
 from lightrl.rewards.messages import receive, send
 from lightrl.rewards.worker_pool import packed_for_worker
@@ -42,6 +42,15 @@ def test_a_reward_that_cannot_be_loaded_is_told(worker: tuple[int, int]) -> None
     requests, replies = worker
     send(requests, ("", b"no pickle"))
     assert "UnpicklingError" in receive(replies, 60).error
+
+
+def test_a_program_that_the_reward_starts_cannot_read_the_requests(worker: tuple[int, int]) -> None:
+    requests, replies = worker
+    send(requests, packed_for_worker(counting_what_a_program_reads))
+    assert not receive(replies, 60).error
+    for _ in range(2):
+        send(requests, (answered("x"), 10.0))
+        assert receive(replies, 20).value == 0.0
 
 
 def test_it_starts_without_torch() -> None:

@@ -143,6 +143,25 @@ def test_foreign_schedules_and_dataclass_args() -> None:
     assert StrategyOptions.from_args(Own(lr=0.5)).lr == 0.5
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dtype": "bf16"}, "dtype is 'bf16': choose one of float32, bfloat16"),
+        ({"optim": {"name": "sgd"}}, "optim.name is 'sgd': choose one of adamw, muon"),
+        ({"fsdp.reduce_dtype": "fp16"}, "fsdp.reduce_dtype is 'fp16': choose one of float32, bfloat16"),
+        ({"tp_size": 0}, "--tp_size is 0: it must be at least 1"),
+    ],
+)
+def test_a_foreign_value_is_not_taken_for_the_default(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        StrategyOptions.from_args(given)
+
+
+def test_a_switch_that_has_the_name_of_a_group_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    assert StrategyOptions.from_args(Namespace(fsdp=True, lr=0.5)) == StrategyOptions(lr=0.5)
+    assert "does not read: fsdp" in caplog.text
+
+
 @dataclass(slots=True)
 class Own:
     """A user's own options; with slots it has no __dict__."""

@@ -65,9 +65,11 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 
 
 def test_patterns_that_are_wrong_are_told() -> None:
-    with pytest.raises(ValueError, match="no parameter has head2 in its name"):
+    with pytest.raises(ValueError, match="no parameter that trains has head2 in its name"):
         check_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")))
     check_lr_scales([None, Tiny()], OptimConfig(lr_scales=("norm=2", "value_head=3")))  # a critic may come later
+    with pytest.raises(ValueError, match="no parameter that trains has frozen in its name"):  # as all but adapters
+        check_lr_scales([Tiny()], OptimConfig(lr_scales=("frozen=2",)))
     for bad in ("lm_head", "=0.1", "lm_head=-1", "lm_head=x", "lm_head=nan"):
         with pytest.raises(ValueError, match="must be pattern=factor, such as"):
             GRPOConfig(optim=OptimConfig(lr_scales=(bad,)))

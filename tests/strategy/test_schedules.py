@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.config import GRPOConfig, OptimConfig
+from lightrl.config import GRPOConfig, OptimConfig, PPOConfig
 from lightrl.strategy import create_strategy
 from lightrl.strategy.schedules import build_lr_scheduler, lr_factor
 
@@ -61,6 +61,8 @@ def test_the_same_thing_said_twice_is_refused() -> None:
         GRPOConfig(optim=OptimConfig(warmup_steps=3, warmup_ratio=0.1))
     with pytest.raises(ValueError, match=r"--optim.min_lr 0.1 is above --lr 0.0001"):
         GRPOConfig(optim=OptimConfig(min_lr=0.1))
+    with pytest.raises(ValueError, match=r"--optim.min_lr 5e-05 is above --critic_lr 1e-05"):
+        PPOConfig(critic_lr=1e-5, optim=OptimConfig(min_lr=5e-5))
 
 
 def rates_of(unit: str, folder: Path | None = None, *, first: int = 0, steps: int = 4) -> list[float]:

@@ -75,6 +75,19 @@ def test_a_checkpoint_holds_it_and_one_without_starts_it_anew(tmp_path: Path) ->
     assert (loaded.weight.item(), average_of(other, loaded)) == (7.0, 7.0)
 
 
+def test_an_average_in_host_memory_is_not_read(tmp_path: Path) -> None:
+    strategy, model = one_weight(5.0)
+    update(strategy)
+    strategy.save_ckpt(model, str(tmp_path))
+    assert strategy.offload_optimizer() > 0
+    with pytest.raises(RuntimeError, match="states are offloaded"):
+        average_of(strategy, model)
+    with pytest.raises(RuntimeError, match="states are offloaded"):
+        strategy.load_ckpt(model, str(tmp_path), load_module_only=True)
+    strategy.load_optimizer()
+    assert (model.weight.item(), average_of(strategy, model)) == (4.0, 4.5)
+
+
 def test_what_cannot_be_averaged_is_told() -> None:
     with pytest.raises(ValueError, match="needs float32 weights, but w is torch.bfloat16"):
         WeightAverage({"w": torch.zeros(1, dtype=torch.bfloat16)}, 0.5)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, RMConfig
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, OptimConfig, RMConfig
 from lightrl.models.reward_model import load_reward_model
 from lightrl.trainers.reward_model import RMTrainer
 
@@ -70,3 +70,8 @@ def test_the_training_is_that_of_plain_pytorch(
     assert rows[-1]["eval/margin"] == pytest.approx(float((chosen - rejected).mean()), abs=1e-5)
     assert rows[-1]["eval/reward/chosen"] == pytest.approx(float(chosen.mean()), abs=1e-5)
     assert rows[-1]["eval/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+
+
+def test_a_rate_of_no_parameter_is_refused(offline_flags: Options) -> None:
+    with pytest.raises(ValueError, match="no parameter that trains has lm_head in its name"):
+        RMTrainer(RMConfig(**offline_flags("rm") | {"optim": OptimConfig(lr_scales=("lm_head=0.1",))}))
