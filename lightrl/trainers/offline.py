@@ -21,7 +21,6 @@ from lightrl.models.lora import add_adapters
 from lightrl.models.policy import Policy, check_scores
 from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
-from lightrl.strategy.parameter_groups import check_lr_scales
 from lightrl.trainers.base import StepReport, Trainer
 
 Examples = Mapping[int, Example]  # all of the batch, by position: ranks that split a model see each other's
@@ -85,7 +84,6 @@ class OfflineTrainer(Trainer):
         strategy = self.strategy
         with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
             model = self.load_model()
-        check_lr_scales([model], self.config.optim)
         # A model that is no actor takes the critic's place: on an actor a head named "score" would be a value head.
         actor, critic = (model, None) if is_actor(model) else (None, model)
         options = replace(strategy.options, critic_lr=self.config.lr)
