@@ -9,6 +9,7 @@ from lightrl.config import (
     CriticConfig,
     DPOConfig,
     GRPOConfig,
+    JudgeConfig,
     OfflineConfig,
     PairDataConfig,
     PPOConfig,
@@ -135,6 +136,12 @@ def test_a_mistake_ends_with_code_2_and_says_what_to_do(
 )
 def test_what_ppo_cannot_do_is_told(capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:
     assert text in fail(capsys, *argv, kind=PPOConfig)
+
+
+def test_a_saved_value_may_begin_with_dashes(tmp_path: Path) -> None:
+    config = GRPOConfig(judge=JudgeConfig(prompt="--- {response}", url="http://127.0.0.1:1/v1"))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert parse_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")]).judge == config.judge
 
 
 @pytest.mark.parametrize(

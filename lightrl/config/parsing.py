@@ -73,8 +73,8 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
             raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
         if name == "config":
             continue  # the path that this very run was started with
-        values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}", *map(str, values)]
+        # In one word, so that a value may begin with dashes.
+        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return flags
 
 

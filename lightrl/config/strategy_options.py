@@ -54,7 +54,7 @@ class StrategyOptions:
     engine_tp_size: int = 1
     engine_mem_fraction: float = 0.4
     engine_args: tuple[str, ...] = ()
-    engine_sleep_level: int = 1
+    engine_sleep_level: Literal[1, 2] = 1
     sync_bucket_mb: int = 512
     canary_every: int = 50
     offload_while_generating: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import ipaddress
 import json
+import logging
 import math
 import os
 import re
@@ -20,6 +21,8 @@ from typing import Any
 from lightrl.config import JudgeConfig
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.kinds import NoVerdictError
+
+logger = logging.getLogger(__name__)
 
 PROMPT = """You judge an answer to a question.
 
@@ -54,6 +57,8 @@ class Judge:
         self._prompt = _template(settings.prompt)
         self._pattern = _score_pattern(settings.score_pattern)
         self._api_key = _api_key(settings.api_key_env)
+        if self._api_key and self._url.startswith("http://") and not _is_local(self._url):
+            logger.warning("--judge.url is plain http to another machine: the key of --judge.api_key_env can be read.")
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="judge")
         self._opener = _opener(self._url)
 
@@ -175,14 +180,17 @@ def _endpoint(url: str) -> str:
     return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
 
 
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """A server on this machine is never asked through a proxy."""
+def _is_local(url: str) -> bool:
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_local = False
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})] if is_local else []
+        return False
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """A server on this machine is never asked through a proxy."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})] if _is_local(url) else []
     return urllib.request.build_opener(_NoRedirect(), *handlers)
 
 

@@ -85,9 +85,12 @@ def _end_of(file: int) -> str:
 
 
 def _leave_namespaces() -> bool:
-    """No network, and processes that end with the first one; False where the system does not allow it."""
+    """No network, and processes that end with the first one; False where the system does not allow it.
+
+    Not into a user namespace as root: there the program could have no user id of its own, and would keep root's files.
+    """
     flags = _NEW_PID | _NEW_NET | _NEW_IPC
-    return any(_libc.unshare(choice) == 0 for choice in ([flags] if os.geteuid() == 0 else []) + [flags | _NEW_USER])
+    return bool(_libc.unshare(flags if os.geteuid() == 0 else flags | _NEW_USER) == 0)
 
 
 # ---- The program's side ------------------------------------------------------------------------------------------

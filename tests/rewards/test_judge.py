@@ -200,3 +200,18 @@ def test_wrong_settings_are_told_at_once(settings: dict[str, Any], message: str)
     judge = JudgeConfig(**{"url": "http://127.0.0.1:9/v1", "model": "m", **settings})
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         RewardSet.from_config(GRPOConfig(reward=("judge",), judge=judge))
+
+
+def test_a_key_that_would_travel_in_clear_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "very-secret")
+    for url, is_told in (
+        ("http://127.0.0.1:9/v1", False),
+        ("https://judge.example/v1", False),
+        ("http://judge.example/v1", True),
+    ):
+        caplog.clear()
+        Judge(settings=JudgeConfig(url=url, model="m", api_key_env="JUDGE_KEY"))
+        assert ("plain http" in caplog.text) is is_told
+        assert "very-secret" not in caplog.text
