@@ -81,7 +81,7 @@ def test_a_model_without_an_actor_is_checked_too() -> None:
     """A reward model takes the critic's place; a critic beside an actor may lack what the pattern fits there."""
     config = GRPOConfig(strategy="single", optim=OptimConfig(lr_scales=("norm=2",)))
     strategy = create_strategy(config)
-    with pytest.raises(ValueError, match="no parameter has norm in its name"):
+    with pytest.raises(ValueError, match="no parameter that trains has norm in its name"):
         strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
     strategy.prepare_models_and_optimizers(Tiny(), None, None, None, strategy.args, 1)
     strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
