@@ -201,7 +201,8 @@ class RolloutConfig(RunConfig):
     reward_timeout_s: float = 60.0
     """A reward that takes longer for a sample has failed; 0 waits for ever."""
     max_reward_failures: int = 0
-    """The run stops when more rewards than this fail at a step or an evaluation, over all ranks."""
+    """The run stops when more rewards than this fail, over all ranks, in one scoring: of a step's samples, of a round
+    of dynamic sampling, or of an evaluation."""
     reward_failure_value: str = "exclude"
     """What a failed reward counts as, where the run goes on: a number, or exclude, which leaves the sample out of
     advantages, loss and evaluation."""

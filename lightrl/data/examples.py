@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -219,6 +220,9 @@ def _messages(value: Any, where: str, field: str) -> Messages:
 
 def _margin(value: Any, where: str) -> float:
     try:
-        return 0.0 if value is None else float(value)
+        margin = 0.0 if value is None else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: the margin is {value!r}. It must be a number.") from None
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"{where}: the margin is {value!r}. It must be a finite number.")
+    return margin

@@ -166,7 +166,13 @@ class Trainer(ABC):
             self.model, str(self._checkpoint.parent), tag=self._checkpoint.name, **self._beside()
         )
         self.step_index = int(state["step"])
-        self.load_state_dict(state)
+        try:
+            self.load_state_dict(state)
+        except KeyError as error:
+            raise ValueError(
+                f"{self._checkpoint} holds no {error}: its run had other options. Continue it with those in its "
+                "config.yaml."
+            ) from error
 
     # ---- The loop ----------------------------------------------------------------------------------------------
 

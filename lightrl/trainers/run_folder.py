@@ -56,7 +56,8 @@ class RunFolder:
                 f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
                 "this one, or continue it with --resume auto."
             )
-        different = _differences(_read_config(saved), as_dict(config))
+        old = _completed(_read_config(saved), as_dict(type(config)()))
+        different = _differences(old, as_dict(config))
         if different:
             listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
             raise ValueError(
@@ -130,6 +131,17 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
     if not path.name.removeprefix("step-").isdigit():
         raise ValueError(f"--resume {path} is no checkpoint: give a run's folder or one of its checkpoints/step-... .")
     return CheckpointDirectory(path.parent, keep=1).path(int(path.name.removeprefix("step-")))
+
+
+def _completed(old: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """With the default of each option that there was not when the run was started."""
+    filled = dict(old)
+    for name, default in defaults.items():
+        if isinstance(default, Mapping) and isinstance(old.get(name, {}), Mapping):
+            filled[name] = _completed(old.get(name, {}), default)
+        else:
+            filled.setdefault(name, default)
+    return filled
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -135,6 +135,8 @@ def test_pairs_may_have_a_margin() -> None:
     assert [example.margin for example in found] == [0.0, 2.0, 0.0]
     with pytest.raises(ValueError, match="data.jsonl:1: the margin is 'wide'"):
         builder.pairs(at({**pair, "gap": "wide"}))
+    with pytest.raises(ValueError, match="the margin is nan"):
+        builder.pairs(at({**pair, "gap": float("nan")}))
 
 
 @pytest.mark.parametrize(

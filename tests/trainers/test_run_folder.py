@@ -3,6 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
@@ -51,6 +52,17 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
     folder.check(GRPOConfig(strategy="fsdp", tp_size=2, sp_size=2, sync_bucket_mb=64))
     with pytest.raises(ValueError, match="belongs to another run: lr was 0.0001, now 0.1; seed was 0, now 3"):
         folder.check(GRPOConfig(lr=0.1, seed=3))
+
+
+def test_an_option_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    folder.append_metrics(1, {})
+    saved = yaml.safe_load((folder.root / "config.yaml").read_text())
+    del saved["ema_decay"], saved["optim"]["name"]
+    (folder.root / "config.yaml").write_text(yaml.safe_dump(saved))
+    folder.check(GRPOConfig())
+    with pytest.raises(ValueError, match="belongs to another run: ema_decay was 0.0, now 0.9"):
+        folder.check(GRPOConfig(ema_decay=0.9))
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
