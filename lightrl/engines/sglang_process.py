@@ -15,8 +15,9 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -44,6 +45,7 @@ class SGLangProcess:
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         self._is_closed = False
+        self._failure: Exception | None = None  # of SGLang's own loop in this process
         with kept_state(environment), _no_orphans():
             from sglang import Engine
 
@@ -94,6 +96,11 @@ class SGLangProcess:
                 f"SGLang's processes have ended: {codes}. Their own message stands above; exit code -9 is mostly for "
                 "want of memory."
             )
+        if self._failure is not None:
+            raise RuntimeError(
+                f"SGLang could not read an answer of its schedulers: {type(self._failure).__name__}: {self._failure}. "
+                "The engine has to be made anew."
+            ) from self._failure
 
     def close(self) -> None:
         """Ends the engine's processes and no others."""
@@ -110,6 +117,7 @@ class SGLangProcess:
         # At the end of the program the loop may be closed already.
         with suppress(RuntimeError), _apart_from_other_loops():
             self.engine.loop.run_until_complete(_cancel_all(self.engine.loop))
+        _drop_unsent([self.engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer])
         if manager.mm_processor is not None:
             manager.mm_processor.shutdown()
         if _is_main_thread():
@@ -118,16 +126,35 @@ class SGLangProcess:
     def _take_signals_back(self) -> None:
         """SGLang's loop would swallow the SIGTERM by which torchrun ends a rank."""
         loop = self.engine.loop
-        loop.run_until_complete(_start_listening(self.manager))
+        loop.run_until_complete(self._start_listening())
         if _is_main_thread():
             for number in self._signals:
                 loop.remove_signal_handler(number)
             signal.signal(signal.SIGTERM, self._signals[signal.SIGTERM])
             signal.signal(signal.SIGQUIT, note_death)
 
+    async def _start_listening(self) -> None:
+        module = sys.modules["sglang.srt.managers.tokenizer_manager"]
+        theirs = module.print_exception_wrapper
+        module.print_exception_wrapper = self._noting_failure
+        try:
+            self.manager.auto_create_handle_loop()
+        finally:
+            module.print_exception_wrapper = theirs
 
-async def _start_listening(manager: Any) -> None:
-    manager.auto_create_handle_loop()
+    async def _noting_failure(self, work: Callable[[], Awaitable[None]]) -> None:
+        """In place of SGLang's wrapper, which kills this process: the call that waits for an answer raises."""
+        try:
+            await work()
+        except Exception as error:
+            self._failure = error
+
+
+def _drop_unsent(sockets: list[Any]) -> None:
+    """Else the garbage collector closes them, and waits for ever for a message to reach schedulers that are gone."""
+    for one in sockets:
+        if one is not None:
+            one.context.destroy(linger=0)
 
 
 async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -319,15 +319,30 @@ def test_a_signal_of_a_dying_scheduler_does_not_kill_this_process(engine, raw, m
     assert largest_difference(model, generate(engine)) < 1e-5
 
 
-def test_z_dead_schedulers_are_an_error_and_close_ends_only_its_own(engine, raw):
+def test_y_an_answer_that_cannot_be_read_is_an_error_and_kills_nobody(engine, raw, monkeypatch):
+    def fail(answer):
+        raise KeyError("an answer of another version")
+
+    monkeypatch.setattr(raw._process.manager, "_handle_batch_output", fail)
+    raw.submit([5], params())
+    with pytest.raises(RuntimeError, match="could not read an answer.*KeyError.*another version"):
+        finish(raw)
+    with pytest.raises(RuntimeError, match="made anew"):
+        raw.step()
+
+
+def test_z_dead_schedulers_are_an_error_and_close_ends_only_its_own(raw):
+    raw._process._failure = None  # of the test before
     child = multiprocessing.get_context("spawn").Process(target=_wait, daemon=True)
     child.start()
     raw.submit([5], params())
     raw._process._processes[0].kill()
     with pytest.raises(RuntimeError, match="SGLang's processes have ended"):
         finish(raw)
+    contexts = [raw._process.manager.send_to_scheduler.context, raw._process.engine.send_to_rpc.context]
     raw.close()
     raw.close()
+    assert all(context.closed for context in contexts)  # one left open would hang the collection of garbage
     assert child.is_alive()
     child.kill()
     with pytest.raises(RuntimeError, match="closed engine"):
