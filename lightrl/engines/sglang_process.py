@@ -134,7 +134,7 @@ class SGLangProcess:
             signal.signal(signal.SIGQUIT, note_death)
 
     async def _start_listening(self) -> None:
-        module = sys.modules["sglang.srt.managers.tokenizer_manager"]
+        module: Any = sys.modules["sglang.srt.managers.tokenizer_manager"]
         theirs = module.print_exception_wrapper
         module.print_exception_wrapper = self._noting_failure
         try:

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightrl.testing.preloaded import Forked, Program, start
+
+_GRACE_S = 30  # from SIGTERM to SIGKILL, as torchrun has it
+_READ_BY_IMPORTS = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "HF_",
+    "TRANSFORMERS_",
+    "PYTHON",
+    "LD_",
+)
 
 
 class SpmdError(AssertionError):
@@ -29,11 +55,21 @@ def run_spmd(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     expect_failure: bool = False,
+    torchrun: bool = False,
 ) -> str:
-    """Runs a Python file under torchrun on that many ranks and returns what it printed; kills it at the time-out."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(program), *args]
-    return run_program(command, timeout_s=timeout_s, env=env, cwd=cwd, expect_failure=expect_failure)
+    """Runs a Python file on that many ranks and returns what it printed; kills it at the time-out.
+
+    The ranks see what torchrun sets for them. They are forked from processes that have imported torch, transformers and
+    lightrl already; with torchrun=True, where there is a GPU, or where env holds what an import reads, torchrun itself
+    starts them.
+    """
+    if torchrun or not _may_fork(env):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+        command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(program), *args]
+        return _run_command(command, timeout_s, env, cwd, expect_failure)
+    with _store() as port:
+        ranks = [_environment({**_of_rank(rank, world_size, port), **(env or {})}) for rank in range(world_size)]
+        return _run_forked([str(program), *args], ranks, timeout_s, cwd, expect_failure)
 
 
 def run_program(
@@ -44,14 +80,115 @@ def run_program(
     cwd: str | Path | None = None,
     expect_failure: bool = False,
 ) -> str:
-    """The same for any command line; its whole process group is killed at the time-out."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    """The same for any command line; its whole process group is killed at the time-out.
+
+    A file or module of lightrl that this interpreter is to run is forked, as the ranks of run_spmd are.
+    """
+    python, *rest = command
+    if rest[:1] == ["-m"]:
+        rest = rest[1:]
+    is_ours = python == sys.executable and bool(rest) and (rest[0].endswith(".py") or rest[0].startswith("lightrl."))
+    if is_ours and _may_fork(env):
+        return _run_forked(rest, [_environment(env)], timeout_s, cwd, expect_failure)
+    return _run_command(command, timeout_s, env, cwd, expect_failure)
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+
+
+@cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _may_fork(env: Mapping[str, str] | None) -> bool:
+    return not _has_gpu() and not any(name.startswith(_READ_BY_IMPORTS) for name in env or ())
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """The store that the ranks meet at; torchrun keeps it too, so that a rank's end does not end it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def _of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+    world = str(world_size)
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0", "ROLE_NAME": "default",
+        "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+
+
+def _run_forked(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    timeout_s: float,
+    cwd: str | Path | None,
+    expect_failure: bool,
+) -> str:
+    name, *arguments = command
+    folder = str(Path(cwd or ".").resolve())
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        programs = [Program(name, arguments, environment, folder) for environment in environments]
+        ranks = [start(program, output, rank) for rank, program in enumerate(programs)]
+        is_late = not _end(ranks, timeout_s)
+        output.seek(0)
+        said = output.read()
+    if is_late:
+        raise SpmdError(f"No end after {timeout_s:.0f} s: {' '.join(command)}\n{said}")
+    codes = [rank.exit_code for rank in ranks]
+    if any(codes) != expect_failure:
+        raise SpmdError(f"Exit code {', '.join(map(str, codes))}: {' '.join(command)}\n{said}")
+    return said
+
+
+def _end(ranks: Sequence[Forked], timeout_s: float) -> bool:
+    """Whether they ended, or one failed, in that time. None is left alive in any case."""
+    left = ranks
+    try:
+        left = _wait(ranks, timeout_s, first_failure=True)
+        is_in_time = not left or any(rank.exit_code for rank in ranks)
+        for rank in left:
+            rank.send(signal.SIGTERM)
+        left = _wait(left, _GRACE_S)
+    finally:
+        for rank in left:
+            rank.kill_all()
+        _wait(left, _GRACE_S)
+    return is_in_time
+
+
+def _wait(ranks: Sequence[Forked], timeout_s: float, *, first_failure: bool = False) -> list[Forked]:
+    """Those that have not ended by then, or by the first failure."""
+    deadline = time.monotonic() + timeout_s
+    left = list(ranks)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        for ended in select.select(left, [], [], seconds)[0]:
+            ended.read_exit_code()
+        left = [rank for rank in left if rank.exit_code is None]
+        if first_failure and any(rank.exit_code for rank in ranks):
+            break
+    return left
+
+
+def _run_command(
+    command: list[str],
+    timeout_s: float,
+    env: Mapping[str, str] | None,
+    cwd: str | Path | None,
+    expect_failure: bool,
+) -> str:
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=_environment(env),
         cwd=cwd,
         start_new_session=True,
     )
@@ -69,7 +206,7 @@ def _ended(process: subprocess.Popen[str]) -> str:
     """Asks first: torchrun's ranks are sessions of their own, which only torchrun can end."""
     process.terminate()
     try:
-        output, _ = process.communicate(timeout=45)  # torchrun kills after 30 s
+        output, _ = process.communicate(timeout=_GRACE_S + 15)  # torchrun kills after 30 s
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()

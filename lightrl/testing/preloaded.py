@@ -1,0 +1,164 @@
+"""Runs Python programs in processes forked from one that has imported what they need: a rank starts in milliseconds.
+
+Ranks of one job come from servers with hash seeds of their own, as they have under torchrun: what hangs on the order
+of a set has to show. Nothing here is for CUDA, which does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import numpy as np
+
+_MAX_REQUEST_BYTES = 2**17  # of JSON: arguments and environment
+_NUM_SERVERS = 2  # hash seeds; ranks take turns
+_IMPORTED = (
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+    "lightrl.trainers.dpo",
+    "lightrl.trainers.grpo",
+    "lightrl.trainers.ppo",
+    "lightrl.trainers.reward_model",
+    "lightrl.trainers.sft",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A file, or a module where the name does not end in .py, with its arguments."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+
+
+class Forked:
+    """A program under way."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.exit_code: int | None = None  # negative for a signal
+        self._lines = channel.makefile()
+        self._channel = channel
+        self._pid = int(self._lines.readline())
+
+    def fileno(self) -> int:
+        """Readable once the program has ended."""
+        return self._channel.fileno()
+
+    def read_exit_code(self) -> None:
+        """Waits for the end."""
+        self.exit_code = int(self._lines.readline())
+        self._lines.close()
+        self._channel.close()
+
+    def send(self, signum: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(self._pid, signum)
+
+    def kill_all(self) -> None:
+        """With what it has started itself."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+
+
+def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
+    """Starts it; both of its output streams go to the file."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        request = json.dumps(vars(program), default=list).encode()
+        if len(request) > _MAX_REQUEST_BYTES:
+            raise ValueError(f"{len(request)} bytes of arguments and environment: at most {_MAX_REQUEST_BYTES}.")
+        socket.send_fds(_server(rank % _NUM_SERVERS), [request], [theirs.fileno(), output.fileno()])
+    return Forked(ours)
+
+
+@cache
+def _server(number: int) -> socket.socket:
+    """It ends when this process does: then there is nobody at the other end of its standard input."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(number)}
+        command = [sys.executable, "-m", "lightrl.testing.preloaded"]
+        subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    return ours
+
+
+def serve(requests: socket.socket) -> None:
+    """Until the other end is closed. Raises SystemExit in the forked processes, which become the programs."""
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector would write to, and so copy, every page that is shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for the programs
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
+        if not request:
+            return
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            _run_and_report(Program(**json.loads(request)), *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _run_and_report(program: Program, channel: int, output: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.close(channel)
+        os.setsid()
+        _become(program, output)
+    with open(channel, "w") as answer:
+        print(pid, file=answer, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answer, flush=True)
+    os._exit(0)
+
+
+def _become(program: Program, output: int) -> NoReturn:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as torchrun starts its ranks
+    os.chdir(program.folder)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    _reseed()
+    is_file = program.name.endswith(".py")
+    first = str(Path(program.name).resolve().parent) if is_file else program.folder
+    sys.path[:1] = [first, *filter(None, program.environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = [program.name, *program.arguments]
+    if is_file:
+        runpy.run_path(program.name, run_name="__main__")
+    else:
+        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+def _reseed() -> None:
+    """As in a process of its own; torch has the same seed in each anyway."""
+    random.seed()
+    np.random.seed()
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=0))
