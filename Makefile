@@ -16,7 +16,7 @@ check:  ## formatter, linter, types, layers
 	bash scripts/check.sh
 
 test:  ## the whole CPU suite
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu and not sglang"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu and not sglang" -n 2 --dist loadscope --no-loadscope-reorder
 
 test-gpu:  ## what needs a CUDA device
 	$(PYTHON) -m pytest -m gpu

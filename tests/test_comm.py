@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parent / "programs" / "comm_program.py"
 
 @pytest.mark.parametrize("which", ["collectives", "timeout", "error"])
 def test_two_ranks(which: str) -> None:
-    assert "all checked" in run_spmd(PROGRAM, which, world_size=2, timeout_s=90)
+    assert "all checked" in run_spmd(PROGRAM, which, world_size=2, timeout_s=90, torchrun=True)
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

@@ -99,7 +99,8 @@ def test_the_exit_code_is_that_of_pytest(clone: Path, script: str) -> None:
     code, said = run_script(clone, script, "-k", "a or b", PYTHON_EXIT="5", CI="true")
     assert code == 5
     assert "set up dev" in said
-    assert started(said) == "OMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang -k a or b"
+    options = "-n 2 --dist loadscope --no-loadscope-reorder -k a or b"
+    assert started(said) == f"OMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang {options}"
     assert "sglang" not in said.replace("not sglang", "")  # what failed already is told at once
 
 
@@ -107,7 +108,8 @@ def test_the_exit_code_is_that_of_pytest(clone: Path, script: str) -> None:
 def test_ci_goes_on_with_sglang(clone: Path, code: int) -> None:
     assert run_script(clone, ".ci/run", SGLANG_EXIT=str(code)) == (
         code,
-        "set up dev\nOMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang\ntesting sglang\n",
+        "set up dev\nOMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang -n 2 --dist loadscope "
+        "--no-loadscope-reorder\ntesting sglang\n",
     )
 
 

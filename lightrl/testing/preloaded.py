@@ -6,6 +6,7 @@ of a set has to show. Nothing here is for CUDA, which does not survive a fork.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import numpy as np
+import torch
 
 _MAX_REQUEST_BYTES = 2**17  # of JSON: arguments and environment
 _NUM_SERVERS = 2  # hash seeds; ranks take turns
@@ -55,7 +57,10 @@ class Forked:
         self.exit_code: int | None = None  # negative for a signal
         self._lines = channel.makefile()
         self._channel = channel
-        self._pid = int(self._lines.readline())
+        pid = self._lines.readline()
+        if not pid:
+            raise RuntimeError("The process that programs are forked from has ended; its message stands above.")
+        self._pid = int(pid)
 
     def fileno(self) -> int:
         """Readable once the program has ended."""
@@ -94,19 +99,21 @@ def _server(number: int) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(number)}
-        command = [sys.executable, "-m", "lightrl.testing.preloaded"]
+        command = [sys.executable, "-c", "from lightrl.testing import preloaded; preloaded.serve()"]
         subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
         )
     return ours
 
 
-def serve(requests: socket.socket) -> None:
-    """Until the other end is closed. Raises SystemExit in the forked processes, which become the programs."""
+def serve() -> None:
+    """Until the other end of standard input is closed. A SystemExit comes out of the processes that it forks."""
+    requests = socket.socket(fileno=0)
     for module in _IMPORTED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector would write to, and so copy, every page that is shared
+    atexit.register(gc.unfreeze)  # else libraries report at the end what was not collected
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for the programs
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
@@ -155,10 +162,7 @@ def _become(program: Program, output: int) -> NoReturn:
 
 
 def _reseed() -> None:
-    """As in a process of its own; torch has the same seed in each anyway."""
+    """As in a process of its own: a draw that hangs on no seed differs from rank to rank."""
     random.seed()
     np.random.seed()
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=0))
+    torch.seed()

@@ -57,7 +57,7 @@ def test_four_ranks_that_share_two_engines(alone) -> None:
 def test_experts_that_two_ranks_share_and_a_killed_job_that_leaves_no_shared_memory(tmp_path) -> None:
     model = save_tiny_model("experts", tmp_path / "model")
     args = (str(tmp_path / "none.json"), "2", "experts", model, "killed")
-    printed = run_spmd(PROGRAM, *args, world_size=2, timeout_s=TIME_OUT_S, expect_failure=True)
+    printed = run_spmd(PROGRAM, *args, world_size=2, timeout_s=TIME_OUT_S, expect_failure=True, torchrun=True)
     assert "exitcode  : -9" in printed
     assert "AssertionError" not in printed
     assert list(Path("/dev/shm").glob("*lightrl*tp*")) == []
