@@ -60,8 +60,8 @@ def run_spmd(
     """Runs a Python file on that many ranks and returns what it printed; kills it at the time-out.
 
     The ranks see what torchrun sets for them. They are forked from processes that have imported torch, transformers and
-    lightrl already; with torchrun=True, where there is a GPU, or where env holds what an import reads, torchrun itself
-    starts them.
+    lightrl already; with torchrun=True, where there is a GPU, on macOS, or where env holds what an import reads,
+    torchrun itself starts them.
     """
     if torchrun or not _may_fork(env):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
@@ -103,7 +103,9 @@ def _has_gpu() -> bool:
 
 
 def _may_fork(env: Mapping[str, str] | None) -> bool:
-    return not _has_gpu() and not any(name.startswith(_READ_BY_IMPORTS) for name in env or ())
+    """Not with CUDA, nor on macOS: their libraries do not survive it."""
+    is_read = any(name.startswith(_READ_BY_IMPORTS) for name in env or ())
+    return sys.platform == "linux" and not _has_gpu() and not is_read
 
 
 @contextmanager
