@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
 import random
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -49,6 +49,7 @@ class SGLangProcess:
         with kept_state(environment), _no_orphans():
             from sglang import Engine
 
+            _spare_this_process()
             self.engine = Engine(**arguments, custom_sigquit_handler=note_death)
             atexit.unregister(self.engine.shutdown)  # it would kill every child of this process
             atexit.register(self.close)
@@ -134,7 +135,7 @@ class SGLangProcess:
             signal.signal(signal.SIGQUIT, note_death)
 
     async def _start_listening(self) -> None:
-        module: Any = sys.modules["sglang.srt.managers.tokenizer_manager"]
+        module: Any = importlib.import_module("sglang.srt.managers.tokenizer_manager")
         theirs = module.print_exception_wrapper
         module.print_exception_wrapper = self._noting_failure
         try:
@@ -148,6 +149,24 @@ class SGLangProcess:
             await work()
         except Exception as error:
             self._failure = error
+
+
+def _spare_this_process() -> None:
+    """SGLang ends itself and all children of its process when anything goes wrong; the trainer has to outlive that."""
+    for name in ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_manager"):
+        module: Any = importlib.import_module(name)
+        theirs = module.kill_process_tree
+        if not hasattr(theirs, "spares_this_process"):
+            module.kill_process_tree = _sparing(theirs)
+
+
+def _sparing(theirs: Callable[..., None]) -> Callable[..., None]:
+    def kill_process_tree(parent_pid: int | None, *args: Any, **options: Any) -> None:
+        if parent_pid not in (None, os.getpid()):
+            theirs(parent_pid, *args, **options)
+
+    kill_process_tree.spares_this_process = True  # type: ignore[attr-defined]
+    return kill_process_tree
 
 
 def _drop_unsent(sockets: list[Any]) -> None:
