@@ -29,6 +29,8 @@ import torch
 
 _MAX_REQUEST_BYTES = 2**17  # of JSON: arguments and environment
 _NUM_SERVERS = 2  # hash seeds; ranks take turns
+_START_TIMEOUT_S = 120.0  # the first start waits for the imports
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # what the imports read
 _IMPORTED = (
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
@@ -57,10 +59,9 @@ class Forked:
         self.exit_code: int | None = None  # negative for a signal
         self._lines = channel.makefile()
         self._channel = channel
-        pid = self._lines.readline()
-        if not pid:
-            raise RuntimeError("The process that programs are forked from has ended; its message stands above.")
-        self._pid = int(pid)
+        channel.settimeout(_START_TIMEOUT_S)
+        self._pid = self._next_number()
+        channel.settimeout(None)
 
     def fileno(self) -> int:
         """Readable once the program has ended."""
@@ -68,9 +69,18 @@ class Forked:
 
     def read_exit_code(self) -> None:
         """Waits for the end."""
-        self.exit_code = int(self._lines.readline())
+        self.exit_code = self._next_number()
         self._lines.close()
         self._channel.close()
+
+    def _next_number(self) -> int:
+        try:
+            line = self._lines.readline()
+        except TimeoutError:
+            raise RuntimeError(f"No program was forked within {_START_TIMEOUT_S:.0f} s.") from None
+        if not line:
+            raise RuntimeError("The process that programs are forked from has ended; its message stands above.")
+        return int(line)
 
     def send(self, signum: int) -> None:
         with suppress(ProcessLookupError):  # it has ended meanwhile
@@ -98,7 +108,7 @@ def _server(number: int) -> socket.socket:
     """It ends when this process does: then there is nobody at the other end of its standard input."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(number)}
+        environment = {**ENVIRONMENT, "PYTHONHASHSEED": str(number)}
         command = [sys.executable, "-c", "from lightrl.testing import preloaded; preloaded.serve()"]
         subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -151,8 +161,7 @@ def _become(program: Program, output: int) -> NoReturn:
     os.environ.update(program.environment)
     _reseed()
     is_file = program.name.endswith(".py")
-    first = str(Path(program.name).resolve().parent) if is_file else program.folder
-    sys.path[:1] = [first, *filter(None, program.environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[0] = str(Path(program.name).resolve().parent) if is_file else program.folder
     sys.argv = [program.name, *program.arguments]
     if is_file:
         runpy.run_path(program.name, run_name="__main__")

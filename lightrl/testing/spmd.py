@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightrl.testing.preloaded import Forked, Program, start
+from lightrl.testing.preloaded import ENVIRONMENT, Forked, Program, start
 
 _GRACE_S = 30  # from SIGTERM to SIGKILL, as torchrun has it
 _READ_BY_IMPORTS = (
@@ -60,8 +60,8 @@ def run_spmd(
     """Runs a Python file on that many ranks and returns what it printed; kills it at the time-out.
 
     The ranks see what torchrun sets for them. They are forked from processes that have imported torch, transformers and
-    lightrl already; with torchrun=True, where there is a GPU, on macOS, or where env holds what an import reads,
-    torchrun itself starts them.
+    lightrl already; with torchrun=True, where there is a GPU, on macOS, or where env changes what an import
+    reads, torchrun itself starts them.
     """
     if torchrun or not _may_fork(env):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
@@ -82,7 +82,7 @@ def run_program(
 ) -> str:
     """The same for any command line; its whole process group is killed at the time-out.
 
-    A file or module of lightrl that this interpreter is to run is forked, as the ranks of run_spmd are.
+    A Python file, or a module of lightrl, that this interpreter is to run is forked, as the ranks of run_spmd are.
     """
     python, *rest = command
     if rest[:1] == ["-m"]:
@@ -104,8 +104,9 @@ def _has_gpu() -> bool:
 
 def _may_fork(env: Mapping[str, str] | None) -> bool:
     """Not with CUDA, nor on macOS: their libraries do not survive it."""
-    is_read = any(name.startswith(_READ_BY_IMPORTS) for name in env or ())
-    return sys.platform == "linux" and not _has_gpu() and not is_read
+    read = {name: value for name, value in (env or {}).items() if name.startswith(_READ_BY_IMPORTS)}
+    is_same = all(ENVIRONMENT.get(name) == value for name, value in read.items())
+    return sys.platform == "linux" and not _has_gpu() and is_same
 
 
 @contextmanager
@@ -137,8 +138,14 @@ def _run_forked(
     folder = str(Path(cwd or ".").resolve())
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         programs = [Program(name, arguments, environment, folder) for environment in environments]
-        ranks = [start(program, output, rank) for rank, program in enumerate(programs)]
-        is_late = not _end(ranks, timeout_s)
+        ranks: list[Forked] = []
+        try:
+            for rank, program in enumerate(programs):
+                ranks.append(start(program, output, rank))
+            left = _wait(ranks, timeout_s, first_failure=True)
+            is_late = bool(left) and not any(rank.exit_code for rank in ranks)
+        finally:
+            _end(ranks)
         output.seek(0)
         said = output.read()
     if is_late:
@@ -149,12 +156,10 @@ def _run_forked(
     return said
 
 
-def _end(ranks: Sequence[Forked], timeout_s: float) -> bool:
-    """Whether they ended, or one failed, in that time. None is left alive in any case."""
-    left = ranks
+def _end(ranks: Sequence[Forked]) -> None:
+    """Asks those that run to end, then kills them."""
+    left = [rank for rank in ranks if rank.exit_code is None]
     try:
-        left = _wait(ranks, timeout_s, first_failure=True)
-        is_in_time = not left or any(rank.exit_code for rank in ranks)
         for rank in left:
             rank.send(signal.SIGTERM)
         left = _wait(left, _GRACE_S)
@@ -162,7 +167,6 @@ def _end(ranks: Sequence[Forked], timeout_s: float) -> bool:
         for rank in left:
             rank.kill_all()
         _wait(left, _GRACE_S)
-    return is_in_time
 
 
 def _wait(ranks: Sequence[Forked], timeout_s: float, *, first_failure: bool = False) -> list[Forked]:
