@@ -1,0 +1,100 @@
+"""Prints how much of the package one run enters: the functions, their lines, and the files they stand in.
+
+    python benchmarks/reach.py                      # a 3-step quickstart run in one process
+    python benchmarks/reach.py --list               # and every function, file by file
+    python benchmarks/reach.py -- --strategy ddp    # options after -- go to the trainer
+
+A function counts when a profile event reports a call of it, from the start of the script to the end of the run. Its lines
+are those of its definition without its docstring, blank lines and comments: what one reads to follow it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import runpy
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import CodeType, FrameType
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lightrl"
+SCRIPT = PACKAGE.parent / "scripts/train_grpo.py"
+RUN = ["--max_steps", "3", "--strategy", "single"]
+
+
+def entered_code(options: list[str]) -> set[CodeType]:
+    """Code objects of the package that a run of train_grpo enters, in any thread of this process."""
+    entered: set[CodeType] = set()
+    prefix = str(PACKAGE)
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(prefix):
+            entered.add(frame.f_code)
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = ["train_grpo.py", *RUN, "--output_dir", f"{folder}/run", *options]
+        threading.setprofile(record)
+        sys.setprofile(record)
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+    return entered
+
+
+def functions_of(path: Path) -> dict[tuple[int, str], set[int]]:
+    """(first line, name) -> the lines of code of every function in a file, those of inner functions left out."""
+    source = path.read_text()
+    blank = {i for i, line in enumerate(source.splitlines(), 1) if not line.strip() or line.strip().startswith("#")}
+    found: dict[tuple[int, str], set[int]] = {}
+
+    def visit(node: ast.AST) -> set[int]:
+        inner: set[int] = set()
+        for child in ast.iter_child_nodes(node):
+            inner |= visit(child)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return inner
+        first = min([node.lineno, *(item.lineno for item in node.decorator_list)])
+        everything = set(range(first, (node.end_lineno or node.lineno) + 1))
+        own = everything - inner - blank
+        statement = node.body[0]
+        if ast.get_docstring(node, clean=False) is not None:
+            own -= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        found[first, node.name] = own
+        return everything
+
+    visit(ast.parse(source))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print every function that was entered")
+    parser.add_argument("options", nargs="*", help="options of the trainer, after --")
+    chosen = parser.parse_args()
+    entered = entered_code(chosen.options)
+    by_file: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
+    for path in sorted({code.co_filename for code in entered}):
+        functions = functions_of(Path(path))
+        here = {(code.co_firstlineno, code.co_name) for code in entered if code.co_filename == path}
+        for key in sorted(here & set(functions)):
+            by_file[str(Path(path).relative_to(PACKAGE))].append((*key, len(functions[key])))
+    print(f"{'file':<44} {'functions':>9} {'lines':>6}")
+    for name, functions_here in by_file.items():
+        print(f"{name:<44} {len(functions_here):>9} {sum(item[2] for item in functions_here):>6}")
+        if chosen.list:
+            for line, function, size in functions_here:
+                print(f"    {line:>5} {function:<50} {size:>4}")
+    everything = [item for part in by_file.values() for item in part]
+    print(f"{'all: ' + str(len(by_file)) + ' files':<44} {len(everything):>9} {sum(i[2] for i in everything):>6}")
+
+
+if __name__ == "__main__":
+    main()
