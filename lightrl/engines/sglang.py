@@ -41,7 +41,7 @@ from lightrl.engines.sglang_requests import Sample, SampleTasks, is_cut, media_f
 from lightrl.engines.sglang_sync import Route, WeightSender
 from lightrl.engines.weight_names import ExpectedWeights, checkpoint_pairs, skeleton
 from lightrl.engines.weight_sync import raise_problems
-from lightrl.models.multimodal import FAMILIES, MediaProcessor, takes_images
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class SGLangEngine(InferenceEngine):
 
     def _media_of(self, model_path: str) -> MediaProcessor | None:
         """The processor beside the model; none for a model of text, or one that was made of a config alone."""
-        if not takes_images(self._skeleton.config) or not self._traits.is_real_model:
+        if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
             return None
         media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
         if media is not None:
