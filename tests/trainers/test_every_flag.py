@@ -84,6 +84,8 @@ SAME_HERE = {"gspo_token"}  # as gspo while all tokens of a response have one ad
 _TEACHER = {"teacher_model": "teacher"}
 _COV = ("fraction=0.2", "low=0.01")
 OPTIONS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"algorithm.clip_low": 0.001}, {}),
+    ({"algorithm.clip_high": 0.001}, {}),
     ({"algorithm.kl_coef": 0.1}, {}),
     ({"algorithm.kl_estimator": "k1"}, {"algorithm.kl_coef": 0.1}),
     ({"algorithm.kl_estimator": "k2"}, {"algorithm.kl_coef": 0.1}),
