@@ -41,6 +41,6 @@ def uniform(*parts: int) -> float:
 
 
 def uniform_array(states: NDArray[np.uint64], last_parts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Computes uniform(*parts, last) for many draws, bit for bit, from each one's prefix_state(*parts) and last part."""
+    """Computes uniform(*parts, last) for many draws, bit for bit, from their prefix_state(*parts) and last parts."""
     mixed: NDArray[np.uint64] = _splitmix64(states ^ _splitmix64(last_parts.astype(np.uint64)))
     return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)
