@@ -7,9 +7,17 @@ from typing import Any
 
 from lightrl.config import RunConfig
 from lightrl.imports import load_object
-from lightrl.strategy.base import EngineStatus, StrategyBase, is_actor
+from lightrl.strategy.base import EngineStatus, StrategyBase, TrainedModel, is_actor
 
-__all__ = ["BUILTIN_STRATEGIES", "EngineStatus", "StrategyBase", "create_strategy", "is_actor", "strategy_class"]
+__all__ = [
+    "BUILTIN_STRATEGIES",
+    "EngineStatus",
+    "StrategyBase",
+    "TrainedModel",
+    "create_strategy",
+    "is_actor",
+    "strategy_class",
+]
 
 BUILTIN_STRATEGIES = {
     "single": "lightrl.strategy.single:SingleStrategy",

@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
-from lightrl.config import StrategyOptions
+from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
@@ -47,7 +47,7 @@ from lightrl.strategy.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "is_actor"]
+__all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
 
 class OptimizerStep(NamedTuple):
@@ -79,8 +79,10 @@ class SharedBatches(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
-    model: nn.Module
+class TrainedModel:
+    """A model that is trained, with what updates it."""
+
+    model: Any  # the class that prepare_trained was given, such as Policy
     optimizer: Optimizer
     scheduler: LRScheduler | None
 
@@ -121,7 +123,7 @@ class StrategyBase(ABC):
         self._num_syncs = 0
         self.grad_scaler = GradScaler(enabled=False)
         self._canary = Canary()
-        self._trained: list[_Trained] = []
+        self._trained: list[TrainedModel] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._offloaded: dict[str, offload.StorageOffloader] = {}
         self.offloaded_bytes = 0  # of this rank, the last time that the engine took the device
@@ -276,7 +278,7 @@ class StrategyBase(ABC):
         if item is None:
             return None
         if isinstance(item, nn.Module):
-            return self._prepare_frozen(item) if freeze_lone else self.prepare_model(item)
+            return self.prepare_frozen(item) if freeze_lone else self.prepare_model(item)
         model, optimizer, *rest = item
         if model is None:
             return item
@@ -287,7 +289,8 @@ class StrategyBase(ABC):
             self.register(model, optimizer, rest[0] if rest else None)
         return (model, optimizer, *rest)
 
-    def _prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+        """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
         model = self.prepare_model(model.eval().requires_grad_(False))
         model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
         self._frozen.append(model)
@@ -301,7 +304,57 @@ class StrategyBase(ABC):
             check_compiler(self.device)
             compile_blocks(model)
         self._trained = [entry for entry in self._trained if entry.model is not model]
-        self._trained.append(_Trained(model, optimizer, scheduler))
+        self._trained.append(TrainedModel(model, optimizer, scheduler))
+
+    def prepare_trained(
+        self,
+        model: nn.Module,
+        *,
+        lr: float | None = None,
+        schedule_length: int = 1,
+        head_lr: float | None = None,
+        frozen_head_steps: int = 0,
+    ) -> TrainedModel:
+        """Places a model and gives it an optimizer and a learning-rate schedule.
+
+        Args:
+            model: a policy, critic, reward model or any other module.
+            lr: the peak rate; None takes --lr.
+            schedule_length: the length of the schedule, in units of --optim.schedule_unit.
+            head_lr: the rate of a value head on the model's body; None gives it the body's rate.
+            frozen_head_steps: the number of first updates that train the value head alone.
+        """
+        if not self._trained:  # a model that comes later, such as a critic, need not fit the patterns
+            check_lr_scales([model], self.options.optim)
+        return self._prepare_trained(
+            model,
+            self.options.optim,
+            self.options.lr if lr is None else lr,
+            schedule_length,
+            head_lr,
+            frozen_head_steps,
+        )
+
+    def _prepare_trained(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        lr: float,
+        schedule_length: int,
+        head_lr: float | None,
+        frozen_head_steps: int,
+    ) -> TrainedModel:
+        model = self.prepare_model(model)
+        optimizer = self.create_optimizer(
+            model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        if head_lr is not None:
+            critic_warmup.set_head_rate(optimizer, model, head_lr)
+        if frozen_head_steps:
+            critic_warmup.freeze_all_but_value_head(optimizer, model, frozen_head_steps)
+        scheduler = schedules.build_lr_scheduler(optimizer, optim, schedule_length)
+        self.register(model, optimizer, scheduler)
+        return TrainedModel(model, optimizer, scheduler)
 
     def prepare_models_and_optimizers(
         self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
@@ -320,27 +373,20 @@ class StrategyBase(ABC):
         several = isinstance(reward_models, list | tuple)
         frozen = [self.prepare(model, is_rlhf=True) for model in (reward_models if several else [reward_models])]
         return (
-            self._prepare_trained(actor, options, options.lr, max_steps),
-            self._prepare_trained(critic, options, options.critic_lr, max_steps),
+            self._prepare_slot(actor, options, options.lr, max_steps),
+            self._prepare_slot(critic, options, options.critic_lr, max_steps),
             frozen if several else frozen[0],
             self.prepare(initial_model, is_rlhf=True),
         )
 
-    def _prepare_trained(self, model: Any, options: StrategyOptions, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
+    def _prepare_slot(self, model: Any, options: StrategyOptions, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
         if model is None:
             return None, None, None
-        model = self.prepare_model(model)
-        optim = options.optim
-        optimizer = self.create_optimizer(
-            model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-        )
-        if critic_warmup.has_value_head(model) and is_actor(model):
-            critic_warmup.set_head_rate(optimizer, model, options.critic_lr)
-        if options.critic_warmup_steps and (critic_warmup.has_value_head(model) or not is_actor(model)):
-            critic_warmup.freeze_all_but_value_head(optimizer, model, options.critic_warmup_steps)
-        scheduler = schedules.build_lr_scheduler(optimizer, optim, max_steps)
-        self.register(model, optimizer, scheduler)
-        return model, optimizer, scheduler
+        has_head = critic_warmup.has_value_head(model)
+        head_lr = options.critic_lr if has_head and is_actor(model) else None
+        frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
+        trained = self._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
+        return trained.model, trained.optimizer, trained.scheduler
 
     def build_optimizer(self, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
         """The optimizer of the options. With the warm-up it trains a critic's value head alone for its first
@@ -476,7 +522,7 @@ class StrategyBase(ABC):
             )
         return self.comm.max_int(count)
 
-    def _trained_entry(self, model: nn.Module | None) -> _Trained:
+    def _trained_entry(self, model: nn.Module | None) -> TrainedModel:
         """The model's entry; None means the only one, or the only actor among several."""
         if model is not None:
             found = [entry for entry in self._trained if entry.model is model]
@@ -663,19 +709,31 @@ class StrategyBase(ABC):
         counts = self.comm.all_gather_object(len(prompts))
         with self.comm.phase("generate", local=True):
             params = generation.params_for_each(sampling_params, len(prompts), sum(counts[: self.comm.rank]))
+        completions = self.generate(prompts, params, sleep_engine=sleep_engine)
+        return [generation.as_item(completion, self.tokenizer) for completion in completions]
+
+    def generate(
+        self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True
+    ) -> list[Completion]:
+        """Samples this rank's prompts on the engine that its group shares; every rank calls it, also with no prompt.
+
+        Returns n completions per prompt, in the prompts' order. An error on one rank is raised on all. The engine
+        sleeps afterwards unless sleep_engine is False.
+        """
+        self._require_engine()
         try:
             with self.comm.phase("generate"):
                 self._restore_weights()
             with self.comm.phase("generate", local=True):
-                self.wakeup_inference_engine()
-            parts = self._engine_group.gather((prompts, params))
+                self.wake_engine()
+            parts = self._engine_group.gather(([*prompts], [*params]))
             with self.comm.phase("generate", local=True):
-                return self._generate_share(parts)
+                return self._generate_group(parts)
         finally:
             if sleep_engine:
-                self.maybe_sleep_inference_engine()
+                self.sleep_engine()
 
-    def _generate_share(self, parts: list[tuple[list[EnginePrompt], list[SamplingParams]]]) -> list[EasyDict]:
+    def _generate_group(self, parts: list[tuple[list[EnginePrompt], list[SamplingParams]]]) -> list[Completion]:
         """The group's prompts go through the engine together; this rank keeps the completions of its own."""
         own = self._engine_group.rank
         prompts = [item for part, _ in parts for item in part]
@@ -684,7 +742,7 @@ class StrategyBase(ABC):
         self._canary.keep(prompts)
         before = sum(param.n for _, part in parts[:own] for param in part)
         count = sum(param.n for param in parts[own][1])
-        return [generation.as_item(item, self.tokenizer) for item in completions[before : before + count]]
+        return completions[before : before + count]
 
     def _placeholder_ids(self) -> set[int]:
         """Ids that stand for an image or a video in a prompt."""
@@ -697,31 +755,35 @@ class StrategyBase(ABC):
     ) -> list[dict[str, Any]]:
         return generation.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
-    def update_engine_weights(self, actor: nn.Module) -> None:
-        """Sends the actor's weights to the engine, stamped with the global step, and proves that they are there.
+    def sync_weights(self, model: nn.Module) -> SyncReport:
+        """Sends the model's weights to the engine, stamped with the global step, and proves that they are there.
 
         A sleeping engine wakes up to hold weights only; where the canary is due it generates, and is awake after that.
         """
         engine = self._require_engine()
         self._take_device_back()
         dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
-        expected = self.weight_fingerprints(actor, dtype)
+        expected = self.weight_fingerprints(model, dtype)
         error: WeightSyncError | None = None
         try:
-            report = engine.update_weights(self.full_parameters(actor, dtype), self.global_step, expected=expected)
+            report = engine.update_weights(self.full_parameters(model, dtype), self.global_step, expected=expected)
         except WeightSyncError as failed:  # raised when all pairs were consumed, so the ranks are still in step
             error = failed
         with self.comm.phase("weight sync", local=True):
             if error is not None:
                 raise error
-        self._engine_actor = actor
+        self._engine_actor = model
         every = self.options.canary_every
         if every and self._num_syncs % every == 0:
             with self.comm.phase("canary", local=True):
                 engine.wake()
-            report = replace(report, canary=self._canary.check(self, actor, dtype))
+            report = replace(report, canary=self._canary.check(self, model, dtype))
         self._num_syncs += 1
         self.last_sync = report
+        return report
+
+    def update_engine_weights(self, actor: nn.Module) -> None:
+        self.sync_weights(actor)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
         """Of every tensor that full_parameters yields, worked out from the shards; None proves nothing."""
@@ -735,19 +797,25 @@ class StrategyBase(ABC):
     def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
         self.update_engine_weights(actor if actor is not None else self._trained_entry(None).model)
 
-    def maybe_sleep_inference_engine(self) -> None:
-        """Frees the engine's cache if there is an engine; calling it twice does nothing more."""
+    def sleep_engine(self) -> None:
+        """Frees the engine's cache if there is an engine; a second call changes nothing."""
         if self.engine is not None:
             self.engine.sleep(self.options.engine_sleep_level)
             self._take_device_back()
 
-    def wakeup_inference_engine(self) -> None:
-        """Makes the engine ready to generate if there is one; calling it twice does nothing more."""
+    def wake_engine(self) -> None:
+        """Makes the engine ready to generate if there is one; a second call changes nothing."""
         if self.engine is not None:
             self._leave_device_to_engine()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.engine.wake()
+
+    def maybe_sleep_inference_engine(self) -> None:
+        self.sleep_engine()
+
+    def wakeup_inference_engine(self) -> None:
+        self.wake_engine()
 
     # ---- Offload -----------------------------------------------------------------------------------------------
 

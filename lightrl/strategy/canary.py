@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightrl.engines.base import Completion, EnginePrompt, InferenceEngine, SamplingParams, WeightSyncError
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.models.policy import Policy, response_batch
+from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt
 
 if TYPE_CHECKING:
@@ -105,9 +105,10 @@ def _scores_of_causal_lm(strategy: StrategyBase, model: Any, prompt: Sequence[in
     """For a transformers model that is trained as it is."""
     ids = torch.tensor([[*prompt, *response]], device=strategy.device)
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     strategy.after_forward_only(model)
     chosen = torch.tensor(response, device=strategy.device)
+    logits = logits[predicting_positions((0, ids.shape[1]), [len(response)])]
     return logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 

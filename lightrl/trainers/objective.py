@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class PolicyLoss:
         self._distillation = distillation
         self._kl_in_loss = kl_in_loss
         self.coefficients = Coefficients(config)
-        self._policy_loss = load_loss(config.loss, named_values(config.loss_args, "algorithm.loss_args"))
+        self._policy_loss = load_loss(config.loss, loss_parameters(config))
         aggregation_args = named_values(config.aggregation_args, "algorithm.aggregation_args")
         self._aggregate = load_aggregation(config.aggregation, aggregation_args)
         correction_args = named_values(config.correction_args, "algorithm.correction_args")
@@ -271,6 +272,21 @@ def _told_as(option: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"--{option}: {error}") from error
+
+
+def loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
+    """Returns the parameters of --algorithm.loss: loss_args, and the clip range where one is given."""
+    parameters = named_values(config.loss_args, "algorithm.loss_args")
+    for name, bound in (("clip_low", config.clip_low), ("clip_high", config.clip_high)):
+        if bound is None:
+            continue
+        if name in parameters:
+            raise ValueError(
+                f"--algorithm.{name} {bound} and --algorithm.loss_args {name}={parameters[name]} set the same bound: "
+                "give one of them."
+            )
+        parameters[name] = bound
+    return parameters
 
 
 def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool) -> None:

@@ -9,8 +9,7 @@ from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightrl.config import StrategyOptions
-from lightrl.engines import vllm_arguments
-from lightrl.engines.vllm_arguments import llm_arguments, model_folder, user_arguments
+from lightrl.engines.vllm.arguments import llm_arguments, model_folder, user_arguments
 
 KNOWN = {
     *("model", "load_format", "dtype", "tensor_parallel_size", "logprobs_mode", "max_num_seqs", "max_model_len"),
@@ -34,7 +33,7 @@ def test_unknown_and_reserved_arguments_are_refused_by_name() -> None:
 
 
 def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_arguments, "known_arguments", lambda: KNOWN)
+    monkeypatch.setattr("lightrl.engines.vllm.arguments.known_arguments", lambda: KNOWN)
     options = StrategyOptions(engine_mem_fraction=0.3, dtype="bfloat16", engine_args=("max_num_seqs=7",))
     shared = {"model": "m", "tp_size": 2, "is_distributed": True, "takes_media": False}
     cpu = llm_arguments(options, device=torch.device("cpu"), **shared)

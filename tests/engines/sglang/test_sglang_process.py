@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from lightrl.engines.sglang_process import kept_state
+from lightrl.engines.sglang.process import kept_state
 
 
 def test_what_the_guest_changes_is_put_back(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightrl.engines.landed import Delivery, Landed, Place, named_shapes
+from lightrl.engines.weights.placement import Delivery, Landed, Place, named_shapes
 
 
 class Weights(nn.Module):

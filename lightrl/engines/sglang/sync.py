@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.base import EngineGroup
-from lightrl.engines.sglang_loader import Bucket, read_reports
-from lightrl.engines.sglang_process import SGLangProcess
+from lightrl.engines.sglang.loader import Bucket, read_reports
+from lightrl.engines.sglang.process import SGLangProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

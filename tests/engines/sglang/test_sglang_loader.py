@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.engines import sglang_loader
-from lightrl.engines.sglang_loader import Bucket, Places, is_held, read_reports, sample_places, sample_values
+from lightrl.engines.sglang import loader
+from lightrl.engines.sglang.loader import Bucket, Places, is_held, read_reports, sample_places, sample_values
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB = 4, 2, 2, 6, 10, 7
 
@@ -154,7 +154,7 @@ class _Target(nn.Module):
 
 
 def send(model, tensors, folder, monkeypatch, num_buckets=2):
-    monkeypatch.setattr(sglang_loader, "_tp_rank", lambda: 0)
+    monkeypatch.setattr(loader, "_tp_rank", lambda: 0)
     names = list(tensors)
     cut = len(names) // num_buckets
     for index, part in enumerate((names[:cut], names[cut:])):
@@ -162,7 +162,7 @@ def send(model, tensors, folder, monkeypatch, num_buckets=2):
         for name in part:
             bucket.add(name, tensors[name])
         packed = bucket.pack(report=str(folder), is_first=index == 0, is_last=index == 1, device=torch.device("cpu"))
-        sglang_loader.load_bucket(model, packed)
+        loader.load_bucket(model, packed)
     return read_reports(folder, 1)
 
 

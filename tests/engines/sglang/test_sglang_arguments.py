@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightrl.config import StrategyOptions
-from lightrl.engines.sglang_arguments import engine_seed, environment_for_start, server_arguments
+from lightrl.engines.sglang.arguments import engine_seed, environment_for_start, server_arguments
 
 KNOWN = [
     "attention_backend",

@@ -8,7 +8,7 @@ from tiny_vlm import tiny_config
 from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
-from lightrl.models.load import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
+from lightrl.models.policy import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightrl.engines.base import EnginePrompt, SamplingParams
-from lightrl.engines.sglang_requests import Sample, SampleTasks, media_features
+from lightrl.engines.sglang.requests import Sample, SampleTasks, media_features
 from lightrl.seeding import mix_seed
 
 

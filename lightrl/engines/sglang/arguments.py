@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightrl.config import StrategyOptions, engine_arguments, nearest_name
-from lightrl.engines.sglang_loader import LOADER
+from lightrl.engines.sglang.loader import LOADER
 from lightrl.seeding import mix_seed
 
 SPARE_PLACES = 8  # SGLang takes prompts and answers up to a few tokens less than its context

@@ -7,7 +7,6 @@ processes of their own, which go on generating between calls. docs/engines_sglan
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -34,14 +33,15 @@ from lightrl.engines.base import (
     as_prompt,
 )
 from lightrl.engines.native.engine import eos_ids
-from lightrl.engines.sglang_arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
-from lightrl.engines.sglang_loader import LOADER
-from lightrl.engines.sglang_process import SGLangProcess, free_port, kept_state
-from lightrl.engines.sglang_requests import Sample, SampleTasks, is_cut, media_features
-from lightrl.engines.sglang_sync import Route, WeightSender
-from lightrl.engines.weight_names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
+from lightrl.engines.sglang.loader import LOADER
+from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
+from lightrl.engines.sglang.requests import Sample, SampleTasks, is_cut, media_features
+from lightrl.engines.sglang.sync import Route, WeightSender
 from lightrl.engines.weight_sync import raise_problems
-from lightrl.models.multimodal import FAMILIES, MediaProcessor, takes_images
+from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.imports import is_installed
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class SGLangEngine(InferenceEngine):
     def _start(self, source: PreTrainedModel, context: int | None) -> _Traits:
         size, is_cpu = self._group.size, self._device.type == "cpu"
         _require_one_machine(size)
-        if importlib.util.find_spec("sglang") is None:
+        if not is_installed("sglang"):
             raise ValueError("--engine sglang needs the package sglang, in an environment with the torch that it pins.")
         environment = environment_for_start(os.environ, is_cpu=is_cpu, tp_size=size)
         with kept_state(environment):  # importing it changes things, too
@@ -176,7 +176,7 @@ class SGLangEngine(InferenceEngine):
 
     def _media_of(self, model_path: str) -> MediaProcessor | None:
         """The processor beside the model; none for a model of text, or one that was made of a config alone."""
-        if not takes_images(self._skeleton.config) or not self._traits.is_real_model:
+        if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
             return None
         media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
         if media is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.comm import Comm
-from lightrl.engines.vllm_host import discard_pages, glob_escaped, process_state_kept, set_defaults
+from lightrl.engines.vllm.host import discard_pages, glob_escaped, process_state_kept, set_defaults
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""vLLM's engine behind lightrl's contract: requests, weights and memory. See vllm.py for how it is built."""
+"""vLLM's engine behind lightrl's contract: requests, weights and memory. build.py makes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
-from lightrl.engines import vllm_host
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -28,10 +27,11 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
-from lightrl.engines.landed import Delivery, Landed, named_shapes
 from lightrl.engines.native.weights import drop_weights
-from lightrl.engines.weight_names import skeleton
+from lightrl.engines.vllm import host
 from lightrl.engines.weight_sync import raise_problems
+from lightrl.engines.weights.names import skeleton
+from lightrl.engines.weights.placement import Delivery, Landed, named_shapes
 from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed
@@ -93,7 +93,7 @@ class VLLMEngine(InferenceEngine):
 
         had_group = Comm().is_distributed
         self._llm: Any = LLM(**arguments)
-        vllm_host.spare_process_group(self._llm)
+        host.spare_process_group(self._llm)
         VLLMEngine._num_open += 1
         VLLMEngine._made_default_group |= not had_group
         self._engine: Any = self._llm.llm_engine
@@ -112,7 +112,7 @@ class VLLMEngine(InferenceEngine):
         self.video_token_id = media_token(source, "video") if takes_media else None
         self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare: the canary covers them
         # On a GPU the kernels may keep experts in a layout of their own, which a load in place would not give them.
-        self._packs_experts = device.type == "cuda" and vllm_host.reloads_experts(self._llm)
+        self._packs_experts = device.type == "cuda" and host.reloads_experts(self._llm)
         self._samples: dict[str, _Sample] = {}
         self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a prompt that was measured, until submitted
         self._unagreed = hashlib.sha256()  # of what was submitted since the last step
@@ -198,7 +198,7 @@ class VLLMEngine(InferenceEngine):
         if not self._samples:
             return []
         self._agree_on_requests()
-        with vllm_host.torch_random_state_kept(self._device):
+        with host.torch_random_state_kept(self._device):
             outputs = self._engine.step()
         done = [item for output in outputs for item in self._take(output)]
         if self._samples and not self._engine.has_unfinished_requests():
@@ -305,7 +305,7 @@ class VLLMEngine(InferenceEngine):
                 "vLLM keeps %d parameters in a way that is not read back: %s", len(landed.unread), landed.unread
             )
         if not problems and self._device.type == "cpu":
-            vllm_host.repack_experts(model)
+            host.repack_experts(model)
         return problems
 
     def _reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -341,7 +341,7 @@ class VLLMEngine(InferenceEngine):
             after, _ = torch.cuda.mem_get_info(self._device)
             return max(0, after - before)
         self._reset_caches()
-        freed = vllm_host.discard_pages(vllm_host.kv_storages(self._llm))
+        freed = host.discard_pages(host.kv_storages(self._llm))
         if level == 2:
             (self._dropped,) = self._llm.apply_model(drop_weights)
         return freed + sum(size for _, size in self._dropped)
@@ -373,11 +373,11 @@ class VLLMEngine(InferenceEngine):
         self._is_closed = True
         self._drop(list(self._samples.values()))
         self._rendered.clear()
-        vllm_host.shut_down(self._llm)
+        host.shut_down(self._llm)
         del self._llm, self._engine
         VLLMEngine._num_open -= 1
         if not VLLMEngine._num_open:
-            vllm_host.leave_groups(made_default_group=VLLMEngine._made_default_group)
+            host.leave_groups(made_default_group=VLLMEngine._made_default_group)
             VLLMEngine._made_default_group = False
         self._scratch.cleanup()
 
