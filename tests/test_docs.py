@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
 PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "log.md"]  # the log names what was
 NAMED_FILE = re.compile(r"(?<![\w./:~-])((?:\w+/)+\w+\.(?:py|sh|sbatch|md|yaml))\b")
-EXAMPLES = {"path/to/file.py"}
+EXAMPLES = {"path/to/file.py", "lightrl/x/y.py", "tests/x/test_y.py"}
 
 
 @pytest.fixture(scope="module")
