@@ -13,11 +13,11 @@ from lightrl.data import media as media_module
 from lightrl.data.media import (
     MediaError,
     PromptEncoder,
+    absolute_paths,
     image_size,
     media_folder,
     read_image,
     read_video,
-    absolute_paths,
     video_size,
 )
 from lightrl.records import Prompt
