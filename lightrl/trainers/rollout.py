@@ -11,9 +11,8 @@ from lightrl.data.media import media_folder
 from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines import check_engine_name
-from lightrl.models.load import context_length, load_policy
 from lightrl.models.lora import WithoutAdapters, add_adapters
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy, check_scores, context_length, load_policy
 from lightrl.records import Experience, Prompt
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet

@@ -15,7 +15,7 @@ from lightrl.algorithms.returns import TokenRewards
 from lightrl.algorithms.reward_shaping import kl_penalised, rewards_at_the_end
 from lightrl.comm import Comm
 from lightrl.config import PPOAlgorithmConfig, named_values
-from lightrl.data.packing import Key, TokenValues, sample_key
+from lightrl.data.packing import Key, TokenValues
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, Sample
 
@@ -72,8 +72,8 @@ class TokenAdvantages:
         mask = torch.ones(sum(lengths), dtype=torch.bool)
         rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
         if kl is not None:
-            rewards = kl_penalised(rewards, _flat([kl[sample_key(sample)] for sample in samples]), mask, coef=kl_coef)
-        old_values = _flat([values[sample_key(sample)][:-1] for sample in samples])
+            rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
+        old_values = _flat([values[sample.key][:-1] for sample in samples])
         found = self._estimate(
             TokenRewards(
                 rewards=rewards,
@@ -101,7 +101,7 @@ class TokenAdvantages:
     def _final_value(self, sample: Sample, values: TokenValues) -> float:
         """Behind the last token: nothing is to come where the response ended, or counts as ended."""
         goes_on = sample.finish_reason != "stop" and self._config.truncation == "bootstrap"
-        return values[sample_key(sample)][-1] if goes_on else 0.0
+        return values[sample.key][-1] if goes_on else 0.0
 
     def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
@@ -120,7 +120,7 @@ def _flat(parts: Sequence[Sequence[float]]) -> Tensor:
 
 def _by_sample(samples: Sequence[Sample], lengths: list[int], values: Tensor) -> dict[Key, list[float]]:
     parts = values.split(lengths) if samples else ()
-    return {sample_key(sample): part.tolist() for sample, part in zip(samples, parts, strict=True)}
+    return {sample.key: part.tolist() for sample, part in zip(samples, parts, strict=True)}
 
 
 def _sums(values: Tensor, comm: Comm) -> Tensor:

@@ -24,7 +24,7 @@ from lightrl.algorithms.selection import (
 )
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, named_values
-from lightrl.data.packing import TokenMasks, TokenValues, sample_key
+from lightrl.data.packing import TokenMasks, TokenValues
 from lightrl.metrics import Statistics
 from lightrl.records import Experience
 from lightrl.seeding import mix_seed
@@ -142,7 +142,7 @@ def _with_parameters(
 def _tokens_of(
     experience: Sequence[Experience], logprobs: TokenValues, entropy: TokenValues, seed: int, comm: Comm
 ) -> _UpdateTokens:
-    keys = [sample_key(item.sample) for item in experience]
+    keys = [item.key for item in experience]
     lengths = torch.tensor([len(logprobs[key]) for key in keys], dtype=torch.int64)
 
     def per_sample(values: list[float] | list[bool] | list[int], dtype: torch.dtype) -> Tensor:
@@ -165,4 +165,4 @@ def _tokens_of(
 
 def _by_sample(experience: Sequence[Experience], mask: Tensor) -> TokenMasks:
     parts = mask.split([len(item.sample.response_ids) for item in experience]) if experience else ()
-    return {sample_key(item.sample): part.tolist() for item, part in zip(experience, parts, strict=True)}
+    return {item.key: part.tolist() for item, part in zip(experience, parts, strict=True)}

@@ -17,7 +17,7 @@ from lightrl.comm import Comm
 from lightrl.engines.base import Completion, EnginePrompt, InferenceEngine, SamplingParams, WeightSyncError
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.models.policy import Policy, response_batch
+from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt
 
 _NUM_PROMPTS = 2  # every rank scores as many: a sharded forward is a collective
@@ -118,7 +118,8 @@ def _scores_of_causal_lm(model: Any, prompt: Sequence[int], response: Sequence[i
     """Scores one response with a transformers model that is trained as it is, without a Policy around it."""
     ids = torch.tensor([[*prompt, *response]], device=device)
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    logits = logits[predicting_positions((0, ids.shape[1]), [len(response)])]
     chosen = torch.tensor(response, device=device)
     return logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 

@@ -12,9 +12,8 @@ from tiny_vlm import FAMILIES, IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.config import GRPOConfig
 from lightrl.engines.base import WeightSyncError
-from lightrl.models.load import load_policy, load_tokenizer
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, load_policy, load_tokenizer
 from lightrl.records import EncodedPrompt
 from lightrl.strategy import StrategyBase, create_strategy
 
