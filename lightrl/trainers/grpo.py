@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.reward_shaping import overlong_penalty
+from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import AlgorithmConfig, GRPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenMasks, TokenValues
 from lightrl.data.sampler import PromptSampler
-from lightrl.models.load import load_teacher
+from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet

@@ -15,8 +15,7 @@ from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.models.load import context_length
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, context_length
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_update, even_parts

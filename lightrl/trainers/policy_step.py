@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.mismatch import mismatch_statistics
+from lightrl.algorithms.kl import mismatch_statistics
 from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
@@ -167,7 +167,7 @@ def sync_engine(run: RunContext, policy: nn.Module, version: int, statistics: St
     if report.canary is not None:
         values["sync/canary_max_abs"] = report.canary
     if run.config.offload_while_generating:
-        values["memory/offloaded_gb"] = strategy.offloaded_bytes / 1e9
+        values["memory/offloaded_gb"] = strategy.residency.offloaded_bytes / 1e9
     for name, value in values.items():
         statistics.highest(name, value)
 

@@ -17,9 +17,8 @@ from lightrl.config import AlgorithmConfig, PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
 from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
-from lightrl.models.load import check_model_folder, load_tokenizer
 from lightrl.models.lora import add_adapters, options_beside
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.failures import has_reward

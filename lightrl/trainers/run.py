@@ -21,12 +21,19 @@ from lightrl.builtin import model as builtin_model
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, as_dict, to_yaml
-from lightrl.data.media import PromptEncoder, media_folder
+from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, MediaFields, build_prompts, load_records
-from lightrl.models.load import check_model_folder, context_length, load_config, load_policy, load_tokenizer
 from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import (
+    Policy,
+    check_model_folder,
+    check_scores,
+    context_length,
+    load_config,
+    load_policy,
+    load_tokenizer,
+)
 from lightrl.records import Experience, Prompt
 from lightrl.strategy import StrategyBase, create_strategy
 
@@ -151,7 +158,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
         media=MediaFields(
             image_field=config.data.image_field,
             video_field=config.data.video_field,
-            folder=media_folder(source),
+            folder=source,
             processor=run.media,
         ),
     )
