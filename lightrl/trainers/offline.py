@@ -108,7 +108,7 @@ class ExampleLearner:
             model=trainer.model,
         )
         describe_update(result, statistics)
-        statistics.highest("epoch", self._examples.epoch)
+        statistics.maximum("epoch", self._examples.epoch)
         answers = [answer for example in mine for answer in example.answers]
         trained = sum(sum(answer.loss_mask) for answer in answers)
         statistics.add("tokens/trained", trained)

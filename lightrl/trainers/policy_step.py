@@ -68,7 +68,7 @@ class PolicyUpdates:
         if not lengths:
             return mine
         targets = assign_to_ranks(lengths, owners, comm.world)
-        self._statistics.highest("balance/max_over_mean", imbalance(lengths, targets, comm.world))
+        self._statistics.maximum("balance/max_over_mean", imbalance(lengths, targets, comm.world))
         if targets == owners:
             return mine
         own_targets = [target for target, owner in zip(targets, owners, strict=True) if owner == comm.rank]
@@ -115,7 +115,7 @@ class PolicyUpdates:
             mask = mask & is_fresh[batch.sequence_index]
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
-        self._statistics.highest("mismatch/max_abs", float(result["max_abs"]))
+        self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
 
@@ -169,7 +169,7 @@ def sync_engine(run: RunContext, policy: nn.Module, version: int, statistics: St
     if run.config.offload_while_generating:
         values["memory/offloaded_gb"] = strategy.residency.offloaded_bytes / 1e9
     for name, value in values.items():
-        statistics.highest(name, value)
+        statistics.maximum(name, value)
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", response_tokens)
     statistics.mean("tokens/response_mean", response_tokens, count)
-    statistics.highest("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
+    statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
 
 
@@ -202,15 +202,15 @@ def describe_update(result: TrainBatchResult | None, statistics: Statistics, pre
     if not prefix:  # a critic's loss is reported by its objective
         statistics.mean("loss", result.loss, 1)
     statistics.mean(f"{prefix}grad_norm", result.grad_norm, 1)
-    statistics.highest(f"{prefix}lr", result.lr)
+    statistics.maximum(f"{prefix}lr", result.lr)
     statistics.mean(f"{prefix}skipped_updates", float(result.skipped), 1)
 
 
 def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_samples: int) -> dict[str, float]:
     """Reduces the statistics of the step over all ranks; coefficients that follow a target move by them."""
     coefficients = objective.coefficients
-    statistics.highest("kl_coef", coefficients.kl)
-    statistics.highest("entropy_coef", coefficients.entropy)
+    statistics.maximum("kl_coef", coefficients.kl)
+    statistics.maximum("entropy_coef", coefficients.entropy)
     metrics = statistics.reduce(comm)
     if "kl" in metrics:  # the policy was updated
         coefficients.follow(kl=metrics["kl"], entropy=metrics["entropy"], num_samples=num_samples)

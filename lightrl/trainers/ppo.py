@@ -296,7 +296,7 @@ class PPOTrainer(Trainer):
             yield
             return
         freed = self.strategy.maybe_offload_optimizer(optimizer)
-        self.statistics.highest("memory/waiting_optimizer_gb", freed / 1e9)
+        self.statistics.maximum("memory/waiting_optimizer_gb", freed / 1e9)
         try:
             yield
         finally:
