@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightrl.engines.base import Completion, EnginePrompt
-from lightrl.strategy.canary import Canary, _difference, _nan_to_inf
+from lightrl.strategy.serving.canary import Canary, _difference, _nan_to_inf
 from lightrl.testing import run_program, run_spmd
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "sabotage_program.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "sabotage_program.py"
 
 
 def test_every_sabotage_is_caught_in_one_process() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrl.checkpoint import load_tensors, save_tensors
 from lightrl.config import StrategyOptions
-from lightrl.strategy.offload import StorageOffloader
+from lightrl.strategy.serving.residency import StorageOffloader
 from lightrl.strategy.single import SingleStrategy
 from lightrl.testing.strategy_checks import fresh, parameters, same, train
 from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
@@ -83,7 +83,7 @@ def test_offload_while_generating_changes_no_number(settings: dict[str, Any]) ->
             strategy.set_global_step(step + 1)
             strategy.update_engine_weights(policy)
         found.append(strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS)[0].output_token_ids)
-        return found, parameters(strategy, policy), strategy.offloaded_bytes
+        return found, parameters(strategy, policy), strategy.residency.offloaded_bytes
 
     wanted, weights, none = run(False)
     found, offloaded_weights, num_bytes = run(True)

@@ -1,4 +1,8 @@
-"""What goes into and comes out of gather_and_generate, apart from any strategy."""
+"""The inputs and results of gather_and_generate and engine_generate_local, as code for other trainers writes them.
+
+Texts or token ids, nested or flat lists of images and videos, parameters as dicts, results read by attribute. lightrl's
+own trainers call generate() with EnginePrompt and SamplingParams, and enter none of this.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,76 @@ from typing import Any, Protocol
 from easydict import EasyDict
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine
 from lightrl.seeding import mix_seed
+from lightrl.strategy.serving.colocated_serving import ColocatedServing
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns ids to text and back."""
+    """The part of a tokenizer that turns token ids to text and back."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
 
     def encode(self, text: str) -> Any: ...
 
 
+def generate_local(
+    serving: ColocatedServing,
+    tokenizer: Decoder | None,
+    sampling_params: Any,
+    prompt_token_ids: Any | None,
+    multi_modal_inputs: list[dict[str, Any]] | None,
+) -> list[EasyDict]:
+    """Runs this rank's engine on exactly one kind of input."""
+    if (prompt_token_ids is None) == (multi_modal_inputs is None):
+        given = "neither" if prompt_token_ids is None else "both"
+        raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
+    engine = serving.require_engine()
+    if prompt_token_ids is not None:
+        inputs = [{"prompt": ids} for ids in as_prompt_list(prompt_token_ids)]
+    else:
+        inputs = multi_modal_inputs or []
+    prompts = engine_prompts(inputs, tokenizer, _placeholder_ids(engine))
+    params = params_for_each(sampling_params, len(prompts), first_position=0)
+    return [as_item(completion, tokenizer) for completion in engine.generate(prompts, params)]
+
+
+def generate_gathered(
+    serving: ColocatedServing,
+    tokenizer: Decoder | None,
+    sampling_params: Any,
+    *,
+    token_ids: Any | None,
+    texts: list[str] | None,
+    media: tuple[Any, Any, Any, Any],
+    sleep_engine: bool,
+) -> list[EasyDict]:
+    """Samples this rank's prompts on the engine that its group shares; a collective.
+
+    Args:
+        media: images, images_num, videos and videos_num, as build_multimodal_inputs takes them.
+    """
+    engine, comm = serving.require_engine(), serving.group.comm
+    with comm.phase("generate", local=True):
+        if (token_ids is None) == (texts is None):
+            raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
+        inputs = build_multimodal_inputs(texts if texts is not None else as_prompt_list(token_ids or []), *media)
+        prompts = engine_prompts(inputs, tokenizer, _placeholder_ids(engine))
+    counts = comm.all_gather_object(len(prompts))
+    with comm.phase("generate", local=True):
+        params = params_for_each(sampling_params, len(prompts), sum(counts[: comm.rank]))
+    completions = serving.generate(prompts, params, sleep_engine=sleep_engine)
+    return [as_item(completion, tokenizer) for completion in completions]
+
+
+def _placeholder_ids(engine: ColocatedEngine) -> set[int]:
+    """Returns the token ids that stand for an image or a video in a prompt."""
+    ids = (engine.engine.image_token_id, engine.engine.video_token_id)
+    return {token for token in ids if token is not None}
+
+
 def params_for_each(sampling_params: Any, num_prompts: int, first_position: int) -> list[SamplingParams]:
-    """One SamplingParams per prompt. Shared ones get a seed from the prompt's place among the prompts of all ranks."""
+    """Returns one SamplingParams per prompt; shared ones get a seed from the prompt's position over all ranks."""
     if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
         if len(sampling_params) != num_prompts:
             raise ValueError(f"{len(sampling_params)} sampling parameters for {num_prompts} prompts on this rank.")
@@ -44,7 +105,7 @@ def _as_params(given: Any) -> SamplingParams:
 
 
 def as_prompt_list(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
-    """Accepts one prompt (a list of ids) or several."""
+    """Returns a list of prompts from one prompt (a list of token ids) or from several."""
     if prompt_token_ids and isinstance(prompt_token_ids[0], int):
         return [list(prompt_token_ids)]
     return [list(prompt) for prompt in prompt_token_ids]
@@ -53,12 +114,12 @@ def as_prompt_list(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
 def engine_prompts(
     inputs: Sequence[Mapping[str, Any]], tokenizer: Decoder | None, placeholder_ids: Collection[int] = ()
 ) -> list[EnginePrompt]:
-    """What the engine is asked, from dicts of "prompt" (a text or token ids) and perhaps "multi_modal_data".
+    """Makes prompts for the engine from dicts of "prompt" (a text or token ids) and perhaps "multi_modal_data".
 
-    A run of one placeholder id, as a processor leaves it in place of an image, is one placeholder again: the engine
-    expands it itself and would expand each of them.
+    A processor leaves a run of one placeholder id for an image. It becomes one placeholder again, since the engine
+    expands each placeholder itself.
     """
-    made = []
+    prompts = []
     for item in inputs:
         prompt, media = item["prompt"], item.get("multi_modal_data") or {}
         if isinstance(prompt, str):
@@ -66,24 +127,24 @@ def engine_prompts(
                 raise ValueError("Text prompts need a tokenizer: set strategy.tokenizer, or pass prompt_token_ids.")
             prompt = tokenizer.encode(prompt)
         ids = _without_runs(prompt, placeholder_ids) if media else prompt
-        made.append(
+        prompts.append(
             EnginePrompt(
                 token_ids=tuple(int(token) for token in ids),
                 images=tuple(media.get("image", ())),
                 videos=tuple(media.get("video", ())),
             )
         )
-    return made
+    return prompts
 
 
 def _without_runs(ids: Sequence[int], placeholder_ids: Collection[int]) -> list[int]:
     return [
-        token for place, token in enumerate(ids) if not (token in placeholder_ids and place and ids[place - 1] == token)
+        token for index, token in enumerate(ids) if not (token in placeholder_ids and index and ids[index - 1] == token)
     ]
 
 
 def as_item(completion: Completion, tokenizer: Decoder | None) -> EasyDict:
-    """A completion as users of the contract read it."""
+    """Converts a completion to the item that gather_and_generate returns."""
     text = tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True) if tokenizer else None
     return EasyDict(
         prompt_token_ids=list(completion.prompt_token_ids),
@@ -103,7 +164,7 @@ def build_multimodal_inputs(
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """One dict per prompt, a text or token ids: "prompt", and "multi_modal_data" where it has images or videos."""
+    """Returns a dict per prompt: "prompt" (a text or token ids), and "multi_modal_data" if it has images or videos."""
     image_lists = _per_prompt(prompts, images, images_num, "image")
     video_lists = _per_prompt(prompts, videos, videos_num, "video")
     inputs = []
@@ -116,7 +177,7 @@ def build_multimodal_inputs(
 def _per_prompt(
     prompts: Sequence[Any], items: Sequence[Any] | None, counts: Sequence[int] | None, kind: str
 ) -> list[list[Any]]:
-    """Nested lists are taken as they are, flat ones are cut by the counts; without counts one item a prompt."""
+    """Takes nested lists as they are and cuts flat ones by the counts; without counts each prompt has one item."""
     if items is None:
         return [[] for _ in prompts]
     is_nested = any(isinstance(item, list | tuple) for item in items)
@@ -126,13 +187,13 @@ def _per_prompt(
         nested = [list(item) if isinstance(item, list | tuple) else [] if item is None else [item] for item in items]
         if len(nested) != len(prompts):
             raise ValueError(f"{len(nested)} lists of {kind}s for {len(prompts)} prompts.")
-        for place, own in enumerate(nested):
-            if counts is not None and counts[place] != len(own):
-                raise ValueError(f"prompt {place} has {len(own)} {kind}s, but its count says {counts[place]}.")
+        for index, own in enumerate(nested):
+            if counts is not None and counts[index] != len(own):
+                raise ValueError(f"prompt {index} has {len(own)} {kind}s, but its count says {counts[index]}.")
         return nested
     if counts is None:
         raise ValueError(f"{len(items)} {kind}s for {len(prompts)} prompts: say how many each has in {kind}s_num.")
     if sum(counts) != len(items):
         raise ValueError(f"{len(items)} {kind}s, but the counts {list(counts)} add up to {sum(counts)}.")
-    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [list(items[end - count : end]) for end, count in zip(ends, counts, strict=True)]

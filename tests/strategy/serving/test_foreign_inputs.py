@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.seeding import mix_seed
-from lightrl.strategy.generation import as_item, as_prompt_list, engine_prompts, params_for_each
+from lightrl.strategy.serving.foreign_inputs import as_item, as_prompt_list, engine_prompts, params_for_each
 from lightrl.testing import run_program, run_spmd
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "generate_program.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "generate_program.py"
 
 
 def test_any_spread_gives_the_same_samples(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def largest_difference(strategy: StrategyBase, policy: Policy) -> float:
 
 def test_it_agrees_over_updates(ready: tuple[StrategyBase, Policy]) -> None:
     strategy, policy = ready
-    assert strategy._canary._prompts[0].images
+    assert strategy.serving.canary._prompts[0].images
     for _ in range(2):
         assert 0 < largest_difference(strategy, policy) < 1e-5
         with torch.no_grad():
