@@ -135,11 +135,7 @@ def packed_attention(
     """
     layout = kwargs.get(_LAYOUT_KEYWORD) or _CURRENT_LAYOUT.get()
     if layout is None:
-        raise ValueError(
-            f"{type(module).__name__} was called without the boundaries of the pack. Run the model by "
-            "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand "
-            "keyword arguments to its attention: turn gradient checkpointing off, or choose another model."
-        )
+        raise _no_layout(module)
     if layout.group is not None:
         query, key, value, s_aux = _to_heads(layout.group, query, key, value, s_aux)
     adds = isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None
@@ -176,6 +172,14 @@ class _Scoring:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+
+
+def _no_layout(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} was called without the boundaries of the pack. Run the model by "
+        "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand keyword "
+        "arguments to its attention: turn gradient checkpointing off, or choose another model."
+    )
 
 
 def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, num_tokens: int, dropout: float, adds: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.reward_shaping import overlong_penalty
+from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import AlgorithmConfig, GRPOConfig
 from lightrl.data.packing import Key, TokenMasks, TokenValues
 from lightrl.data.sampler import shard

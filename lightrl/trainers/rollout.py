@@ -80,7 +80,7 @@ class RolloutTrainer(Trainer):
             self.statistics.highest(f"sync/{name}", value)
         self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
         if self.config.offload_while_generating:
-            self.statistics.highest("memory/offloaded_gb", strategy.offloaded_bytes / 1e9)
+            self.statistics.highest("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
     def log_samples(self, experience: Sequence[Experience]) -> None:
         """The first samples by position, whatever rank made them."""
