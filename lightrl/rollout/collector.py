@@ -10,8 +10,8 @@ from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import AnyReward
-from lightrl.rewards.failures import has_reward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.scorer import Scorer
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase

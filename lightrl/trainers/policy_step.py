@@ -17,8 +17,8 @@ from lightrl.data.packing import Key, Packable, dummy_batch, pack, split_micro_b
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
-from lightrl.rewards.failures import has_reward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.objective import PolicyLoss

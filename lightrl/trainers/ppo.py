@@ -21,8 +21,8 @@ from lightrl.models.lora import add_adapters, options_beside
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
-from lightrl.rewards.failures import has_reward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Prompts
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
