@@ -252,7 +252,7 @@ def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statis
     count = int(mask.sum())
     statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
     statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
-    statistics.highest("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
+    statistics.maximum("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
     statistics.mean("kl", 0.0, count)
     statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
 

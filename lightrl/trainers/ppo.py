@@ -135,7 +135,7 @@ class PPOTrainer(PolicyTrainer):
             yield
             return
         freed = self.strategy.maybe_offload_optimizer(optimizer)
-        self.statistics.highest("memory/waiting_optimizer_gb", freed / 1e9)
+        self.statistics.maximum("memory/waiting_optimizer_gb", freed / 1e9)
         try:
             yield
         finally:
@@ -281,7 +281,7 @@ class PPOTrainer(PolicyTrainer):
 
     def _describe_critic_update(self, result: TrainBatchResult) -> None:
         self.statistics.mean("critic/grad_norm", result.grad_norm, 1)
-        self.statistics.highest("critic/lr", result.lr)
+        self.statistics.maximum("critic/lr", result.lr)
         self.statistics.mean("critic/skipped_updates", float(result.skipped), 1)
 
 

@@ -77,10 +77,10 @@ class RolloutTrainer(Trainer):
         found = {"gb": report.num_bytes / 1e9, "gb_per_s": report.gb_per_s, "version": float(report.version)}
         found |= {} if report.canary is None else {"canary_max_abs": report.canary}
         for name, value in found.items():
-            self.statistics.highest(f"sync/{name}", value)
-        self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
+            self.statistics.maximum(f"sync/{name}", value)
+        self.statistics.maximum("memory/engine_freed_gb", freed / 1e9)
         if self.config.offload_while_generating:
-            self.statistics.highest("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
+            self.statistics.maximum("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
     def log_samples(self, experience: Sequence[Experience]) -> None:
         """The first samples by position, whatever rank made them."""
