@@ -46,11 +46,6 @@ class PromptSampler:
         self.num_drawn = 0
         self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation) used last
 
-    @property
-    def epoch(self) -> int:
-        """Number of complete epochs."""
-        return self.num_drawn // self.num_prompts_in_data
-
     def next_batch(self) -> list[int]:
         """Returns the data indices of the step's global batch."""
         return self.draw(self.batch_size)

@@ -45,15 +45,6 @@ def test_every_epoch_holds_each_prompt_once_whatever_the_batch_size(batch_size: 
     assert epochs[0] != epochs[1]
 
 
-def test_epoch_counts_complete_ones() -> None:
-    sampler = PromptSampler(10, 4, seed=3)
-    seen = []
-    for _ in range(5):
-        sampler.next_batch()
-        seen.append(sampler.epoch)
-    assert seen == [0, 0, 1, 1, 2]  # 4, 8, 12, 16, 20 drawn
-
-
 @pytest.mark.parametrize("steps_before", [0, 1, 4, 5])
 def test_state_resumes_exactly(steps_before: int) -> None:
     sampler = PromptSampler(10, 4, seed=3)
