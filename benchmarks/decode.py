@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine against transformers' own `generate`, interleaved in one process.
+"""Compares the native engine's tokens per second with transformers' own `generate`, in turns in one process.
 
 python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
 """
@@ -134,9 +134,9 @@ def compare(name: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"], help="sizes of models")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"fp32, {args.threads} thread(s), median of {args.rounds} rounds")

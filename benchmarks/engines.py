@@ -1,10 +1,10 @@
-"""Every engine and transformers' own `generate` on the same 64 requests x 64 tokens: tokens/s, weight sync, memory.
+"""Measures tokens/s, weight sync and memory of every engine and of transformers' `generate` on 64 requests x 64 tokens.
 
 python benchmarks/engines.py --engines native vllm hf
 python benchmarks/engines.py --engines native hf sglang=.venv-sglang/bin/python
 
-Each engine lives in a process of its own (name=PYTHON starts it with another interpreter) and all take turns, so that a
-busy machine slows them alike. One thread each, float32, no end tokens, logprobs on (not for generate).
+Each engine runs in a process of its own (name=PYTHON starts it with another interpreter). They take turns, so that a
+busy machine slows all of them. Each has one thread, float32, no end tokens, and logprobs (except generate).
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["native", "vllm", "hf"])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", default=["native", "vllm", "hf"], help="NAME or NAME=PYTHON")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine")
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -1,9 +1,9 @@
-"""Forward and backward of one padded batch against the same samples packed without padding.
+"""Compares forward and backward of a padded batch with the same samples packed without padding.
 
     python benchmarks/packing.py [--model toy|mid --num 32 --threads 2 --rounds 5]
 
-The lengths are log-normal, as those of sampled responses are; the two ways take turns. Both score the same response
-tokens with the same loss, and the largest difference of a log-probability is shown with the times.
+The lengths are log-normal, like those of sampled responses; the two ways take turns. Both score the same response
+tokens with the same loss. The largest difference of a log-probability is printed with the times.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def timed(model: torch.nn.Module, score: Callable[[], Tensor]) -> tuple[float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="toy")
-    parser.add_argument("--num", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="toy", help="size of the model")
+    parser.add_argument("--num", type=int, default=32, help="samples in the batch")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     padded, policy = make_model(args.model), Policy(make_model(args.model), entropy=False)

@@ -1,8 +1,8 @@
-"""Every recipe of configs/ on the built-in task, on this machine's CPU: held-out accuracy before and after.
+"""Trains every recipe of configs/ on the built-in task on a CPU: held-out accuracy before and after.
 
     python benchmarks/recipes.py [--recipes grpo dapo ...] [--seed 0]
 
-Prints the table of docs/recipes.md.
+It prints the table of docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=recipe_names())
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipes", nargs="+", default=recipe_names(), help="names of files in configs/")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every run")
     arguments = parser.parse_args()
     print("| recipe | steps | samples | accuracy before | by half-way | after |")
     print("|---|---|---|---|---|---|")
