@@ -38,8 +38,8 @@ from lightrl.engines.sglang.loader import LOADER
 from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
 from lightrl.engines.sglang.requests import Sample, SampleTasks, is_cut, media_features
 from lightrl.engines.sglang.sync import Route, WeightSender
-from lightrl.engines.weight_sync import raise_problems
-from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.engines.weights.account import WeightAccount, raise_problems
+from lightrl.engines.weights.names import checkpoint_pairs, skeleton
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import FAMILIES, MediaProcessor, takes_images
 
@@ -323,8 +323,8 @@ class SGLangEngine(InferenceEngine):
         self._require_open("load_weights")
         if "weights" in self._released:
             raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
-        expected = ExpectedWeights(self._skeleton)
-        fitting = ((name, tensor) for name, tensor in weights if expected.accept(name, tensor))
+        account = WeightAccount.of_model(self._skeleton)
+        fitting = ((name, tensor) for name, tensor in weights if account.accept(name, tensor))
         sender = WeightSender(self._route(), version, is_busy=bool(self._left))
         try:
             for name, tensor in checkpoint_pairs(self._skeleton, fitting):
@@ -333,7 +333,7 @@ class SGLangEngine(InferenceEngine):
             for _ in fitting:  # to the end whatever happened: the tensors may come out of collectives
                 pass
             problems = sender.finish()
-        raise_problems(expected.problems() + problems, f"Weight sync to version {version}")
+        raise_problems(account.problems() + problems, f"Weight sync to version {version}")
         if self._samples is not None:
             self._samples.version = version
 
