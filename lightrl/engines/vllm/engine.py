@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
+from lightrl.engines.architecture import skeleton
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -27,12 +28,11 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
-from lightrl.engines.native.weights import drop_weights
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.delivery import Delivery
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
-from lightrl.engines.weights.names import skeleton
 from lightrl.engines.weights.placement import Placement, ServerRules
+from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed

@@ -10,23 +10,12 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-
-
-def skeleton(source: PreTrainedModel) -> PreTrainedModel:
-    """Returns the source's architecture without memory for weights; the source itself may be sharded or wrapped."""
-    plain = next(kind for kind in type(source).__mro__ if not kind.__name__.startswith("FSDP"))
-    config = type(source.config).from_dict(source.config.to_dict())
-    with torch.device("meta"):
-        model: PreTrainedModel = plain(config)
-    model.tie_weights()
-    return model
 
 
 def checkpoint_pairs(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrl.engines.architecture import skeleton
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.weights.account import Place, WeightAccount, named_shapes, raise_problems, sampled_indices
-from lightrl.engines.weights.names import skeleton
 
 TEXT = {
     "vocab_size": 32,

@@ -11,7 +11,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lightrl.engines.weights.names import checkpoint_pairs, skeleton
+from lightrl.engines.architecture import skeleton
+from lightrl.engines.weights.names import checkpoint_pairs
 
 TEXT = {
     "vocab_size": 32,
