@@ -22,7 +22,7 @@ class MediaError(ValueError):
     """A file that is missing or unreadable; the message names it."""
 
 
-def media_folder(source: str) -> Path:
+def media_folder(source: str | Path) -> Path:
     """What relative paths in a data set start from: the folder of its file."""
     path = Path(source)
     if path.is_dir():
@@ -104,7 +104,7 @@ class PromptEncoder:
 
 
 def _num_bytes(encoded: EncodedPrompt) -> int:
-    tensors = (encoded.pixel_values, encoded.positions, encoded.places)
+    tensors = (encoded.pixel_values, encoded.positions, encoded.feature_positions)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
@@ -146,7 +146,7 @@ def _mapped_frames(path: str) -> Any:
     return frames
 
 
-def resolved(paths: Any, folder: Path) -> tuple[str, ...]:
+def absolute_paths(paths: Any, folder: Path) -> tuple[str, ...]:
     """A path or a list of paths as absolute ones; ValueError if it is neither."""
     listed: Sequence[Any] = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list | tuple) or not all(isinstance(path, str) and path for path in listed):

@@ -52,8 +52,8 @@ class DynamicSampling:
             kept += [group for group in drawn if group.has_signal]
             num_kept, num_drawn, num_rounds = self._count(kept), num_drawn + count, num_rounds + 1
         chosen = self._deal(kept)
-        self._statistics.highest("dynamic_sampling/rounds", num_rounds)
-        self._statistics.highest("dynamic_sampling/fill", min(1.0, num_kept / self._num_prompts))
+        self._statistics.maximum("dynamic_sampling/rounds", num_rounds)
+        self._statistics.maximum("dynamic_sampling/fill", min(1.0, num_kept / self._num_prompts))
         self._statistics.add("dynamic_sampling/carried", sum(group.step < step for group in chosen))
         self._statistics.add("dynamic_sampling/spare", len(self._spares))
         self._warn_if_short(step, num_kept, num_drawn)

@@ -13,14 +13,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from easydict import EasyDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,19 +29,22 @@ from lightrl import comm as comm_module
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.data.sampler import ResumableSampler
-from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
+from lightrl.engines import check_engine_name
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.seeding import mix_seed
-from lightrl.strategy import critic_warmup, generation, offload, schedules
+from lightrl.strategy import critic_warmup, schedules
 from lightrl.strategy.background_save import BackgroundSave
-from lightrl.strategy.canary import Canary
 from lightrl.strategy.compilation import check_compiler, compile_blocks
+from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.grad_scaler import GradScaler
 from lightrl.strategy.parameter_groups import check_lr_scales
+from lightrl.strategy.serving import residency
+from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
+from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ def is_actor(model: Any) -> bool:
     return bool(getattr(model, "is_actor", False))
 
 
-class StrategyBase(ABC):
+class StrategyBase(ForeignNames, ABC):
     """The public contract; see docs/adding_a_strategy.md for what a back end writes."""
 
     splits_models: ClassVar[bool] = False  # whether it honours --tp_size and --sp_size
@@ -113,21 +115,16 @@ class StrategyBase(ABC):
             self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, max(1, num_groups))
         self.device = torch.device("cpu")
         self.comm = Comm()
-        self.engine: ColocatedEngine | None = None
-        self.tokenizer: generation.Decoder | None = None  # gives gather_and_generate its text
+        self.residency = residency.Residency(self)
+        self.serving = ColocatedServing(self, self.options)
+        if self.options.offload_while_generating:
+            self.serving = OffloadingServing(self, self.options, self.residency)
+        self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
         self.global_step = 0
-        self.last_sync: SyncReport | None = None
-        self._engine_group = EngineGroup()
-        self._engine_actor: nn.Module | None = None  # whose weights the engine gets
-        self._num_syncs = 0
         self.grad_scaler = GradScaler(enabled=False)
-        self._canary = Canary()
         self._trained: list[TrainedModel] = []
         self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._offloaded: dict[str, offload.StorageOffloader] = {}
-        self.offloaded_bytes = 0  # of this rank, the last time that the engine took the device
-        self._frozen: list[nn.Module] = []  # references and reward models: they leave the device with the trained ones
         self._averages: WeakKeyDictionary[nn.Module, WeightAverage] = WeakKeyDictionary()
         self._saving: BackgroundSave | None = None  # None on all ranks or on none
 
@@ -248,7 +245,7 @@ class StrategyBase(ABC):
         self.comm = comm_module.connect(self.device, wait)
         self._check_engine_groups()
         size = self.options.engine_tp_size
-        self._engine_group = EngineGroup(self.comm, self.comm.new_groups(size), size)
+        self.serving.group = EngineGroup(self.comm, self.comm.new_groups(size), size)
         self.set_seed(self.seed)
 
     def _check_model_parallelism(self) -> None:
@@ -292,14 +289,12 @@ class StrategyBase(ABC):
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
         model = self.prepare_model(model.eval().requires_grad_(False))
-        model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
-        self._frozen.append(model)
+        self.residency.add(model)
         return model
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
-        if not any(entry.model is model for entry in self._trained):
-            model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
+        self.residency.add(model, optimizer)
         if self.options.compile:
             check_compiler(self.device)
             compile_blocks(model)
@@ -466,9 +461,7 @@ class StrategyBase(ABC):
         try:
             self.finish_saving()
         finally:
-            if self.engine is not None:
-                self.engine.close()
-                self.engine = None
+            self.serving.close()
             self.comm.close()
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -635,82 +628,17 @@ class StrategyBase(ABC):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    # ---- Sampling ----------------------------------------------------------------------------------------------
+    # ---- Serving -----------------------------------------------------------------------------------------------
 
-    def setup_inference_engine(self, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None) -> Any:
-        """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        check_engine_name(engine_type)
-        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
-        source = self.unwrap_model(actor) if actor is not None else None
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-        engine = create_engine(
-            engine_type,
-            source=source,
-            tokenizer=self.tokenizer,
-            options=options,
-            device=self.device,
-            group=self._engine_group,
-        )
-        self.engine, self._engine_actor, self._num_syncs = ColocatedEngine(engine), None, 0
-        if actor is not None:
-            self.update_engine_weights(actor)
-        return engine
+    @property
+    def engine(self) -> ColocatedEngine | None:
+        """The engine beside the trainer; None before it is set up."""
+        return self.serving.engine
 
-    def _require_engine(self) -> ColocatedEngine:
-        if self.engine is None:
-            raise NotImplementedError("There is no inference engine. Call setup_inference_engine(...) first.")
-        return self.engine
-
-    def engine_generate_local(
-        self,
-        sampling_params: Any,
-        prompt_token_ids: Any | None = None,
-        multi_modal_inputs: list[dict[str, Any]] | None = None,
-    ) -> list[EasyDict]:
-        """Runs this rank's engine on exactly one kind of input; n items a prompt, flattened in order."""
-        if (prompt_token_ids is None) == (multi_modal_inputs is None):
-            given = "neither" if prompt_token_ids is None else "both"
-            raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
-        if prompt_token_ids is not None:
-            inputs = [{"prompt": ids} for ids in generation.as_prompt_list(prompt_token_ids)]
-        else:
-            inputs = multi_modal_inputs or []
-        prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
-        params = generation.params_for_each(sampling_params, len(prompts), first_position=0)
-        completions = self._require_engine().generate(prompts, params)
-        return [generation.as_item(completion, self.tokenizer) for completion in completions]
-
-    def gather_and_generate(
-        self,
-        sampling_params: Any,
-        all_prompt_token_ids: Any | None = None,
-        all_prompts: list[str] | None = None,
-        all_images: Any | None = None,
-        sleep_engine: bool = True,
-        images_num: list[int] | None = None,
-        all_videos: Any | None = None,
-        videos_num: list[int] | None = None,
-    ) -> list[EasyDict]:
-        """Samples this rank's prompts (any number, also none) on the engine that its group shares.
-
-        Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
-        draw by the prompt's place among those of all ranks, so results do not hang on the world size; give one
-        SamplingParams per prompt to set each seed. An error on one rank is raised on all.
-        """
-        self._require_engine()
-        with self.comm.phase("generate", local=True):
-            if (all_prompt_token_ids is None) == (all_prompts is None):
-                raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
-            texts = all_prompts if all_prompts is not None else generation.as_prompt_list(all_prompt_token_ids or [])
-            inputs = self._build_multimodal_inputs(texts, all_images, images_num, all_videos, videos_num)
-            prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
-        counts = self.comm.all_gather_object(len(prompts))
-        with self.comm.phase("generate", local=True):
-            params = generation.params_for_each(sampling_params, len(prompts), sum(counts[: self.comm.rank]))
-        completions = self.generate(prompts, params, sleep_engine=sleep_engine)
-        return [generation.as_item(completion, self.tokenizer) for completion in completions]
+    @property
+    def last_sync(self) -> SyncReport | None:
+        """What the last weight sync did; None before the first."""
+        return self.serving.last_sync
 
     def generate(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True
@@ -720,214 +648,57 @@ class StrategyBase(ABC):
         Returns n completions per prompt, in the prompts' order. An error on one rank is raised on all. The engine
         sleeps afterwards unless sleep_engine is False.
         """
-        self._require_engine()
-        try:
-            with self.comm.phase("generate"):
-                self._restore_weights()
-            with self.comm.phase("generate", local=True):
-                self.wake_engine()
-            parts = self._engine_group.gather(([*prompts], [*params]))
-            with self.comm.phase("generate", local=True):
-                return self._generate_group(parts)
-        finally:
-            if sleep_engine:
-                self.sleep_engine()
-
-    def _generate_group(self, parts: list[tuple[list[EnginePrompt], list[SamplingParams]]]) -> list[Completion]:
-        """The group's prompts go through the engine together; this rank keeps the completions of its own."""
-        own = self._engine_group.rank
-        prompts = [item for part, _ in parts for item in part]
-        params = [item for _, part in parts for item in part]
-        completions = self._require_engine().generate(prompts, params)
-        self._canary.keep(prompts)
-        before = sum(param.n for _, part in parts[:own] for param in part)
-        count = sum(param.n for param in parts[own][1])
-        return completions[before : before + count]
-
-    def _placeholder_ids(self) -> set[int]:
-        """Ids that stand for an image or a video in a prompt."""
-        engine = self._require_engine().engine
-        return {token for token in (engine.image_token_id, engine.video_token_id) if token is not None}
-
-    @classmethod
-    def _build_multimodal_inputs(
-        cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
-    ) -> list[dict[str, Any]]:
-        return generation.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+        return self.serving.generate(prompts, params, sleep_engine=sleep_engine)
 
     def sync_weights(self, model: nn.Module) -> SyncReport:
-        """Sends the model's weights to the engine, stamped with the global step, and proves that they are there.
-
-        A sleeping engine wakes up to hold weights only; where the canary is due it generates, and is awake after that.
-        """
-        engine = self._require_engine()
-        self._take_device_back()
-        dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
-        expected = self.weight_fingerprints(model, dtype)
-        error: WeightSyncError | None = None
-        try:
-            report = engine.update_weights(self.full_parameters(model, dtype), self.global_step, expected=expected)
-        except WeightSyncError as failed:  # raised when all pairs were consumed, so the ranks are still in step
-            error = failed
-        with self.comm.phase("weight sync", local=True):
-            if error is not None:
-                raise error
-        self._engine_actor = model
-        every = self.options.canary_every
-        if every and self._num_syncs % every == 0:
-            with self.comm.phase("canary", local=True):
-                engine.wake()
-            report = replace(report, canary=self._canary.check(self, model, dtype))
-        self._num_syncs += 1
-        self.last_sync = report
-        return report
-
-    def update_engine_weights(self, actor: nn.Module) -> None:
-        self.sync_weights(actor)
-
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
-        """Of every tensor that full_parameters yields, worked out from the shards; None proves nothing."""
-        return None
-
-    def _restore_weights(self) -> None:
-        """After a sleep of level 2 the engine holds none; a collective if so, and so on every rank or on none."""
-        if self._require_engine().needs_weights and self._engine_actor is not None:
-            self.update_engine_weights(self._engine_actor)
-
-    def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
-        self.update_engine_weights(actor if actor is not None else self._trained_entry(None).model)
+        """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived."""
+        return self.serving.sync_weights(model)
 
     def sleep_engine(self) -> None:
-        """Frees the engine's cache if there is an engine; a second call changes nothing."""
-        if self.engine is not None:
-            self.engine.sleep(self.options.engine_sleep_level)
-            self._take_device_back()
+        """Frees the engine's memory if there is an engine; a second call changes nothing."""
+        self.serving.sleep()
 
     def wake_engine(self) -> None:
         """Makes the engine ready to generate if there is one; a second call changes nothing."""
-        if self.engine is not None:
-            self._leave_device_to_engine()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.engine.wake()
+        self.serving.wake()
 
-    def maybe_sleep_inference_engine(self) -> None:
-        self.sleep_engine()
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
+        """Returns those of the tensors that full_parameters yields, computed from the shards; None proves nothing."""
+        return None
 
-    def wakeup_inference_engine(self) -> None:
-        self.wake_engine()
+    def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
+        self.sync_weights(actor if actor is not None else self._trained_entry(None).model)
 
-    # ---- Offload -----------------------------------------------------------------------------------------------
-
-    def _leave_device_to_engine(self) -> None:
-        """With --offload_while_generating everything of the trainer moves to host memory."""
-        if not self.options.offload_while_generating:
-            return
-        freed = self.offload_optimizer() + self.offload_param_and_grad(offload_grad=True)
-        for model in self._frozen:
-            self.after_forward_only(model)
-            freed += self._offload(f"parameters {id(model)}", self.parameter_tensors(model))
-        if freed:  # else the engine was awake
-            self.offloaded_bytes = freed
-
-    def _take_device_back(self) -> None:
-        if not self.options.offload_while_generating:
-            return
-        for model in self._frozen:
-            self._restore(f"parameters {id(model)}")
-        self.load_param_and_grad(load_grad=True)
-        self.load_optimizer()
-
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
-        """Moves the optimizer's states, and the average of the weights, to host memory, if they are made and not there.
-
-        Returns the bytes freed on this rank; 0 if they had left before.
-        """
-        tensors = [*self.optimizer_tensors(optimizer), *self.average_tensors(optimizer)]
-        return self._offload(f"optimizer {id(optimizer)}", tensors)
-
-    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> int:
-        """Brings the states back to where they were; device may only name that place. Returns the bytes loaded."""
-        if device is not None and torch.device(device).type != self.device.type:
-            raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
-        return self._restore(f"optimizer {id(optimizer)}")
-
-    def offload_optimizer(self) -> int:
-        """All trained models' states; returns the bytes freed on this rank."""
-        return sum(self.maybe_offload_optimizer(entry.optimizer) for entry in self._trained)
-
-    def load_optimizer(self, device_id: Any = None) -> int:
-        """Brings all states back to the device they left, whatever device_id says; returns the bytes loaded."""
-        return sum(self.maybe_load_optimizer(entry.optimizer) for entry in self._trained)
-
-    def offload_param_and_grad(self, offload_grad: bool = False) -> int:
-        """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device.
-
-        Returns the bytes freed on this rank.
-        """
-        freed = 0
-        for entry in self._trained:
-            self.after_forward_only(entry.model)
-            freed += self._offload(f"parameters {id(entry.model)}", self.parameter_tensors(entry.model))
-            if offload_grad:
-                freed += self._offload(f"gradients {id(entry.model)}", self.gradient_tensors(entry.model))
-        return freed
-
-    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> int:
-        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
-
-        They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
-        """
-        loaded = 0
-        for entry in self._trained:
-            loaded += self._restore(f"parameters {id(entry.model)}")
-            gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
-            if gradients is None:  # they never left
-                continue
-            num_bytes = gradients.restore()
-            if load_grad:
-                loaded += num_bytes
-            else:
-                self.drop_gradients(entry.model)
-        return loaded
+    # ---- Residency ---------------------------------------------------------------------------------------------
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
-        """This rank's storages of weights and buffers: what an offload moves."""
-        return offload.parameter_tensors(model)
+        """Returns this rank's storages of weights and buffers: what an offload moves."""
+        return residency.parameter_tensors(model)
 
     def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
-        return offload.gradient_tensors(model)
+        """Returns this rank's storages of gradients."""
+        return residency.gradient_tensors(model)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        return offload.optimizer_tensors(optimizer)
+        """Returns this rank's storages of optimizer states."""
+        return residency.optimizer_tensors(optimizer)
 
     def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        """Of the weights that this optimizer steps."""
+        """Returns the averages of the weights that this optimizer steps."""
         return []
 
     def drop_gradients(self, model: nn.Module) -> None:
+        """Forgets the gradients of an accumulation."""
         for parameter in model.parameters():
             parameter.grad = None
 
     def require_loaded(self, model: nn.Module) -> None:
-        """Reading an emptied storage would crash the process; this says what to do instead."""
-        offloader = self._offloaded.get(f"parameters {id(model)}")
-        if offloader is not None and offloader.is_offloaded:
-            raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+        """Raises RuntimeError while the model's weights are offloaded."""
+        self.residency.require_parameters(model)
 
     def require_loaded_optimizer(self, optimizer: Optimizer) -> None:
-        offloader = self._offloaded.get(f"optimizer {id(optimizer)}")
-        if offloader is not None and offloader.is_offloaded:
-            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
-
-    def _offload(self, key: str, tensors: list[Tensor]) -> int:
-        """What lives in host memory anyway, by an option of the back end, stays."""
-        offloader = self._offloaded.setdefault(key, offload.StorageOffloader())
-        return offloader.offload(tensor for tensor in tensors if tensor.device.type == self.device.type)
-
-    def _restore(self, key: str) -> int:
-        offloader = self._offloaded.pop(key, None)
-        return offloader.restore() if offloader is not None else 0
+        """Raises RuntimeError while the optimizer's states are offloaded."""
+        self.residency.require_optimizer(optimizer)
 
     # ---- The trained state ----------------------------------------------------------------------------------------
 

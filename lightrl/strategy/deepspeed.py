@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.config import check_deepspeed
-from lightrl.strategy import critic_warmup, offload
+from lightrl.strategy import critic_warmup
 from lightrl.strategy.single import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.state_files import Piece, TensorReader
 from lightrl.strategy.torch_native import TorchStrategy, broadcast_buffers, broadcast_from_main, ensure_process_group
@@ -331,7 +331,7 @@ class DeepSpeedStrategy(TorchStrategy):
         entries = [entry for entry in self._trained if entry.optimizer is optimizer]
         zero = _zero_of(entries[0].model) if entries else None
         if zero is None:
-            return offload.optimizer_tensors(optimizer)
+            return super().optimizer_tensors(optimizer)
         weights = {tensor.untyped_storage().data_ptr() for tensor in self.parameter_tensors(entries[0].model)}
         flats = {id(flat): flat for flat in _flat_of_each(zero).values()}.values()
         states = [value for flat in flats for value in optimizer.state.get(flat, {}).values()]

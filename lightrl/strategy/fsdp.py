@@ -22,9 +22,8 @@ from lightrl.records import PackedBatch
 from lightrl.strategy.base import SharedBatches
 from lightrl.strategy.bucketed_gather import gather_in_buckets
 from lightrl.strategy.meshes import Meshes, MeshSizes, build_meshes
-from lightrl.strategy.offload import local
 from lightrl.strategy.sequence_parallel import UlyssesGroup
-from lightrl.strategy.sharding import sharding_of
+from lightrl.strategy.sharding import local, sharding_of
 from lightrl.strategy.single import enable_gradient_checkpointing
 from lightrl.strategy.tensor_parallel import check_splits, cut_projections
 from lightrl.strategy.torch_native import TorchStrategy, ensure_process_group

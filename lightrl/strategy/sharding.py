@@ -11,6 +11,11 @@ from torch.distributed.tensor import DTensor
 TENSOR_AXIS = "tp"  # of a device mesh; the other axis that shards is FSDP's
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """A tensor cut into equal parts by tensor parallelism, and each part by rows into FSDP's shards.

@@ -30,9 +30,9 @@ from lightrl.strategy.background_save import BackgroundSave
 from lightrl.strategy.base import OptimizerStep, StrategyBase, persistent_buffers
 from lightrl.strategy.gradients import clip_gradients
 from lightrl.strategy.muon import MuonWithAdamW
-from lightrl.strategy.offload import local
 from lightrl.strategy.parameter_groups import parameter_groups
 from lightrl.strategy.row_shards import own_rows
+from lightrl.strategy.sharding import local
 from lightrl.strategy.state_files import Piece, StateWriter, TensorReader
 from lightrl.strategy.weight_average import WeightAverage
 

@@ -161,7 +161,7 @@ def check_engine_weights(strategy: StrategyBase) -> None:
     strategy.update_engine_weights(policy)
     assert strategy.engine is not None
     strategy.engine.close()
-    strategy.engine = None
+    strategy.serving.engine = None
 
 
 @torch.no_grad()

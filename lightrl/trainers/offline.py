@@ -16,9 +16,8 @@ from lightrl.data.examples import keep_fitting
 from lightrl.data.packing import split_micro_batches
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.models.load import context_length, load_policy
 from lightrl.models.lora import add_adapters
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy, check_scores, context_length, load_policy
 from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
 from lightrl.trainers.base import StepReport, Trainer
@@ -129,9 +128,9 @@ class OfflineTrainer(Trainer):
         # The same on every rank already; a mean over ranks leaves these as they are.
         self.statistics.mean("loss", result.loss, 1)
         self.statistics.mean("grad_norm", result.grad_norm, 1)
-        self.statistics.highest("lr", result.lr)
+        self.statistics.maximum("lr", result.lr)
         self.statistics.mean("skipped_updates", float(result.skipped), 1)
-        self.statistics.highest("epoch", (num_drawn + len(drawn)) / len(self.examples))
+        self.statistics.maximum("epoch", (num_drawn + len(drawn)) / len(self.examples))
         self._count_tokens(mine)
         return StepReport(metrics=self.statistics.reduce(self.strategy.comm))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.mismatch import mismatch_statistics
+from lightrl.algorithms.kl import mismatch_statistics
 from lightrl.config import AlgorithmConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micro_batches, unpack
@@ -47,8 +47,8 @@ class PolicyTrainer(RolloutTrainer):
     def take_metrics(self) -> dict[str, float]:
         """The step's, over all ranks; coefficients that follow a target move by them."""
         coefficients = self.objective.coefficients
-        self.statistics.highest("kl_coef", coefficients.kl)
-        self.statistics.highest("entropy_coef", coefficients.entropy)
+        self.statistics.maximum("kl_coef", coefficients.kl)
+        self.statistics.maximum("entropy_coef", coefficients.entropy)
         metrics = self.statistics.reduce(self.strategy.comm)
         if "kl" in metrics:  # there was an update of the policy
             samples = self.config.samples_per_step
@@ -96,7 +96,7 @@ class PolicyTrainer(RolloutTrainer):
         if comm.world == 1 or not lengths:
             return mine
         targets = assign_to_ranks(lengths, owners, comm.world)
-        self.statistics.highest("balance/max_over_mean", imbalance(lengths, targets, comm.world))
+        self.statistics.maximum("balance/max_over_mean", imbalance(lengths, targets, comm.world))
         if targets == owners:
             return mine
         own_targets = [target for target, owner in zip(targets, owners, strict=True) if owner == comm.rank]
@@ -155,7 +155,7 @@ class PolicyTrainer(RolloutTrainer):
         mask = batch.loss_mask & is_fresh[batch.sequence_index]
         found = mismatch_statistics(scores.logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(found["count"])
-        self.statistics.highest("mismatch/max_abs", float(found["max_abs"]))
+        self.statistics.maximum("mismatch/max_abs", float(found["max_abs"]))
         self.statistics.mean("mismatch/mean_abs", float(found["sum_abs"]), count)
         self.statistics.mean("mismatch/k3", float(found["sum_k3"]), count)
 
@@ -163,7 +163,7 @@ class PolicyTrainer(RolloutTrainer):
         """These are the same on every rank already; a mean over ranks leaves them as they are."""
         self.statistics.mean("loss", loss, 1)
         self.statistics.mean("grad_norm", grad_norm, 1)
-        self.statistics.highest("lr", lr)
+        self.statistics.maximum("lr", lr)
         self.statistics.mean("skipped_updates", float(skipped), 1)
 
     def describe_rollout(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
@@ -178,7 +178,7 @@ class PolicyTrainer(RolloutTrainer):
         statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
         statistics.add("tokens/response", response_tokens)
         statistics.mean("tokens/response_mean", response_tokens, count)
-        statistics.highest("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
+        statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
         statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lightrl.algorithms import registry
 from lightrl.config import AlgorithmConfig, DistillationConfig, GRPOConfig, OverlongConfig
-from lightrl.models.load import load_policy
+from lightrl.models.policy import load_policy
 from lightrl.records import ScoredGroup
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import PolicyObjective

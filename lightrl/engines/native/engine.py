@@ -31,8 +31,8 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
-from lightrl.models.load import model_loader
-from lightrl.models.multimodal import MediaProcessor, takes_images
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.models.policy import model_loader
 from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array
 
@@ -57,7 +57,7 @@ def build_native_engine(
     if group.size > 1 and group.comm.is_main:
         logger.warning("The native engine has no tensor parallelism: the ranks of a group repeat each other's work.")
     media = None
-    if takes_images(source.config) and source.name_or_path:  # a model made from a config alone has no processor
+    if source.config.model_type in FAMILIES and source.name_or_path:  # one made of a config has none
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     return NativeEngine(
         empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device),

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
-from lightrl.models.multimodal import takes_images
+from lightrl.models.multimodal import FAMILIES
 from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ModelRunner:
         self.device = device
         self.prefill_tokens = 0  # prompt tokens run so far, padding left out
         # A vision tower attends to whole images, without a cache: it keeps its own attention.
-        self._decoder: PreTrainedModel = model.get_decoder() if takes_images(model.config) else model
+        self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
         self._fused = FusedForward(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when something needs it
         self._verified: FusedForward | ModuleForward | None = None  # the one that is used

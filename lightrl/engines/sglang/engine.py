@@ -41,7 +41,7 @@ from lightrl.engines.sglang.sync import Route, WeightSender
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.imports import is_installed
-from lightrl.models.multimodal import FAMILIES, MediaProcessor, takes_images
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class SGLangEngine(InferenceEngine):
 
     def _media_of(self, model_path: str) -> MediaProcessor | None:
         """The processor beside the model; none for a model of text, or one that was made of a config alone."""
-        if not takes_images(self._skeleton.config) or not self._traits.is_real_model:
+        if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
             return None
         media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
         if media is not None:

@@ -10,7 +10,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.models.load import load_policy
+from lightrl.models.policy import load_policy
 from lightrl.records import Experience, Prompt, Sample
 
 CPU = torch.device("cpu")
