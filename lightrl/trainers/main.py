@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightrl.comm import RankError
-from lightrl.config import RunConfig, tell_user_error
+from lightrl.config import RunConfig, print_user_error
 from lightrl.trainers.base import Trainer
 
 
@@ -42,7 +42,7 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
     try:
         return trainer_class(config)
     except (ValueError, OSError, ImportError, SyntaxError) as error:
-        tell_user_error(error)
+        print_user_error(error)
         _exit(2)
 
 

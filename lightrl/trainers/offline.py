@@ -19,7 +19,6 @@ from lightrl.metrics import Statistics
 from lightrl.models.lora import add_adapters
 from lightrl.models.policy import Policy, check_scores, context_length, load_policy
 from lightrl.records import Example, PackedBatch
-from lightrl.strategy import is_actor
 from lightrl.trainers.base import StepReport, Trainer
 
 Examples = Mapping[int, Example]  # all of the batch, by position: ranks that split a model see each other's
@@ -83,13 +82,7 @@ class OfflineTrainer(Trainer):
         strategy = self.strategy
         with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
             model = self.load_model()
-        # A model that is no actor takes the critic's place: on an actor a head named "score" would be a value head.
-        actor, critic = (model, None) if is_actor(model) else (None, model)
-        options = replace(strategy.options, critic_lr=self.config.lr)
-        prepared = strategy.prepare_models_and_optimizers(
-            actor, critic, None, None, options, self.config.schedule_length
-        )
-        trained: nn.Module = prepared[0][0] if actor is not None else prepared[1][0]
+        trained: nn.Module = strategy.prepare_trained(model, schedule_length=self.config.schedule_length).model
         return trained
 
     def load_policy(self, *, is_reference: bool) -> Policy:

@@ -12,16 +12,8 @@ from typing import Any
 import yaml
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.config import RunConfig, as_dict, to_yaml
+from lightrl.config import RunConfig, changed_options, to_yaml
 from lightrl.records import Experience
-
-# What may differ between the two halves of one run: none of it changes what is computed at a step.
-_FREE_ON_RESUME = (
-    "config", "strategy", "output_dir", "resume", "max_steps", "micro_batch_size", "max_tokens_per_microbatch",
-    "gradient_checkpointing", "compile", "fsdp", "deepspeed", "tp_size", "sp_size", "native", "eval", "eval_data",
-    "checkpoint", "log", "distributed", "offload_while_generating", "engine_mem_fraction", "engine_sleep_level",
-    "sync_bucket_mb", "canary_every", "max_reward_failures", "reward_concurrency", "reward_workers",
-)  # fmt: skip
 
 
 class RunFolder:
@@ -56,8 +48,7 @@ class RunFolder:
                 f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
                 "this one, or continue it with --resume auto."
             )
-        old = _completed(_read_config(saved), as_dict(type(config)()))
-        different = _differences(old, as_dict(config))
+        different = changed_options(config, _read_config(saved))
         if different:
             listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
             raise ValueError(
@@ -131,22 +122,6 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
     if not path.name.removeprefix("step-").isdigit():
         raise ValueError(f"--resume {path} is no checkpoint: give a run's folder or one of its checkpoints/step-... .")
     return CheckpointDirectory(path.parent, keep=1).path(int(path.name.removeprefix("step-")))
-
-
-def _completed(old: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """With the default of each option that there was not when the run was started."""
-    filled = dict(old)
-    for name, default in defaults.items():
-        if isinstance(default, Mapping) and isinstance(old.get(name, {}), Mapping):
-            filled[name] = _completed(old.get(name, {}), default)
-        else:
-            filled.setdefault(name, default)
-    return filled
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    names = sorted((set(old) | set(new)) - set(_FREE_ON_RESUME))
-    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 
 
 def _keep_steps(path: Path, steps_done: int) -> None:
