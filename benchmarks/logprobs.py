@@ -1,9 +1,9 @@
-"""Compares tiled log-probabilities and entropies with the full log-softmax, forward and backward.
+"""Compares tiled log-probabilities and entropies, forward and backward, with the full log-softmax.
 
     python benchmarks/logprobs.py [--positions 2048 --hidden 256 --vocab 151936 --threads 2 --rounds 3]
 
-Each measurement runs in a process of its own, so that peak memory can be measured; the ways take turns. "extra peak" is
-the growth of the process beyond its inputs, including the gradients of hidden states and weight.
+Each measurement runs in its own process, so that peaks of memory do not mix; the two take turns. "extra peak" is how
+much the process grew beyond its inputs, including the gradients of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forward_backward(way: str, hidden: Tensor, weight: Tensor, targets: Tensor, 
 
 
 def memory_mib(field: str) -> float:
-    """VmRSS (now) or VmHWM (peak) of this process."""
+    """Returns VmRSS (now) or VmHWM (peak) of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
@@ -69,13 +69,15 @@ def measure_in_own_process(way: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--positions", type=int, default=2048, help="tokens to score")
-    parser.add_argument("--hidden", type=int, default=256, help="size of a hidden state")
-    parser.add_argument("--vocab", type=int, default=151_936, help="size of the vocabulary")
-    parser.add_argument("--dtype", default="float32", help="of hidden states and weight")
-    parser.add_argument("--entropy-weight", type=float, default=0.0, help="weight of the entropy in the loss")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--entropy-weight", type=float, default=0.0, help="of the entropy in the loss; 0 only reports it"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:

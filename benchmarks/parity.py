@@ -1,9 +1,9 @@
-"""Compares every strategy with one plain PyTorch process: the largest differences after 20 steps in float32.
+"""Prints the largest differences of every strategy from one plain PyTorch process after 20 steps in float32.
 
     python benchmarks/parity.py [--world 2] [--steps 20]
 
-It prints the table of docs/strategies.md. A tiny tied model trains twice on sequences of uneven lengths: by AdamW with
-clipping, and by SGD without, which hides no error of scale.
+Prints the table of docs/strategies.md. Two trainings of a tiny tied model on sequences of uneven lengths: AdamW with
+clipping, and SGD without, which hides no error of scale.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def differences(found: Trained, wanted: Trained) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2, help="ranks of each strategy")
-    parser.add_argument("--steps", type=int, default=20, help="training steps to compare")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     plain = {
         name: plain_training(VARIANTS[name].make_optimizer, VARIANTS[name].max_norm, steps=arguments.steps)

@@ -1,8 +1,8 @@
-"""Trains every recipe of configs/ on the built-in task on a CPU: held-out accuracy before and after.
+"""Runs every recipe of configs/ on the built-in task and prints the held-out accuracy before and after.
 
     python benchmarks/recipes.py [--recipes grpo dapo ...] [--seed 0]
 
-It prints the table of docs/recipes.md.
+Prints the table of docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def recipe_names() -> list[str]:
 
 
 def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
-    """What the run logged, step by step."""
+    """Returns what the run logged at each step."""
     script = ROOT / "scripts" / f"train_{'ppo' if recipe.startswith('ppo') else 'grpo'}.py"
     with tempfile.TemporaryDirectory() as name:
         flags = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--output_dir", f"{name}/run"]
@@ -38,8 +38,8 @@ def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=recipe_names(), help="names of files in configs/")
-    parser.add_argument("--seed", type=int, default=0, help="seed of every run")
+    parser.add_argument("--recipes", nargs="+", default=recipe_names())
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print("| recipe | steps | samples | accuracy before | by half-way | after |")
     print("|---|---|---|---|---|---|")
