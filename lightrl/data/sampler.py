@@ -80,20 +80,6 @@ class PromptSampler:
         self.num_drawn = state["num_drawn"]
 
 
-class DistributedEvalSampler(Sampler[int]):
-    """Gives every sample to exactly one rank, in order and without padding; ranks may differ by one, or have none."""
-
-    def __init__(self, data_source_len: int, *, rank: int, world: int) -> None:
-        _check_rank(rank, world)
-        self._indices = range(rank, data_source_len, world)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-
 class ResumableSampler(Sampler[int]):
     """Yields one rank's part of each epoch, from any sample on. Call set_epoch() before every pass, or passes repeat.
 
