@@ -15,6 +15,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",
+    "rewards/async_scoring.py": "rewards/test_scoring.py",
     "rewards/sandbox_launcher.py": "rewards/test_sandbox.py",
     "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",

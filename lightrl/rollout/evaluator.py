@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightrl.data.sampler import DistributedEvalSampler
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector
 from lightrl.strategy import StrategyBase
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from lightrl.comm import Comm
 from lightrl.metrics import Statistics
 from lightrl.records import Sample
-from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, with_traceback
 from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
+from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, with_traceback
 
 logger = logging.getLogger(__name__)
 

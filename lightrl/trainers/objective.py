@@ -22,7 +22,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import MicroBatch, optional_terms
 

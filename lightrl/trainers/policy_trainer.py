@@ -15,7 +15,7 @@ from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.data.sampler import permutation
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.rollout import RolloutTrainer
 

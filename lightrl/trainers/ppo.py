@@ -20,7 +20,7 @@ from lightrl.models.lora import add_adapters, options_beside
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.records import Experience, PackedBatch, Prompt, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.scoring import has_reward
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.base import StepReport

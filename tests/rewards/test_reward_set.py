@@ -9,8 +9,8 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig, parse_config
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
-from lightrl.rewards.failures import FailureBudget, failed
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rewards.scoring import FailureBudget, failed
 
 
 def set_of(*reward: str, args: tuple[str, ...] = (), **options: Any) -> RewardSet:
