@@ -13,7 +13,7 @@ import torch
 
 from lightrl.comm import RankError
 from lightrl.config import RunConfig, print_user_error
-from lightrl.trainers.base import Trainer
+from lightrl.trainers.fit import Trainer
 
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
