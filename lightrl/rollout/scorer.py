@@ -55,7 +55,7 @@ class Scorer:
         if not counts["failures"] and not counts["unsure"]:
             return
         mine = [*_distinct(budget.failures), *_distinct(budget.no_verdicts)]
-        shown = [(error.is_no_verdict, error.place, str(error), with_traceback(error)) for error in mine]
+        shown = [(error.is_no_verdict, error.key, str(error), with_traceback(error)) for error in mine]
         everyones = sorted(item for part in self._comm.all_gather_object(shown) for item in part)
         if counts["failures"] > budget.max_failures:
             raise budget.exceeded(RewardError(everyones[0][2]), counts["failures"])
