@@ -17,7 +17,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",
     "rewards/async_scoring.py": "rewards/test_scoring.py",
     "rewards/sandbox_launcher.py": "rewards/test_sandbox.py",
-    "rollout/evaluator.py": "rollout/test_collector.py",
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/bucketed_gather.py": "strategy/test_fsdp_strategy.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
@@ -29,10 +28,8 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "testing/strategy_parity.py": "strategy/test_single_strategy.py",
     "testing/strategy_program.py": "strategy/test_single_strategy.py",
     "testing/tiny_training.py": "strategy/test_single_strategy.py",
-    "trainers/base.py": "trainers/test_grpo_program.py",
-    "trainers/rollout.py": "trainers/test_grpo_program.py",
     "trainers/main.py": "trainers/test_grpo_program.py",
-    "trainers/policy_trainer.py": "trainers/test_grpo_program.py",
+    "trainers/policy_step.py": "trainers/test_grpo_program.py",
 }
 TEXT_SUFFIXES = {"", ".cfg", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 # A home or mount as it stands on somebody's machine. /tmp, /usr, /etc and /proc are the same everywhere.

@@ -207,7 +207,9 @@ def _train_split(loaded: Any, path: Path) -> Iterable[Record]:
     """Returns the data set itself, or of a dictionary of splits the one named train, or the only one."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits and len(splits) != 1:
-        raise ValueError(f"{path} has the splits {', '.join(splits)} and none is train: give one's own directory.")
+        raise ValueError(
+            f"{path} has the splits {', '.join(splits)} and none is train: give the directory of one split."
+        )
     chosen: Iterable[Record] = splits["train"] if "train" in splits else next(iter(splits.values()))
     return chosen
 

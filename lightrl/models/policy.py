@@ -50,7 +50,7 @@ _CHECK_TEMPERATURE = 0.7
 def predicting_positions(cu_seqlens: Sequence[int], num_scored: Sequence[int]) -> list[int]:
     """Returns the positions whose hidden states predict the last num_scored tokens of each packed sequence.
 
-    This is the one place that knows the off-by-one: the hidden state at position p predicts the token at p + 1.
+    This is the only function that knows the off-by-one: the hidden state at position p predicts the token at p + 1.
 
     Args:
         cu_seqlens: S + 1 boundaries of the sequences, from 0.
@@ -273,8 +273,8 @@ def model_loader(config: Any) -> Any:
     if config.model_type in FAMILIES:
         return AutoModelForImageTextToText
     is_remote = bool(getattr(config, "auto_map", None))
-    # A table inside transformers: it lists the config classes that AutoModelForCausalLM takes, and no public function
-    # answers that without making a model. Seen in 5.19.0:
+    # A private table of transformers, which lists the config classes that AutoModelForCausalLM takes. It can go once a
+    # public function answers that without making a model; 5.19.0 has none:
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/auto_factory.py
     if hasattr(config, "vision_config") and not is_remote and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
