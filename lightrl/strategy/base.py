@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from easydict import EasyDict
@@ -37,13 +36,16 @@ from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.seeding import mix_seed
-from lightrl.strategy import critic_warmup, generation, offload, schedules
-from lightrl.strategy.background_save import BackgroundSave
+from lightrl.strategy import generation, offload
 from lightrl.strategy.canary import Canary
-from lightrl.strategy.compilation import check_compiler, compile_blocks
-from lightrl.strategy.grad_scaler import GradScaler
-from lightrl.strategy.parameter_groups import check_lr_scales
-from lightrl.strategy.weight_average import WeightAverage
+from lightrl.strategy.computation import check_compiler, compile_blocks
+from lightrl.strategy.layout.dtensor import DTensorLayout
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim import value_head
+from lightrl.strategy.optim.grad_scaler import GradScaler
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
+from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ def is_actor(model: Any) -> bool:
 class StrategyBase(ABC):
     """The public contract; see docs/adding_a_strategy.md for what a back end writes."""
 
+    grad_scaler: GradScaler | None = None
     splits_models: ClassVar[bool] = False  # whether it honours --tp_size and --sp_size
 
     def __init__(
@@ -121,15 +124,14 @@ class StrategyBase(ABC):
         self._engine_group = EngineGroup()
         self._engine_actor: nn.Module | None = None  # whose weights the engine gets
         self._num_syncs = 0
-        self.grad_scaler = GradScaler(enabled=False)
         self._canary = Canary()
         self._trained: list[TrainedModel] = []
-        self._pending_micro_batches: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.layout = PlainLayout(self.comm)
+        self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
+        self.update_hooks: list[UpdateHook] = []  # of every optimizer; others are attached to one
         self._offloaded: dict[str, offload.StorageOffloader] = {}
         self.offloaded_bytes = 0  # of this rank, the last time that the engine took the device
         self._frozen: list[nn.Module] = []  # references and reward models: they leave the device with the trained ones
-        self._averages: WeakKeyDictionary[nn.Module, WeightAverage] = WeakKeyDictionary()
-        self._saving: BackgroundSave | None = None  # None on all ranks or on none
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
@@ -183,11 +185,9 @@ class StrategyBase(ABC):
     ) -> Any:
         """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
 
-    def poll_saving(self) -> None:
-        """Completes a checkpoint that is being written if all ranks have done so; raises on all what failed on one."""
-
     def finish_saving(self) -> None:
-        """The same, but waits for it; every rank must call it."""
+        """Waits for a checkpoint that is being written and completes it; every rank must call it."""
+        self.saver.finish()
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -246,6 +246,7 @@ class StrategyBase(ABC):
         wait = timeout or timedelta(seconds=self.options.distributed.timeout_s)
         self._check_model_parallelism()
         self.comm = comm_module.connect(self.device, wait)
+        self.layout = DTensorLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
         self._check_engine_groups()
         size = self.options.engine_tp_size
         self._engine_group = EngineGroup(self.comm, self.comm.new_groups(size), size)
@@ -349,10 +350,10 @@ class StrategyBase(ABC):
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         if head_lr is not None:
-            critic_warmup.set_head_rate(optimizer, model, head_lr)
+            value_head.set_head_rate(optimizer, model, head_lr)
         if frozen_head_steps:
-            critic_warmup.freeze_all_but_value_head(optimizer, model, frozen_head_steps)
-        scheduler = schedules.build_lr_scheduler(optimizer, optim, schedule_length)
+            value_head.freeze_all_but_value_head(optimizer, model, frozen_head_steps)
+        scheduler = build_lr_scheduler(optimizer, optim, schedule_length)
         self.register(model, optimizer, scheduler)
         return TrainedModel(model, optimizer, scheduler)
 
@@ -382,7 +383,7 @@ class StrategyBase(ABC):
     def _prepare_slot(self, model: Any, options: StrategyOptions, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
         if model is None:
             return None, None, None
-        has_head = critic_warmup.has_value_head(model)
+        has_head = value_head.has_value_head(model)
         head_lr = options.critic_lr if has_head and is_actor(model) else None
         frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
         trained = self._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
@@ -393,17 +394,19 @@ class StrategyBase(ABC):
         critic_warmup_steps updates."""
         optimizer = self.create_optimizer(model)
         if enable_critic_warmup:
-            critic_warmup.freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
+            value_head.freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
         return optimizer
 
     def build_grad_scaler(self, enabled: bool, **kwargs: Any) -> GradScaler:
         """Scales the losses of backward() from now on, and unscales before the clip; kwargs as of GradScaler."""
         self.grad_scaler = GradScaler(enabled, **kwargs)
+        others = [hook for hook in self.update_hooks if not isinstance(hook, GradScaler)]
+        self.update_hooks = [*others, self.grad_scaler] if enabled else others
         return self.grad_scaler
 
     def build_lr_scheduler(self, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1) -> LRScheduler:
         """The schedule of the options (or of optim_config) over total_steps optimizer steps."""
-        return schedules.build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
+        return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
 
     def setup_dataloader(
         self,
@@ -487,8 +490,9 @@ class StrategyBase(ABC):
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
         trained tokens, however they are split. This is the only place where a loss is scaled.
         """
-        trained = self._trained_entry(model)
-        self.poll_saving()
+        trained = self.trained_entry(model)
+        if self.saver.pending is not None:
+            self.saver.poll()
         self.require_loaded_optimizer(trained.optimizer)  # now: later there would be gradients left over
         batches, own = self.share(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
@@ -522,24 +526,32 @@ class StrategyBase(ABC):
             )
         return self.comm.max_int(count)
 
-    def _trained_entry(self, model: nn.Module | None) -> TrainedModel:
-        """The model's entry; None means the only one, or the only actor among several."""
+    def find_trained(self, model: nn.Module) -> TrainedModel | None:
+        """Returns the model with its optimizer, or None if it has none."""
+        return next((entry for entry in self._trained if entry.model is model), None)
+
+    def trained_entry(self, model: nn.Module | None) -> TrainedModel:
+        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
         if model is not None:
-            found = [entry for entry in self._trained if entry.model is model]
+            chosen = [entry for entry in self._trained if entry.model is model]
         elif len(self._trained) > 1:
-            found = [entry for entry in self._trained if is_actor(entry.model)]
+            chosen = [entry for entry in self._trained if is_actor(entry.model)]
         else:
-            found = self._trained
-        if not found:
+            chosen = self._trained
+        if not chosen:
             raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
-        if len(found) > 1:
-            raise ValueError(f"{len(found)} models are trained here: say which one by model=... .")
-        return found[0]
+        if len(chosen) > 1:
+            raise ValueError(f"{len(chosen)} models are trained here: say which one by model=... .")
+        return chosen[0]
+
+    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]:
+        """Returns the optional parts of an optimizer's updates."""
+        return self.update_hooks
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
         """model(mb) for each micro-batch, without gradients, in order."""
-        chosen = model if model is not None else self._trained_entry(None).model
+        chosen = model if model is not None else self.trained_entry(None).model
         was_training = chosen.training
         chosen.eval()
         batches, own = self.share(data)
@@ -569,7 +581,7 @@ class StrategyBase(ABC):
 
     def step_lr_scheduler(self, model: nn.Module | None = None) -> None:
         """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self._trained_entry(model).scheduler
+        scheduler = self.trained_entry(model).scheduler
         if scheduler is not None:
             scheduler.step()
 
@@ -795,7 +807,7 @@ class StrategyBase(ABC):
             self.update_engine_weights(self._engine_actor)
 
     def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
-        self.update_engine_weights(actor if actor is not None else self._trained_entry(None).model)
+        self.update_engine_weights(actor if actor is not None else self.trained_entry(None).model)
 
     def sleep_engine(self) -> None:
         """Frees the engine's cache if there is an engine; a second call changes nothing."""
@@ -892,22 +904,25 @@ class StrategyBase(ABC):
         return loaded
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
-        """This rank's storages of weights and buffers: what an offload moves."""
-        return offload.parameter_tensors(model)
+        """Returns this rank's tensors of weights and buffers."""
+        return self.layout.parameter_tensors(model)
 
     def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
-        return offload.gradient_tensors(model)
+        """Returns this rank's tensors of gradients."""
+        return self.layout.gradient_tensors(model)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        return offload.optimizer_tensors(optimizer)
+        """Returns this rank's tensors of optimizer states."""
+        model = next((entry.model for entry in self._trained if entry.optimizer is optimizer), None)
+        return self.layout.optimizer_tensors(model, optimizer)
 
     def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        """Of the weights that this optimizer steps."""
-        return []
+        """Returns tensors that hooks keep beside the optimizer's states."""
+        return [tensor for hook in self.hooks_of(optimizer) for tensor in hook.tensors()]
 
     def drop_gradients(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
+        """Forgets the gradients of a model."""
+        self.layout.drop_gradients(model)
 
     def require_loaded(self, model: nn.Module) -> None:
         """Reading an emptied storage would crash the process; this says what to do instead."""
@@ -940,7 +955,7 @@ class StrategyBase(ABC):
         """
         if not full_state_dict:
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
-        chosen = model if model is not None else self._trained_entry(None).model
+        chosen = model if model is not None else self.trained_entry(None).model
         device = torch.device("cpu") if cpu_offload else self.device
         return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
@@ -948,10 +963,10 @@ class StrategyBase(ABC):
 
     def save_checkpoint(self, save_path: str, step: int = 0) -> None:
         self.set_global_step(step)
-        self.save_ckpt(self._trained_entry(None).model, save_path, max_mem=0)
+        self.save_ckpt(self.trained_entry(None).model, save_path, max_mem=0)
 
     def load_checkpoint(self, load_path: str) -> Any:
-        return self.load_ckpt(self._trained_entry(None).model, load_path)
+        return self.load_ckpt(self.trained_entry(None).model, load_path)
 
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
         """Writes a HF folder that from_pretrained loads; every rank must call it, rank 0 writes."""
@@ -961,16 +976,6 @@ class StrategyBase(ABC):
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
         self.comm.barrier()
-
-
-def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, buffer) of those that belong to a saved model, sorted by name."""
-    found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return sorted(found, key=lambda item: item[0])
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch import Tensor
 
 
 class StorageOffloader:
@@ -52,28 +50,3 @@ class StorageOffloader:
         restored = sum(host.numel() for _, host in self._kept.values())
         self._kept = {}
         return restored
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def parameter_tensors(model: nn.Module) -> list[Tensor]:
-    return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-
-
-def gradient_tensors(model: nn.Module) -> list[Tensor]:
-    return [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-
-
-def optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """All states but the step counters, which are numbers that AdamW reads on the host."""
-    states = [state for _, state in sorted_states(optimizer)]
-    return [local(value) for state in states for value in state.values() if torch.is_tensor(value) and value.dim()]
-
-
-def sorted_states(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
-    """(parameter, its state) in the order of the parameter groups."""
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(parameter, optimizer.state[parameter]) for parameter in order if parameter in optimizer.state]
