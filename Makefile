@@ -1,31 +1,37 @@
-# The verbs of this repository. They use .venv when it exists, else what is on PATH.
+# The verbs of this repository. They use .venv when it exists, otherwise what is on PATH.
 SHELL := /bin/bash
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 
-.PHONY: setup format check test test-gpu wheel smoke
+.PHONY: setup format check test test-gpu wheel smoke docs house
 
-setup:  ## .venv with everything that checks and tests need
+setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
 
-format:  ## what can be mended by machine
+format:  ## fix what a tool can fix
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-check:  ## formatter, linter, types, layers
+check:  ## run formatter, linter, types, layers, and build the docs
 	bash scripts/check.sh
 
-test:  ## the whole CPU suite
+test:  ## run the whole CPU suite
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu and not sglang" -n 2 --dist loadscope --no-loadscope-reorder
 
-test-gpu:  ## what needs a CUDA device
+test-gpu:  ## run the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu
 
-wheel:  ## build, then prove that every sub-package is in it
+wheel:  ## build the wheel and prove that it contains the whole package
 	rm -rf build dist
 	$(PYTHON) -m build --wheel
 	$(PYTHON) scripts/check_wheel.py dist/*.whl
 
-smoke:  ## a few GRPO steps on two ranks
+smoke:  ## run a few GRPO steps on two ranks
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
 		scripts/train_grpo.py --strategy fsdp --max_steps 4 --eval.every 0 --checkpoint.every 0
+
+docs:  ## build the documentation into site/; a broken link is an error
+	$(PYTHON) -m mkdocs build --strict --quiet
+
+house:  ## measure the shape of the package and write it into docs/architecture.md
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/house.py

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from lightrl.config import nearest_name
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package can be imported; a mere folder of its name on the path is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: str) -> Any:

@@ -55,6 +55,11 @@ class Sample:
         if not self.prompt_ids:
             object.__setattr__(self, "prompt_ids", self.prompt.token_ids)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names the sample; equal on every rank and for every world size."""
+        return (self.position, self.sample_index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
@@ -98,8 +103,8 @@ class Experience:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The name of the sample, equal on every rank and for every world size."""
-        return (self.sample.position, self.sample.sample_index)
+        """Names the sample: Sample.key."""
+        return self.sample.key
 
     @property
     def label(self) -> str:
@@ -150,7 +155,7 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]  # L of them: a placeholder for each vision feature
     positions: Tensor  # [3, L] int64: frame, row and column for vision features, three times the same for text
     rope_delta: int  # place p behind the prompt has the position p + rope_delta
-    places: Tensor  # [V] int64: which of the L tokens are vision features, ascending
+    feature_positions: Tensor  # [V] int64: which of the L tokens are vision features, ascending
     pixel_values: Tensor | None = None  # [P, patch_dim] float32: patches of all images and videos, in token order
     grid_thw: Tensor | None = None  # [M, 3] int64: of each image or video the patches in time, height and width
 
@@ -161,8 +166,8 @@ class VisionInputs:
 
     pixel_values: Tensor  # [P, patch_dim] float32
     grid_thw: Tensor  # [M, 3] int64
-    places: Tensor  # [V] int64: flat places of vision features, ascending
-    rows: Tensor  # [V] int64: which feature stands there; samples of one prompt share theirs
+    feature_positions: Tensor  # [V] int64: which tokens of the pack are vision features, ascending
+    feature_index: Tensor  # [V] int64: which feature each of them is; samples of one prompt share theirs
 
     def to(self, device: torch.device) -> VisionInputs:
         return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})

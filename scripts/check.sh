@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Formatter, linter, types and layers, over everything; changes nothing. Ends with the first that fails.
+# Runs formatter, linter, type checker and layer checker over the repository and stops at the first failure.
+# It changes nothing.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

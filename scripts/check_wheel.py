@@ -1,4 +1,7 @@
-"""Fails unless a wheel holds every file of the package and nothing else: python scripts/check_wheel.py dist/*.whl"""
+"""Fails unless a wheel contains every file of the package and nothing else.
+
+Usage: python scripts/check_wheel.py dist/*.whl
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,33 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lightrl"
+DATA_FILES = ("py.typed",)
 
 
 def source_files(package: Path) -> set[str]:
-    """Every module, as a wheel names it: lightrl/strategy/fsdp.py."""
-    return {path.relative_to(package.parent).as_posix() for path in package.rglob("*.py")}
+    """Returns every module and data file under the name that it has in a wheel, such as lightrl/strategy/fsdp.py."""
+    files = [*package.rglob("*.py"), *(package / name for name in DATA_FILES if (package / name).is_file())]
+    return {path.relative_to(package.parent).as_posix() for path in files}
 
 
 def wheel_files(wheel: Path) -> set[str]:
-    """All files but the metadata."""
+    """Returns the files of a wheel without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     return {name for name in names if not name.endswith("/") and not name.split("/")[0].endswith(".dist-info")}
 
 
 def problems(wheel: Path, package: Path = PACKAGE) -> list[str]:
-    """What is wrong with the wheel, a line each."""
-    expected, found = source_files(package), wheel_files(wheel)
-    folders = sorted({str(Path(name).parent) for name in expected} - {str(Path(name).parent) for name in found})
+    """Returns one line for each missing or unexpected file."""
+    expected, actual = source_files(package), wheel_files(wheel)
+    folders = sorted({str(Path(name).parent) for name in expected} - {str(Path(name).parent) for name in actual})
     lines = [f"sub-package {folder} is absent" for folder in folders]
-    lines += [f"{name} is absent" for name in sorted(expected - found) if str(Path(name).parent) not in folders]
-    return lines + [f"{name} is in the wheel but not in the source" for name in sorted(found - expected)]
+    lines += [f"{name} is absent" for name in sorted(expected - actual) if str(Path(name).parent) not in folders]
+    return lines + [f"{name} is in the wheel but not in the source" for name in sorted(actual - expected)]
 
 
 def main(wheels: list[str]) -> int:
+    """Checks the one wheel that is given and returns the exit code."""
     if len(wheels) != 1:
         print(f"Give exactly one wheel; {len(wheels)} were given.", file=sys.stderr)
         return 2
@@ -43,7 +49,7 @@ def main(wheels: list[str]) -> int:
     files = wheel_files(wheel)
     for folder in sorted({str(Path(name).parent) for name in files}):
         print(f"{folder}: {sum(str(Path(name).parent) == folder for name in files)} files")
-    print(f"{wheel.name} holds all of the package.")
+    print(f"{wheel.name} contains the whole package.")
     return 0
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts this node's ranks of a run over several nodes. The same command goes on every node:
+# Starts the ranks of this node in a run over several nodes. Run the same command on every node:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh --strategy fsdp
-# with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm the first four come from srun:
+# with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm, srun provides these four variables:
 #   srun --nodes 2 --ntasks-per-node 1 bash scripts/launch_node.sh --strategy fsdp
-# Arguments: a script and its options, or only options for scripts/train_grpo.py.
-# NPROC_PER_NODE is the ranks on this node: by default one a GPU, or one where there is no GPU.
+# Arguments: a script and its options, or only options, which then go to scripts/train_grpo.py.
+# NPROC_PER_NODE is the number of ranks on this node. Default: one per GPU, or one on a node without a GPU.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,14 +21,14 @@ first_slurm_host() {
     printf '%s' "${hosts%%$'\n'*}"
 }
 
-read_slurm() { # what is set by hand wins
+read_slurm() { # a variable that is already set takes precedence
     NNODES=${NNODES:-${SLURM_NNODES:-}}
     NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
     if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
         MASTER_ADDR=$(first_slurm_host)
     fi
     if [[ -z ${MASTER_PORT:-} && -n ${SLURM_JOB_ID:-} ]]; then
-        MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # the same on every node, another for each job on a shared host
+        MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # equal on all nodes of a job, different for jobs that share a host
     fi
 }
 
@@ -61,7 +61,7 @@ count_gpus() {
     printf '%d' "$count"
 }
 
-find_torchrun() { # an activated environment, then the repository's own, then whatever is on PATH
+find_torchrun() { # looks in an activated environment, then in the repository's own, then on PATH
     local candidate
     for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/torchrun}" "$root/.venv/bin/torchrun"; do
         if [[ -n $candidate && -x $candidate ]]; then
@@ -69,7 +69,7 @@ find_torchrun() { # an activated environment, then the repository's own, then wh
             return
         fi
     done
-    command -v torchrun || fail "there is no torchrun. Run 'bash scripts/setup_env.sh' in the repository first."
+    command -v torchrun || fail "torchrun was not found. Run 'bash scripts/setup_env.sh' in the repository first."
 }
 
 read_slurm
@@ -77,7 +77,7 @@ num_gpus=$(count_gpus)
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((num_gpus > 0 ? num_gpus : 1))}
 check_variables
 if ((num_gpus == 0)); then
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks that share the cores must not each start a thread per core
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # otherwise each rank starts a thread for every core
 fi
 if (($# == 0)) || [[ $1 == --* ]]; then
     set -- "$root/scripts/train_grpo.py" "$@"

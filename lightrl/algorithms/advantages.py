@@ -1,9 +1,9 @@
-"""From one reward per sample to one advantage per sample.
+"""From one reward per sample to one advantage per sample: the estimators, and the whitening of what they give.
 
 An estimator is `fn(samples: ScoredSamples, **parameters) -> Tensor`, [B] for [B] rewards; every token of a sample then
-has its advantage. Where a method compares samples of a group, equal rewards and groups of one give exactly 0. Those of
-registry.WHITENED are followed by moments.whiten over all trained tokens of the update on all ranks. Advantages per
-token (GAE, returns) are in returns.py.
+has its advantage. Where a method compares samples of a group, equal rewards and groups of one give exactly 0.
+`@advantage(...)` states what an estimator asks of the trainer: `whiten=True` has its advantages whitened (`whiten`)
+over all trained tokens of the update on all ranks. Advantages per token (GAE, returns) are in returns.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.groups import Groups, groups_of
-from lightrl.algorithms.shapes import require_flat
+from lightrl.algorithms.registry import advantage
+from lightrl.algorithms.tokens import require_flat, require_same_shape
+
+_ROUNDING = 1e-6  # a deviation below this fraction of the mean is rounding: all values are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,42 +27,34 @@ class ScoredSamples:
 
     rewards: Tensor  # [B]
     group_ids: Tensor  # [B] int64, equal for samples of the same prompt
-    lengths: Tensor | None = None  # [B] trained tokens; opo needs it
-    baselines: Tensor | None = None  # [B] reward of a greedy response to the same prompt; remax needs it
-    signal_share: float | None = None  # of the update's samples on all ranks (signal_counts); gpg and cpgd need it
+    lengths: Tensor | None = None  # [B] trained tokens
+    baselines: Tensor | None = None  # [B] reward of a greedy response to the same prompt, for needs="greedy_baseline"
+    signal_share: float | None = None  # share of the update's samples, over all ranks, whose group has unequal rewards
+    # (signal_counts), for needs="signal_share"
 
     def __post_init__(self) -> None:
         require_flat(rewards=self.rewards, group_ids=self.group_ids, lengths=self.lengths, baselines=self.baselines)
 
     @property
     def scores(self) -> Tensor:
-        """[B] the rewards as floats."""
+        """The rewards as floats, [B]."""
         return self.rewards if self.rewards.is_floating_point() else self.rewards.float()
 
     @property
     def groups(self) -> Groups:
+        """The samples of each prompt."""
         return groups_of(self.group_ids)
 
 
-def group_advantages(rewards: Tensor, *, normalize_std: bool = True, eps: float = 1e-4) -> Tensor:
-    """grpo for a table of rewards, [P, G], a row for each prompt; the result has the same shape."""
-    if rewards.dim() != 2:
-        raise ValueError(f"rewards has shape {list(rewards.shape)}: it must be [prompts, samples of each prompt].")
-    num_prompts, size = rewards.shape
-    if size < 2:
-        raise ValueError(f"A group has {size} sample(s): it takes at least 2 to compare. Sample more for each prompt.")
-    group_ids = torch.arange(num_prompts, device=rewards.device).repeat_interleave(size)
-    samples = ScoredSamples(rewards=rewards.reshape(-1), group_ids=group_ids)
-    return grpo(samples, normalize_std=normalize_std, eps=eps).reshape(rewards.shape)
-
-
+@advantage(min_group=2)
 def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: float = 1e-4) -> Tensor:
-    """Each reward minus its group's mean, over the group's deviation plus eps (GRPO, arXiv:2402.03300, 4.1.2).
+    """Returns (reward - its group's mean) / (the group's deviation + eps) (GRPO, arXiv:2402.03300, 4.1.2).
 
     The deviation divides by G - 1 (Bessel), and eps is added to it outside the root, both as TRL does.
 
     Args:
         normalize_std: False leaves the differences from the mean unscaled, which is dr_grpo.
+        eps: Added to the deviation.
     """
     groups, rewards = samples.groups, samples.scores
     advantages = rewards.double() - groups.means(rewards)
@@ -69,38 +63,50 @@ def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: float = 1e-
     return _where_signal(advantages, samples)
 
 
+@advantage(min_group=2)
 def dr_grpo(samples: ScoredSamples) -> Tensor:
-    """Each reward minus its group's mean (Dr. GRPO, arXiv:2503.20783)."""
+    """Returns each reward minus its group's mean (Dr. GRPO, arXiv:2503.20783)."""
     return grpo(samples, normalize_std=False)
 
 
+@advantage(min_group=2)
 def rloo(samples: ScoredSamples) -> Tensor:
-    """Each reward minus the mean of the others in its group (RLOO, arXiv:2402.14740): G / (G - 1) times dr_grpo."""
+    """Returns each reward minus the mean of the others in its group (RLOO, arXiv:2402.14740): G / (G - 1) x dr_grpo."""
     groups, rewards = samples.groups, samples.scores
     num_others = groups.num_others()
     others = groups.sums(rewards)[groups.member_of] - rewards.double()
     return _where_signal(rewards.double() - others / num_others.clamp(min=1), samples)
 
 
+@advantage()
 def reinforce(samples: ScoredSamples) -> Tensor:
-    """The reward itself (REINFORCE, Williams 1992). Whitened over the update it is REINFORCE++ (arXiv:2501.03262)."""
+    """Returns the reward itself (REINFORCE, Williams 1992)."""
     return samples.scores.clone()
 
 
+@advantage(whiten=True)
+def reinforce_plus_plus(samples: ScoredSamples) -> Tensor:
+    """Returns the reward itself, to be whitened over the update (REINFORCE++, arXiv:2501.03262)."""
+    return reinforce(samples)
+
+
+@advantage(whiten=True, min_group=2)
 def reinforce_plus_plus_baseline(samples: ScoredSamples) -> Tensor:
-    """Each reward minus its group's mean, to be whitened over the update (REINFORCE++-baseline, arXiv:2501.03262)."""
+    """Returns each reward minus its group's mean, to be whitened over the update (arXiv:2501.03262)."""
     return dr_grpo(samples)
 
 
+@advantage(needs="greedy_baseline")
 def remax(samples: ScoredSamples) -> Tensor:
-    """Each reward minus that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
+    """Returns each reward minus that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
     if samples.baselines is None:
         raise ValueError("remax needs the reward of a greedy response per sample: give ScoredSamples(baselines=...).")
     return samples.scores - samples.baselines
 
 
+@advantage(min_group=2)
 def opo(samples: ScoredSamples) -> Tensor:
-    """Each reward minus its group's mean weighed by length, sum(l r) / sum(l) (OPO, arXiv:2505.23585)."""
+    """Returns each reward minus its group's length-weighted mean, sum(l r) / sum(l) (OPO, arXiv:2505.23585)."""
     if samples.lengths is None:
         raise ValueError("opo weighs rewards by length: give ScoredSamples(lengths=...), trained tokens per sample.")
     groups, rewards = samples.groups, samples.scores
@@ -109,14 +115,17 @@ def opo(samples: ScoredSamples) -> Tensor:
     return _where_signal(rewards.double() - baseline[groups.member_of], samples)
 
 
+@advantage(needs="signal_share", min_group=2)
 def gpg(samples: ScoredSamples, *, norm: float = 1.0) -> Tensor:
-    """(reward - its group's mean) / norm, over the share of samples whose group has a signal (GPG, arXiv:2504.02546).
+    """Returns (reward - its group's mean) / (norm x share of samples with a signal) (GPG, arXiv:2504.02546).
 
-    Groups of equal rewards then do not shrink the gradient of the others.
+    A sample has a signal if the rewards of its group are unequal. Groups of equal rewards then do not shrink the
+    gradient of the others.
     """
     return dr_grpo(samples) / (norm * _signal_share(samples, "gpg"))
 
 
+@advantage(needs="signal_share", min_group=2)
 def cpgd(
     samples: ScoredSamples,
     *,
@@ -124,10 +133,10 @@ def cpgd(
     max_weight: float = 3.0,
     eps: float = 1e-4,
 ) -> Tensor:
-    """dr_grpo times a weight for each prompt (CPGD, arXiv:2505.12504).
+    """Multiplies dr_grpo by a weight for each prompt (CPGD, arXiv:2505.12504).
 
-    equal: 1. std: 1 / the group's deviation, which is grpo. signal: 1 / the share of samples whose group has a signal,
-    at most max_weight ("clip-filter-like").
+    The weight `equal` is 1; `std` is 1 / (the group's deviation + eps), which is grpo; `signal` is 1 / (the share of
+    samples whose group has unequal rewards), at most max_weight ("clip-filter-like").
     """
     if weight == "equal":
         return dr_grpo(samples)
@@ -138,15 +147,17 @@ def cpgd(
     raise ValueError(f"Unknown weight {weight!r}. Choose one of equal, std, signal.")
 
 
+@advantage(min_group="k")
 def pass_at_k(samples: ScoredSamples, *, k: int = 4, correct_above: float = 0.5) -> Tensor:
-    """The advantage of being in a random k of the group's samples that has a correct one (arXiv:2508.10751).
+    """Returns the advantage of being among k random samples of the group with a correct one (arXiv:2508.10751).
 
     With N samples, W of them wrong: R = 1 - C(W, k) / C(N, k), deviation sqrt(R (1 - R)); a correct sample gets
-    (1 - R) / deviation, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / deviation. Where all are wrong, or
-    any k have a correct one, all get 0; so do groups of fewer than k, as failed rewards may leave them.
+    (1 - R) / deviation, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / deviation. All get 0 where all are
+    wrong, where any k have a correct one, and where failed rewards have left fewer than k samples.
 
     Args:
-        correct_above: a sample with a larger reward is correct.
+        k: How many samples are drawn.
+        correct_above: A sample with a larger reward is correct.
     """
     if k < 1 or k != int(k):
         raise ValueError(f"k is {k}: it must be a whole number, at least 1.")
@@ -160,13 +171,16 @@ def pass_at_k(samples: ScoredSamples, *, k: int = 4, correct_above: float = 0.5)
 
 
 def signal_counts(samples: ScoredSamples) -> Tensor:
-    """[2] float64: samples whose group has unequal rewards, samples. Add over ranks; their ratio is signal_share."""
+    """Counts, [2] float64, the samples whose group has unequal rewards, and all samples.
+
+    The ratio of the two, each added over ranks, is `ScoredSamples.signal_share`.
+    """
     has_signal = samples.groups.has_signal(samples.scores)
     return torch.tensor([float(has_signal.sum()), float(len(has_signal))], dtype=torch.float64)
 
 
 def _pass_at_k_values(size: int, num_wrong: int, k: int) -> tuple[float, float]:
-    """Advantages of a wrong and of a correct sample in a group."""
+    """Returns the advantages of a wrong and of a correct sample in a group."""
     if size < k:
         return 0.0, 0.0
     failure = math.comb(num_wrong, k) / math.comb(size, k)
@@ -178,7 +192,7 @@ def _pass_at_k_values(size: int, num_wrong: int, k: int) -> tuple[float, float]:
 
 
 def _where_signal(advantages: Tensor, samples: ScoredSamples) -> Tensor:
-    """Exactly 0 in groups of equal rewards: the floating-point mean of, say, seven times 0.1 is not 0.1."""
+    """Sets groups of equal rewards to exactly 0: the floating-point mean of, say, seven times 0.1 is not 0.1."""
     rewards = samples.scores
     return torch.where(samples.groups.has_signal(rewards), advantages, 0.0).to(rewards.dtype)
 
@@ -190,3 +204,122 @@ def _signal_share(samples: ScoredSamples, estimator: str) -> float:
             "from signal_counts added over ranks."
         )
     return samples.signal_share if samples.signal_share > 0 else 1.0  # no signal at all: every advantage is 0
+
+
+# ---- Whitening: every rank gives its sums, the sums are added, every rank applies them ------------------------------
+
+
+def moment_sums(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns sums, [3] float64, of weight, weight x value and weight x value^2, to be added over ranks.
+
+    Args:
+        values: Any shape; entries of weight 0 are not read.
+        weights: The shape of values: a mask, or how many tokens share a sample's value.
+    """
+    require_same_shape(values=values, weights=weights)
+    weights = weights.detach().double()
+    values = torch.where(weights > 0, values.detach().double(), 0.0)
+    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
+
+
+def mean_and_std(sums: Tensor) -> tuple[float, float]:
+    """Returns mean and deviation from added moment_sums; the deviation divides by the count; equal values give 0."""
+    count = max(float(sums[0]), 1.0)
+    mean = float(sums[1]) / count
+    std = max(float(sums[2]) / count - mean**2, 0.0) ** 0.5
+    return mean, std if std > _ROUNDING * abs(mean) else 0.0
+
+
+def whiten(values: Tensor, sums: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Returns (values - mean) / (deviation + eps).
+
+    Values that are all equal become 0, or stay as they are if shift_mean is False.
+
+    Args:
+        values: Advantages or rewards of this rank.
+        sums: The moment_sums of all values to compare with, added over all ranks.
+        shift_mean: False keeps the mean, and so the sign of each value.
+        eps: Added to the deviation.
+    """
+    mean, std = mean_and_std(sums)
+    if std == 0:
+        return torch.zeros_like(values) if shift_mean else values.clone()
+    scaled = (values - mean) / (std + eps)
+    return scaled if shift_mean else scaled + mean
+
+
+def clip_values(values: Tensor, limit: float) -> Tensor:
+    """Clips rewards or advantages to [-limit, limit]."""
+    if limit <= 0:
+        raise ValueError(f"limit is {limit}: values are held in [-limit, limit], so it must be more than 0.")
+    return values.clamp(-limit, limit)
+
+
+# ---- Rewards of one prompt -------------------------------------------------------------------------------------------
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, scale: float = 1.0) -> Tensor:
+    """Returns what to add to rewards for their lengths (DAPO, arXiv:2503.14476, eq. 13).
+
+    It is 0 up to max_length - buffer tokens and falls from there in a line to -scale at max_length.
+
+    Args:
+        lengths: Response tokens, [B].
+        max_length: The longest response; longer ones get -scale too.
+        buffer: Tokens before max_length over which the penalty grows.
+        scale: The largest penalty.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer is {buffer} and max_length {max_length}: buffer must be in [1, max_length].")
+    over = lengths.float() - (max_length - buffer)
+    return -scale * (over / buffer).clamp(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The samples of the same prompts: G groups of B samples, whose members may stand in any order.
+
+    Every member of a group must be there: where a group spans ranks, gather its rewards and ids first (a few numbers)
+    and keep one's own part of the result.
+    """
+
+    member_of: Tensor  # [B] int64 in [0, G)
+    sizes: Tensor  # [G] int64
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Adds the values of each group, [G] float64: the sum must not depend on the order of the members."""
+        return torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device).index_add(
+            0, self.member_of, values.double()
+        )
+
+    def means(self, values: Tensor) -> Tensor:
+        """Gives each sample, [B] float64, the mean of its group."""
+        return (self.sums(values) / self.sizes)[self.member_of]
+
+    def stds(self, values: Tensor) -> Tensor:
+        """Gives each sample, [B] float64, the deviation of its group, divided by size - 1; 0 in a group of one."""
+        deviations = values.double() - self.means(values)
+        variance = self.sums(deviations.square()) / (self.sizes - 1).clamp(min=1)
+        return variance.sqrt()[self.member_of]
+
+    def has_signal(self, values: Tensor) -> Tensor:
+        """Returns [B] bool: False where all members of the sample's group have exactly the same value."""
+        lowest, highest = (self._extreme(values, how) for how in ("amin", "amax"))
+        return (lowest != highest)[self.member_of]
+
+    def num_others(self) -> Tensor:
+        """Counts the other members of each sample's group, [B] int64."""
+        return self.sizes[self.member_of] - 1
+
+    def _extreme(self, values: Tensor, how: str) -> Tensor:
+        empty = values.new_zeros(len(self.sizes))
+        return empty.scatter_reduce(0, self.member_of, values, how, include_self=False)
+
+
+def groups_of(group_ids: Tensor) -> Groups:
+    """Numbers the groups by their ids, [B], which may be any integers."""
+    require_flat(group_ids=group_ids)
+    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
+        raise ValueError(f"group_ids is of {group_ids.dtype}: give an integer for each sample.")
+    _, member_of, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return Groups(member_of=member_of, sizes=sizes)

@@ -1,8 +1,8 @@
-"""Weights for tokens that another policy sampled than the one that is trained: an engine's rounding, an older version.
+"""Importance weights for tokens sampled by another policy than the trained one: an engine's rounding, an older version.
 
 A correction is `fn(tokens: OffPolicyTokens, **parameters) -> Correction`. Its weights multiply the terms of any policy
-loss (`corrected`); a weight of 0 rejects a token, and leaves the mask and so the denominator as they are. The
-statistics are of the ratio before anything is clipped or rejected.
+loss (`corrected`); a weight of 0 rejects a token but leaves the mask, and so the denominator, as they are. The
+statistics describe the ratio before anything is clipped or rejected.
 
 Decoupled PPO (arXiv:2110.00641) is ppo_clip with the proximal policy's logprobs as the old ones, corrected by the
 ratio of the proximal to the sampling policy. The proximal policy is recomputed, or `interpolated_logprobs`.
@@ -16,15 +16,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape, require_sequence_index
-from lightrl.algorithms.tokens import MAX_LOG_RATIO, TokenLoss, sequence_means, sequence_sums
+from lightrl.algorithms.tokens import (
+    MAX_LOG_RATIO,
+    TokenLoss,
+    require_bool_mask,
+    require_same_shape,
+    require_sequence_index,
+    sequence_means,
+    sequence_sums,
+)
 
 Level = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyTokens:
-    """The tokens of one micro-batch of whole sequences. What stands where the mask is False is never read."""
+    """The tokens of one micro-batch of whole sequences; entries where the mask is False are never read."""
 
     logprobs: Tensor  # [N] of the trainer's policy before the update (the proximal policy)
     sampler_logprobs: Tensor  # [N] of the policy that sampled
@@ -39,7 +46,7 @@ class OffPolicyTokens:
 
     @torch.no_grad()
     def log_ratio(self, level: Level) -> Tensor:
-        """[N] log(trainer / sampler): of the token, of its whole sequence, or of the sequence per token."""
+        """Returns log(trainer / sampler), [N]: the token's, its sequence's sum, or its sequence's mean per token."""
         token = torch.where(self.mask, self.logprobs - self.sampler_logprobs, 0.0)
         if level == "token":
             return token
@@ -52,14 +59,14 @@ class OffPolicyTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Neither carries a gradient."""
+    """A weight per token, and statistics; neither carries a gradient."""
 
     weights: Tensor  # [N], 0 where nothing is trained
     statistics: dict[str, Tensor]  # scalars to reduce over micro-batches and ranks: ratio_max by maximum, others by sum
 
 
 def truncated(tokens: OffPolicyTokens, *, level: Level = "token", cap: float = 2.0) -> Correction:
-    """min(ratio, cap): truncated importance sampling (TIS; arXiv:1802.01561 bounds its ratios so)."""
+    """Weighs by min(ratio, cap): truncated importance sampling (TIS; arXiv:1802.01561)."""
     if cap <= 0:
         raise ValueError(f"cap is {cap}: the ratio is held below it, so it must be more than 0.")
     ratio = _ratio(tokens, level)
@@ -67,26 +74,26 @@ def truncated(tokens: OffPolicyTokens, *, level: Level = "token", cap: float = 2
 
 
 def masked(tokens: OffPolicyTokens, *, level: Level = "token", low: float = 0.0, high: float = 2.0) -> Correction:
-    """The ratio where it is within [low, high], else 0: masked importance sampling (MIS)."""
+    """Weighs by the ratio where it is within [low, high], else by 0: masked importance sampling (MIS)."""
     ratio = _ratio(tokens, level)
     is_outside = _outside(ratio, low, high)
     return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, ratio))
 
 
 def icepop(tokens: OffPolicyTokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
-    """masked, of tokens and from both sides (IcePop, arXiv:2510.18855)."""
+    """Applies `masked` to token ratios, from both sides (IcePop, arXiv:2510.18855)."""
     return masked(tokens, level="token", low=low, high=high)
 
 
 def rejected(tokens: OffPolicyTokens, *, level: Level = "geometric", low: float = 0.5, high: float = 2.0) -> Correction:
-    """1 where the ratio is within [low, high], else 0: what stays is not weighed."""
+    """Weighs by 1 where the ratio is within [low, high], else by 0."""
     ratio = _ratio(tokens, level)
     is_outside = _outside(ratio, low, high)
     return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, torch.ones_like(ratio)))
 
 
 def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
-    """The loss with its terms weighed; those of weight 0 are not read, and have no gradient."""
+    """Multiplies the loss's terms by the weights; terms of weight 0 are not read and get no gradient."""
     require_same_shape(terms=loss.terms, weights=weights)
     weights = weights.detach()
     return replace(loss, terms=torch.where(weights > 0, loss.terms, 0.0) * weights)
@@ -95,21 +102,26 @@ def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
 def interpolated_logprobs(
     logprobs: Tensor, sampler_logprobs: Tensor, *, versions: Tensor, proximal_version: int, current_version: int
 ) -> Tensor:
-    """[N] log probabilities of a proximal policy between the sampling and the current one, without a forward.
+    """Interpolates the log probabilities, [N], of a proximal policy between the sampling and the current one.
 
-    a log current + (1 - a) log sampler, with a the share of the versions between the two that the proximal one has
-    made: (proximal - sampled) / (current - sampled), and 0 for tokens that the current version sampled.
+    They are a log current + (1 - a) log sampler, without a forward. Here a is the fraction of the way from the sampling
+    to the current version that the proximal version has made, (proximal - sampled) / (current - sampled), and 0 for
+    tokens that the current version sampled.
 
     Args:
-        versions: [N] int64 weight version that sampled each token.
+        logprobs: Of the current policy, [N].
+        sampler_logprobs: Of the policy that sampled, [N].
+        versions: Weight version that sampled each token, [N] int64.
+        proximal_version: Weight version of the proximal policy.
+        current_version: Weight version of the current policy.
     """
     require_same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs, versions=versions)
     if proximal_version > current_version:
         raise ValueError(f"proximal_version is {proximal_version}, after current_version {current_version}.")
     behind = current_version - versions
-    share = ((proximal_version - versions) / behind.clamp(min=1)).clamp(0, 1)
-    share = torch.where(behind > 0, share, 0.0).to(logprobs.dtype)
-    return torch.lerp(sampler_logprobs.detach(), logprobs.detach(), share)
+    fraction = ((proximal_version - versions) / behind.clamp(min=1)).clamp(0, 1)
+    fraction = torch.where(behind > 0, fraction, 0.0).to(logprobs.dtype)
+    return torch.lerp(sampler_logprobs.detach(), logprobs.detach(), fraction)
 
 
 def _ratio(tokens: OffPolicyTokens, level: Level) -> Tensor:

@@ -1,15 +1,29 @@
-"""The entropy bonus. Its coefficient may follow a target (controllers.py)."""
+"""The entropy bonus, and the coefficient of it that follows a target."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape
+from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """[N] -coef times the entropy of each trained token, a term to add to those of the policy loss."""
+    """Returns -coef x the entropy of each trained token, [N], to add to the terms of the policy loss."""
     require_same_shape(entropy=entropy, mask=mask)
     require_bool_mask(mask)
     return -coef * torch.where(mask, entropy, 0.0)
+
+
+def next_entropy_coef(
+    coef: float, *, entropy: float, target: float, step: float = 0.005, highest: float = 1.0
+) -> float:
+    """Raises the coefficient by `step` below the target, lowers it above, within [0, highest] (arXiv:2505.22312)."""
+    if entropy == target:
+        return coef
+    return min(highest, max(0.0, coef + (step if entropy < target else -step)))
+
+
+def active_entropy_coef(coef: float, *, entropy: float, target: float) -> float:
+    """Returns the coefficient that acts: 0 above the target, where a bonus would raise the entropy further."""
+    return coef if entropy <= target else 0.0

@@ -1,7 +1,7 @@
-"""Estimates of the KL divergence from tokens that the policy itself sampled (http://joschu.net/blog/kl-approx.html).
+"""KL divergences estimated from sampled tokens: of policy and reference, engine and trainer, policy and teacher.
 
-The value of an estimate and its gradient are two things. d = policy - reference, in log probabilities; averaged over
-the policy's samples:
+The estimates are those of http://joschu.net/blog/kl-approx.html. The value of an estimate and its gradient are two
+things. With d = policy - reference, in log probabilities, and averaged over the policy's own samples:
 - k1 = d has the KL as its value and no gradient at all: good in a reward, useless in a loss.
 - k2 = d^2 / 2 has a biased value and the KL's gradient, d times that of the log probability.
 - k3 = exp(-d) - 1 + d has the KL as its value, never negative, and the gradient of KL(reference || policy).
@@ -15,21 +15,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape
-from lightrl.algorithms.tokens import masked_log_ratio
+from lightrl.algorithms.tokens import masked_log_ratio, require_bool_mask, require_same_shape
 
 KLKind = Literal["k1", "k2", "k3"]
 KLGradient = Literal["own", "kl"]
 
 
 def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
-    """KL(policy || reference) at each token, from the log probabilities that the two give it.
+    """Estimates KL(policy || reference) at each token from the log probabilities that the two give it.
 
     With d = policy - reference: k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, small variance), and
     k3 = exp(-d) - 1 + d (unbiased, never negative; GRPO's). No gradient flows to the reference.
 
     Args:
-        policy: any shape, an entry per token, as has the reference.
+        policy: Log probabilities, any shape, an entry per token.
+        reference: The shape of policy.
+        kind: The estimate.
     """
     require_same_shape(policy=policy, reference=reference)
     log_ratio = policy - reference.detach()
@@ -52,12 +53,16 @@ def kl_terms(
     gradient: KLGradient = "own",
     old: Tensor | None = None,
 ) -> Tensor:
-    """The KL of each token as a term of the loss, 0 where the mask is False.
+    """Returns the KL of each token as a term of the loss, 0 where the mask is False.
 
     Args:
+        policy: Log probabilities, any shape, an entry per token. They alone get a gradient.
+        reference: The shape of policy.
+        mask: True = trained.
+        kind: The estimate.
         gradient: "own" is that of the estimate; "kl" is that of the KL, d times the gradient of the log probability.
-        old: log probabilities of the policy that sampled. Given, every term is weighed by policy / old, without which
-            both value and gradient are wrong off policy. With k3 and "kl" this is DeepSeek-V3.2's unbiased estimate.
+        old: Log probabilities of the policy that sampled. Where given, every term is weighed by policy / old, without
+            which value and gradient are wrong off policy. With k3 and "kl" this is DeepSeek-V3.2's unbiased estimate.
     """
     require_same_shape(policy=policy, reference=reference, mask=mask)
     require_bool_mask(mask)
@@ -72,3 +77,91 @@ def kl_terms(
     if old is not None:
         terms = terms * torch.exp(masked_log_ratio(policy.detach(), old, mask))
     return terms
+
+
+def add_kl(terms: Tensor, kl: Tensor, *, coef: float) -> Tensor:
+    """Adds the KL penalty to the loss: the policy loss's terms + coef x the KL of each token (kl_terms), [N]."""
+    return terms + coef * kl
+
+
+def next_kl_coef(coef: float, *, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:
+    """Raises the coefficient while the KL is above its target: coef (1 + e num_samples / horizon) (arXiv:1909.08593).
+
+    The error e = kl / target - 1 is clipped to [-0.2, 0.2].
+
+    Args:
+        coef: The coefficient of this step.
+        kl: The KL measured over all ranks.
+        target: The wanted KL.
+        num_samples: Samples trained on in this step.
+        horizon: Samples over which the coefficient can grow by a fifth.
+    """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"target is {target} and horizon {horizon}: both must be more than 0.")
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return coef * (1 + error * num_samples / horizon)
+
+
+# ---- Engine and trainer ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def mismatch_statistics(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Measures how far the engine's log probabilities are from the trainer's, for the same tokens and weights.
+
+    The scalars are to be reduced over micro-batches and ranks, "max_abs" by maximum, the others by sum: max_abs and
+    sum_abs are of the difference of log probabilities, sum_k3 is of the k3 estimate of KL(sampler || trainer) (the
+    sampler drew the tokens), and count is of the tokens where the mask is True. Where there are none, all are 0.
+    """
+    require_same_shape(trainer=trainer, sampler=sampler, mask=mask)
+    require_bool_mask(mask)
+    trainer, sampler = (torch.where(mask, logprobs.float(), 0.0) for logprobs in (trainer, sampler))
+    difference = (trainer - sampler).abs()
+    return {
+        "max_abs": difference.max() if difference.numel() else difference.sum(),
+        "sum_abs": difference.sum(),
+        "sum_k3": kl_estimate(policy=sampler, reference=trainer, kind="k3").sum(),
+        "count": mask.sum(),
+    }
+
+
+# ---- Policy and teacher: on-policy distillation ----------------------------------------------------------------------
+# Its objective is KL(policy || teacher), the reverse KL, which a sampled token estimates as log policy - log teacher
+# (https://thinkingmachines.ai/blog/on-policy-distillation, arXiv:2306.13649).
+
+
+def distillation_advantages(
+    old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, coef: float = 1.0
+) -> Tensor:
+    """Returns coef (log teacher - log policy), [N]: an advantage per token, alone or to add to a reward's.
+
+    Args:
+        old_logprobs: Of the policy that sampled, so that the advantage stays the same over the updates of a step.
+        teacher_logprobs: Of the teacher, [N].
+        mask: True = trained, [N].
+        coef: The weight of the teacher.
+    """
+    require_same_shape(old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
+    require_bool_mask(mask)
+    return torch.where(mask, coef * (teacher_logprobs - old_logprobs), 0.0).detach()
+
+
+def distillation_terms(
+    logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, old_logprobs: Tensor | None = None
+) -> Tensor:
+    """Returns the sampled reverse KL as a loss, [N], with the KL's gradient; old_logprobs weigh it by policy / old."""
+    return kl_terms(policy=logprobs, reference=teacher_logprobs, mask=mask, kind="k1", gradient="kl", old=old_logprobs)
+
+
+def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """Computes KL(policy || teacher) exactly, [N], by a sum over the whole vocabulary.
+
+    Args:
+        logprobs: Normalised log probabilities, [N, V]. Pass a chunk of tokens at a time: V is large.
+        teacher_logprobs: The same of the teacher, [N, V].
+    """
+    require_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs)
+    probabilities = logprobs.exp()
+    # A token that both exclude (-inf in both) counts 0, not NaN.
+    difference = torch.where(probabilities > 0, logprobs - teacher_logprobs.detach(), 0.0)
+    return (probabilities * difference).sum(dim=-1)

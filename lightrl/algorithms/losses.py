@@ -1,7 +1,15 @@
-"""Policy losses that look at one token at a time. With r = policy / old policy, A the advantage, sg = no gradient.
+"""Policy losses: one term per token, and the aggregations that make a micro-batch's loss of the terms.
 
-A policy loss is `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`: a term per token, which an aggregation weighs
-(aggregation.py) and a correction may weigh once more (corrections.py). Parameters are keyword-only and have defaults.
+A policy loss is `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`. Parameters are keyword-only and have defaults.
+Formulas write r = policy / old policy, A for the advantage, sg for "no gradient", and s for the geometric mean of the
+ratios r of a sequence. A correction may weigh the terms once more (corrections.py), and the KL to a reference is added
+to them by kl.add_kl.
+
+An aggregation is `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights`. It decides which mean is
+taken; the denominator is global in all of them. With `weights` per token and `total` per micro-batch, the loss of an
+update is sum(weights * terms) / sum(total), both sums over all micro-batches and ranks. So a micro-batch's loss is
+`mean_loss(terms, weights)`, its weight in train_batch is `total`, and the gradient depends neither on the micro-batch
+size, nor on the packing, nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,49 +20,221 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss, masked_log_ratio, token_loss
+from lightrl.algorithms.registry import loss
+from lightrl.algorithms.selection import largest_covariance, random_of_large_covariance
+from lightrl.algorithms.tokens import (
+    PolicyTokens,
+    TokenLoss,
+    require_bool_mask,
+    require_same_shape,
+    require_sequence_index,
+    sequence_sums,
+    token_loss,
+)
+
+# ---- One token at a time ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """Sums over the trained tokens of one micro-batch. Only loss_sum carries a gradient."""
-
-    loss_sum: Tensor  # [] float
-    clip_count: Tensor  # [] int64, tokens whose gradient the clip removed
-    ratio_sum: Tensor  # [] float
-    ratio_max: Tensor  # [] float, 0 where no token is trained
-    num_tokens: Tensor  # [] int64
+def policy_gradient(tokens: PolicyTokens) -> TokenLoss:
+    """Computes -A log policy (REINFORCE); without a ratio it is right only for the first update after sampling."""
+    logprobs = torch.where(tokens.mask, tokens.logprobs, 0.0)
+    terms = -tokens.masked_advantages * logprobs
+    return token_loss(terms, tokens.log_ratio, torch.zeros_like(tokens.mask), tokens.mask)
 
 
-def clipped_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """ppo_clip in sums, for tensors of any shape. With nothing trained the sum is 0 and its backward still runs.
+def ppo_clip(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> TokenLoss:
+    """Computes -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7).
 
-    Args:
-        logprobs: any shape, shared by all four tensors, an entry per token. It alone gets a gradient.
-        mask: bool, True = trained. What stands elsewhere is never read, be it NaN.
+    Two different bounds are DAPO's clip-higher (arXiv:2503.14476). A dual_clip of c limits the term of a token with
+    A < 0 to -c A where r > c (arXiv:1912.09729); 3 is usual.
     """
-    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    require_bool_mask(mask)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
-    advantages = torch.where(mask, advantages.detach(), 0.0)
-    terms, is_clipped = clipped_terms(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    ratio = torch.where(mask, torch.exp(log_ratio.detach()), 0.0)
-    return PolicyLoss(
-        loss_sum=terms.sum(),
-        clip_count=is_clipped.sum(),
-        ratio_sum=ratio.sum(),
-        ratio_max=ratio.max() if ratio.numel() else ratio.sum(),
-        num_tokens=mask.sum(),
+    log_ratio = tokens.log_ratio
+    terms, is_clipped = clipped_terms(
+        log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
+    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+
+
+def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
+    """Computes -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy (CISPO: MiniMax-M1, arXiv:2506.13585).
+
+    The weight is clipped, and no token loses its gradient. A clip_low of 1 is no lower bound.
+    """
+    require_clip_range(clip_low, clip_high)
+    log_ratio = tokens.log_ratio
+    ratio = torch.exp(log_ratio.detach())
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    terms = -weight * tokens.masked_advantages * torch.where(tokens.mask, tokens.logprobs, 0.0)
+    return token_loss(terms, log_ratio, weight != ratio, tokens.mask)
+
+
+def sapo(tokens: PolicyTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+    """Computes -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, arXiv:2511.20347).
+
+    The sigmoid is a soft gate in place of a clip. At r = 1 the gradient is that of -r A; away from it the gate closes
+    smoothly, faster for a larger tau.
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos is {tau_pos} and tau_neg {tau_neg}: both must be more than 0.")
+    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), tau_neg)
+    gate = 4 / tau * torch.sigmoid(tau * (torch.exp(log_ratio) - 1))
+    return token_loss(-gate * advantages, log_ratio, torch.zeros_like(tokens.mask), tokens.mask)
+
+
+def cpgd(
+    tokens: PolicyTokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift_coef: float = 0.1,
+    drift_clip: float = 1.0,
+) -> TokenLoss:
+    """Computes -min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (arXiv:2505.12504, eq. 2).
+
+    Here l is log r, which the clip holds in [log(1 - clip_low), log(1 + clip_high)]. The last term has the gradient of
+    k3 for KL(old policy || policy), clipped from above, so that it always pulls a ratio that is too large back.
+    """
+    require_clip_range(clip_low, clip_high)
+    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
+    lowest = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+    highest = math.log1p(clip_high)
+    improvement = torch.minimum(log_ratio * advantages, log_ratio.clamp(lowest, highest) * advantages)
+    fixed = log_ratio.detach()
+    pull = torch.expm1(fixed).clamp(max=drift_clip)
+    drift = pull * torch.where(tokens.mask, tokens.logprobs, 0.0)
+    is_clipped = ((fixed < lowest) & (advantages < 0)) | ((fixed > highest) & (advantages > 0))
+    return token_loss(-improvement + drift_coef * drift, log_ratio, is_clipped, tokens.mask)
+
+
+# ---- Ratio of a whole sequence ---------------------------------------------------------------------------------------
+# Each token carries its sequence's term, so that sequence_mean gives the papers' mean over sequences; a sequence never
+# spans two micro-batches.
+
+
+def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """Computes -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), A the sequence's mean (arXiv:2507.18071, eq. 5).
+
+    Under sequence_mean the gradient with respect to a token's log probability is -s A / length.
+    """
+    log_ratio = tokens.log_ratio
+    terms, is_clipped = clipped_terms(
+        tokens.per_sequence(log_ratio),
+        tokens.per_sequence(tokens.masked_advantages),
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+
+
+def gspo_token(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """Computes gspo with sg(s) policy / sg(policy) in place of s, each token with its own A (arXiv:2507.18071, eq. 13).
+
+    Where a sequence's advantages are equal, value and gradient are those of gspo under sequence_mean.
+    """
+    log_ratio = tokens.log_ratio
+    sequence_log_ratio = tokens.per_sequence(log_ratio.detach()) + log_ratio - log_ratio.detach()
+    terms, is_clipped = clipped_terms(
+        sequence_log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high
+    )
+    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+
+
+def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+    """Computes -exp(mean of m) A, m = log r clipped to [-clip_low, clip_high] as in PPO (GMPO, arXiv:2507.20673).
+
+    The bounds are of log r, not of r: 0.4 is a ratio in [0.67, 1.49]. A is the sequence's mean; the side that is
+    clipped depends on the sign of each token's own advantage.
+    """
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both bound |log ratio|, so at least 0.")
+    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
+    clipped = log_ratio.clamp(-clip_low, clip_high)
+    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    terms = -torch.exp(tokens.per_sequence(pessimistic)) * tokens.per_sequence(advantages)
+    fixed = log_ratio.detach()
+    is_clipped = ((fixed < -clip_low) & (advantages < 0)) | ((fixed > clip_high) & (advantages > 0))
+    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+
+
+# ---- Some tokens without a gradient, or with a penalty ---------------------------------------------------------------
+
+
+def dppo_tv(
+    tokens: PolicyTokens, *, limit_low: float = 0.15, limit_high: float = 0.15, ratio_cap: float = 20.0
+) -> TokenLoss:
+    """Computes -sg(min(r, ratio_cap)) A log policy, but 0 where the probability moved too far in A's direction.
+
+    Too far is policy - old > limit_high for A > 0 and old - policy > limit_low for A < 0: the total variation between
+    the two outcomes "this token" and "another" (DPPO, arXiv:2602.04879). Take the sampler's logprobs as the old ones.
+    """
+    change = _probability(tokens.logprobs, tokens.mask) - _probability(tokens.old_logprobs, tokens.mask)
+    return _outside_region(tokens, change > limit_high, change < -limit_low, ratio_cap)
+
+
+def dppo_kl(
+    tokens: PolicyTokens, *, limit_low: float = 0.05, limit_high: float = 0.05, ratio_cap: float = 20.0
+) -> TokenLoss:
+    """Computes dppo_tv with KL(old || policy) of the outcomes "this token" and "another" in place of the variation."""
+    new, old = _probability(tokens.logprobs, tokens.mask), _probability(tokens.old_logprobs, tokens.mask)
+    rest_new, rest_old = (1 - new).clamp(min=1e-8), (1 - old).clamp(min=1e-8)
+    divergence = -old * tokens.log_ratio.detach() + rest_old * (rest_old / rest_new).log()
+    return _outside_region(
+        tokens, (divergence > limit_high) & (new > old), (divergence > limit_low) & (new < old), ratio_cap
+    )
+
+
+@loss(selects_tokens=random_of_large_covariance)
+def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """Computes ppo_clip with 0 for the selected tokens (Clip-Cov, arXiv:2505.22617).
+
+    A few tokens are selected at random among those whose log probability and advantage have a large covariance.
+    """
+    selected, log_ratio = _selected(tokens, "clip_cov"), tokens.log_ratio
+    terms, is_clipped = clipped_terms(log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high)
+    return token_loss(torch.where(selected, 0.0, terms), log_ratio, is_clipped | selected, tokens.mask)
+
+
+@loss(selects_tokens=largest_covariance)
+def kl_cov(tokens: PolicyTokens, *, kl_coef: float = 1.0) -> TokenLoss:
+    """Computes -r A, plus kl_coef (r - 1 - log r) for the selected tokens (KL-Cov, arXiv:2505.22617).
+
+    The tokens of largest covariance between log probability and advantage are selected. The penalty is k3 for
+    KL(old policy || policy).
+    """
+    selected, log_ratio = _selected(tokens, "kl_cov"), tokens.log_ratio
+    penalty = torch.where(selected, torch.expm1(log_ratio) - log_ratio, 0.0)
+    terms = -torch.exp(log_ratio) * tokens.masked_advantages + kl_coef * penalty
+    return token_loss(terms, log_ratio, selected, tokens.mask)
+
+
+def _outside_region(tokens: PolicyTokens, too_high: Tensor, too_low: Tensor, ratio_cap: float) -> TokenLoss:
+    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
+    is_outside = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
+    weight = torch.exp(log_ratio.detach()).clamp(max=ratio_cap)
+    terms = -weight * advantages * torch.where(tokens.mask, tokens.logprobs, 0.0)
+    return token_loss(torch.where(is_outside, 0.0, terms), log_ratio, is_outside, tokens.mask)
+
+
+def _probability(logprobs: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp(torch.where(mask, logprobs.detach(), 0.0))
+
+
+def _selected(tokens: PolicyTokens, name: str) -> Tensor:
+    if tokens.selected is None:
+        raise ValueError(f"{name} needs to know which tokens are selected: give PolicyTokens(selected=...), [N] bool.")
+    return tokens.selected
+
+
+# ---- Clipping --------------------------------------------------------------------------------------------------------
 
 
 def clipped_terms(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, and where that left no gradient."""
+    """Returns -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, and which tokens get no gradient."""
     require_clip_range(clip_low, clip_high)
     ratio = torch.exp(log_ratio)
     terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -80,74 +260,74 @@ def require_clip_range(clip_low: float, clip_high: float) -> None:
         )
 
 
-def policy_gradient(tokens: PolicyTokens) -> TokenLoss:
-    """-A log policy (REINFORCE): no ratio, so it is right for the first update after sampling alone."""
-    logprobs = torch.where(tokens.mask, tokens.logprobs, 0.0)
-    terms = -tokens.masked_advantages * logprobs
-    return token_loss(terms, tokens.log_ratio, torch.zeros_like(tokens.mask), tokens.mask)
+# ---- Aggregation: the mean over tokens and sequences -----------------------------------------------------------------
 
 
-def ppo_clip(
-    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
-) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWeights:
+    """The weights of one micro-batch's tokens, and its part of the denominator."""
 
-    Two different bounds are DAPO's clip-higher (arXiv:2503.14476). dual_clip c holds the term of a token with A < 0 at
-    -c A where r > c (arXiv:1912.09729); 3 is usual.
+    weights: Tensor  # [N] float32, 0 where nothing is trained
+    total: Tensor  # [] float32, this micro-batch's part of the denominator
+
+
+def token_mean(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> TokenWeights:
+    """Gives every trained token the same weight (DAPO, arXiv:2503.14476, eq. 8)."""
+    _check(mask, sequence_index, num_sequences)
+    weights = mask.float()
+    return TokenWeights(weights=weights, total=weights.sum())
+
+
+def sequence_mean(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> TokenWeights:
+    """Takes the mean over sequences of their means over tokens (GRPO, arXiv:2402.03300, eq. 3).
+
+    A sequence without a trained token does not count.
     """
-    log_ratio = tokens.log_ratio
-    terms, is_clipped = clipped_terms(
-        log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+    counts = _trained_tokens(mask, sequence_index, num_sequences)
+    weights = mask.float() / counts.clamp(min=1)[sequence_index]
+    return TokenWeights(weights=weights, total=(counts > 0).float().sum())
 
 
-def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy (MiniMax-M1, arXiv:2506.13585).
+def sequence_mean_token_sum(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> TokenWeights:
+    """Takes the mean over sequences of their sums over tokens: the policy gradient of a whole response."""
+    return sequence_mean_token_sum_norm(mask, sequence_index, num_sequences, length=1)
 
-    The weight is clipped and no token loses its gradient. clip_low 1 is no lower bound.
+
+def sequence_mean_token_sum_norm(
+    mask: Tensor, sequence_index: Tensor, num_sequences: int, *, length: float
+) -> TokenWeights:
+    """Takes the mean over sequences of their sums over tokens / a constant length (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        mask: True = trained, [N].
+        sequence_index: The sequence of each token, [N].
+        num_sequences: Sequences of the micro-batch.
+        length: The same for a whole run, such as the longest response allowed.
     """
-    require_clip_range(clip_low, clip_high)
-    log_ratio = tokens.log_ratio
-    ratio = torch.exp(log_ratio.detach())
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    terms = -weight * tokens.masked_advantages * torch.where(tokens.mask, tokens.logprobs, 0.0)
-    return token_loss(terms, log_ratio, weight != ratio, tokens.mask)
+    if length <= 0:
+        raise ValueError(f"length is {length}: it is a number of tokens, such as the longest response allowed.")
+    counts = _trained_tokens(mask, sequence_index, num_sequences)
+    return TokenWeights(weights=mask.float() / length, total=(counts > 0).float().sum())
 
 
-def sapo(tokens: PolicyTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, arXiv:2511.20347): a soft gate for a clip.
+def mean_loss(terms: Tensor, token_weights: TokenWeights) -> Tensor:
+    """Returns the micro-batch's loss: the weighted sum of the terms / `total`.
 
-    At r = 1 the gradient is that of -r A; away from it the gate closes smoothly, faster for a larger tau.
+    Where nothing is trained it is 0, with a gradient of 0 that still flows. To combine several losses (policy, KL,
+    entropy), add their terms first.
     """
-    if tau_pos <= 0 or tau_neg <= 0:
-        raise ValueError(f"tau_pos is {tau_pos} and tau_neg {tau_neg}: both must be more than 0.")
-    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
-    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), tau_neg)
-    gate = 4 / tau * torch.sigmoid(tau * (torch.exp(log_ratio) - 1))
-    return token_loss(-gate * advantages, log_ratio, torch.zeros_like(tokens.mask), tokens.mask)
+    require_same_shape(terms=terms, weights=token_weights.weights)
+    weights, total = token_weights.weights, token_weights.total
+    # Where the weight is 0 the term is not read: 0 * inf would be NaN.
+    weighed = torch.where(weights > 0, terms, 0.0) * weights
+    return weighed.sum() / torch.where(total > 0, total, 1.0)
 
 
-def cpgd(
-    tokens: PolicyTokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    drift_coef: float = 0.1,
-    drift_clip: float = 1.0,
-) -> TokenLoss:
-    """-min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (CPGD, arXiv:2505.12504, eq. 2).
+def _trained_tokens(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    _check(mask, sequence_index, num_sequences)
+    return sequence_sums(mask.float(), sequence_index, num_sequences)
 
-    l is log r; clip holds l in [log(1 - clip_low), log(1 + clip_high)]. The last term has the gradient of k3 for
-    KL(old policy || policy), clipped from above, so that it always pulls a ratio that is too large back.
-    """
-    require_clip_range(clip_low, clip_high)
-    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
-    lowest = math.log1p(-clip_low) if clip_low < 1 else -math.inf
-    highest = math.log1p(clip_high)
-    improvement = torch.minimum(log_ratio * advantages, log_ratio.clamp(lowest, highest) * advantages)
-    fixed = log_ratio.detach()
-    pull = torch.expm1(fixed).clamp(max=drift_clip)
-    drift = pull * torch.where(tokens.mask, tokens.logprobs, 0.0)
-    is_clipped = ((fixed < lowest) & (advantages < 0)) | ((fixed > highest) & (advantages > 0))
-    return token_loss(-improvement + drift_coef * drift, log_ratio, is_clipped, tokens.mask)
+
+def _check(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> None:
+    require_bool_mask(mask)
+    require_sequence_index(sequence_index, mask, num_sequences)

@@ -1,8 +1,8 @@
-"""Losses over pairs of answers, of which one is preferred: reward models (Bradley-Terry) and DPO with its kin.
+"""Losses over pairs of answers, of which one is preferred: reward models (Bradley-Terry), DPO and its variants.
 
-Each gives a term per pair, [P]; the mean is taken outside, over all pairs of the update. A log-ratio margin is
-log(policy / reference) of the chosen answer minus that of the rejected one, each summed over the answer's tokens (or
-averaged over them, where lengths are to be normalised away).
+Each gives a term per pair, [P]; the mean over all pairs of the update is taken outside. A log-ratio margin is
+log(policy / reference) of the chosen answer minus that of the rejected one, each summed over the answer's tokens, or
+averaged over them to normalise by length.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightrl.algorithms.shapes import require_flat
-from lightrl.algorithms.tokens import sequence_means, sequence_sums
+from lightrl.algorithms.tokens import require_flat, sequence_means, sequence_sums
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 
@@ -28,11 +27,15 @@ def answer_log_ratios(
     *,
     length_normalized: bool = False,
 ) -> Tensor:
-    """[num_sequences] log(policy / reference) of each answer: the sum over its trained tokens, or their mean.
+    """Returns log(policy / reference) of each answer, [num_sequences]: the sum or mean over its trained tokens.
 
     Args:
-        logprobs, ref_logprobs: [N], an entry per token; only the first gets a gradient.
-        mask: [N] bool, True = trained. What stands elsewhere is never read.
+        logprobs: Of the policy, [N]; they alone get a gradient.
+        ref_logprobs: Of the reference, [N].
+        mask: True = trained, [N] bool; other entries are never read.
+        sequence_index: The answer of each token, [N].
+        num_sequences: How many answers there are.
+        length_normalized: Take the mean instead of the sum.
     """
     ratios = torch.where(mask, logprobs - ref_logprobs.detach(), 0.0)
     if length_normalized:
@@ -41,11 +44,12 @@ def answer_log_ratios(
 
 
 def preference_terms(kind: PreferenceLoss, margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair, from its log-ratio margin h.
+    """Computes the loss of each pair, [P], from its log-ratio margin h.
 
-    sigmoid (DPO, arXiv:2305.18290, eq. 7): -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), where s is the share
-    of labels that are wrong (conservative DPO). ipo (arXiv:2310.12036, eq. 17): (h - 1 / (2 beta))^2. hinge (SLiC,
-    arXiv:2305.10425): max(0, 1 - beta h).
+    - sigmoid (DPO, arXiv:2305.18290, eq. 7): -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), where s is
+      label_smoothing, the fraction of labels that are wrong (conservative DPO).
+    - ipo (arXiv:2310.12036, eq. 17): (h - 1 / (2 beta))^2.
+    - hinge (SLiC, arXiv:2305.10425): max(0, 1 - beta h).
     """
     if beta <= 0:
         raise ValueError(f"beta is {beta}: it must be more than 0.")
@@ -66,12 +70,15 @@ def preference_terms(kind: PreferenceLoss, margins: Tensor, *, beta: float, labe
 def bradley_terry_terms(
     chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = None, centring_coef: float = 0.0
 ) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) + centring_coef (chosen + rejected)^2 of each pair of scores, [P].
+    """Computes -log sigmoid(chosen - rejected - margin) + centring_coef (chosen + rejected)^2 of each pair, [P].
 
-    The difference leaves the level of the scores free; the second term (arXiv:2312.09244, sec. 2) holds it near 0.
+    The difference leaves the level of the scores free; the second term (arXiv:2312.09244, sec. 2) keeps it near 0.
 
     Args:
-        margins: by how much the chosen answer should win (Llama 2, arXiv:2307.09288, eq. 2); None is 0.
+        chosen: Scores of the preferred answers, [P].
+        rejected: Scores of the other answers, [P].
+        margins: How much the chosen answer should win by (Llama 2, arXiv:2307.09288, eq. 2), [P]; None is 0.
+        centring_coef: Weight of the second term.
     """
     require_flat(chosen=chosen, rejected=rejected, margins=margins)
     difference = chosen - rejected
@@ -80,5 +87,5 @@ def bradley_terry_terms(
 
 
 def pair_mean(terms: Tensor) -> Tensor:
-    """The micro-batch's loss; 0 with a gradient of 0 that flows where there is no pair."""
+    """Returns the micro-batch's loss, the mean of the terms; where there is no pair, 0 with a gradient that flows."""
     return terms.sum() / max(len(terms), 1)

@@ -1,139 +1,185 @@
-"""Chooses an algorithm by name, or a user's own as package.module:function. One call signature per kind:
+"""Loads an algorithm by name, or a user's own by `package.module:function`, and reads its traits.
 
-| kind | signature | documented in |
+There is one call signature per kind:
+
+| kind | signature | module |
 |---|---|---|
 | advantage | `fn(samples: ScoredSamples, **parameters) -> Tensor`  [B], one per sample | advantages.py |
 | returns | `fn(tokens: TokenRewards, **parameters) -> TokenReturns`  one per token | returns.py |
 | loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | losses.py |
-| aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | aggregation.py |
+| aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | losses.py |
 | correction | `fn(tokens: OffPolicyTokens, **parameters) -> Correction`  a weight per token | corrections.py |
 
-Parameters are keyword-only. A parameter that the function does not have is an error, not ignored.
+Parameters are keyword-only. A parameter that the function does not have is an error, not ignored. What a function needs
+from the trainer is a trait, which its decorator states (`@advantage(...)`, `@returns(...)`, `@loss(...)`). The trainer
+reads traits and never names, so a user's function is treated exactly as a built-in one.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
-from torch import Tensor
-
-from lightrl.algorithms.advantages import ScoredSamples
-from lightrl.algorithms.aggregation import TokenWeights
-from lightrl.algorithms.corrections import Correction, OffPolicyTokens
-from lightrl.algorithms.returns import TokenReturns, TokenRewards
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
 from lightrl.imports import load_object
 
 Kind = Literal["advantage", "returns", "loss", "aggregation", "correction"]
+Need = Literal["greedy_baseline", "signal_share"]
 Parameters = Mapping[str, float | int | str | bool | None]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-_PACKAGE = "lightrl.algorithms"
+
+def _named(module: str, *names: str, **renamed: str) -> dict[str, str]:
+    paths = {name: f"lightrl.algorithms.{module}:{name}" for name in names}
+    return paths | {name: f"lightrl.algorithms.{module}:{function}" for name, function in renamed.items()}
+
+
 BUILTIN: dict[Kind, dict[str, str]] = {
-    "advantage": {
-        "grpo": f"{_PACKAGE}.advantages:grpo",
-        "dr_grpo": f"{_PACKAGE}.advantages:dr_grpo",
-        "rloo": f"{_PACKAGE}.advantages:rloo",
-        "reinforce": f"{_PACKAGE}.advantages:reinforce",
-        "reinforce_plus_plus": f"{_PACKAGE}.advantages:reinforce",
-        "reinforce_plus_plus_baseline": f"{_PACKAGE}.advantages:reinforce_plus_plus_baseline",
-        "remax": f"{_PACKAGE}.advantages:remax",
-        "opo": f"{_PACKAGE}.advantages:opo",
-        "gpg": f"{_PACKAGE}.advantages:gpg",
-        "cpgd": f"{_PACKAGE}.advantages:cpgd",
-        "pass_at_k": f"{_PACKAGE}.advantages:pass_at_k",
-    },
-    "returns": {
-        "gae": f"{_PACKAGE}.returns:gae",
-        "returns_to_go": f"{_PACKAGE}.returns:returns_to_go",
-        "turn_returns": f"{_PACKAGE}.returns:turn_returns",
-    },
-    "loss": {
-        "policy_gradient": f"{_PACKAGE}.losses:policy_gradient",
-        "ppo_clip": f"{_PACKAGE}.losses:ppo_clip",
-        "cispo": f"{_PACKAGE}.losses:cispo",
-        "sapo": f"{_PACKAGE}.losses:sapo",
-        "cpgd": f"{_PACKAGE}.losses:cpgd",
-        "gspo": f"{_PACKAGE}.sequence_losses:gspo",
-        "gspo_token": f"{_PACKAGE}.sequence_losses:gspo_token",
-        "gmpo": f"{_PACKAGE}.sequence_losses:gmpo",
-        "clip_cov": f"{_PACKAGE}.selective_losses:clip_cov",
-        "kl_cov": f"{_PACKAGE}.selective_losses:kl_cov",
-        "dppo_tv": f"{_PACKAGE}.selective_losses:dppo_tv",
-        "dppo_kl": f"{_PACKAGE}.selective_losses:dppo_kl",
-    },
-    "aggregation": {
-        "token_mean": f"{_PACKAGE}.aggregation:token_mean",
-        "sequence_mean": f"{_PACKAGE}.aggregation:sequence_mean",
-        "sequence_mean_token_sum": f"{_PACKAGE}.aggregation:sequence_mean_token_sum",
-        "sequence_mean_token_sum_norm": f"{_PACKAGE}.aggregation:sequence_mean_token_sum_norm",
-    },
-    "correction": {
-        "tis": f"{_PACKAGE}.corrections:truncated",
-        "mis": f"{_PACKAGE}.corrections:masked",
-        "icepop": f"{_PACKAGE}.corrections:icepop",
-        "reject": f"{_PACKAGE}.corrections:rejected",
-    },
-}
-
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Advantages to be whitened over all trained tokens of the update, on all ranks (moments.py)."""
-
-SELECTING = frozenset({"clip_cov", "kl_cov"})
-"""Losses that need PolicyTokens.selected, made over the whole batch (selection.py)."""
-
-_EXAMPLES = {
-    "advantage": "my_advantages",
-    "returns": "my_returns",
-    "loss": "my_loss",
-    "aggregation": "my_aggregation",
-    "correction": "my_correction",
+    "advantage": _named(
+        "advantages",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "cpgd",
+        "pass_at_k",
+    ),
+    "returns": _named("returns", "gae", "returns_to_go", "turn_returns"),
+    "loss": _named(
+        "losses",
+        "policy_gradient",
+        "ppo_clip",
+        "cispo",
+        "sapo",
+        "cpgd",
+        "gspo",
+        "gspo_token",
+        "gmpo",
+        "clip_cov",
+        "kl_cov",
+        "dppo_tv",
+        "dppo_kl",
+    ),
+    "aggregation": _named(
+        "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+    ),
+    "correction": _named("corrections", "icepop", tis="truncated", mis="masked", reject="rejected"),
 }
 
 
-def load_advantage(name: str, parameters: Parameters | None = None) -> Callable[[ScoredSamples], Tensor]:
-    """The estimator of one advantage per sample, with its parameters given."""
-    return cast(Callable[[ScoredSamples], Tensor], _load("advantage", name, parameters))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageTraits:
+    """What an estimator of one advantage per sample asks of the trainer."""
+
+    whiten: bool = False
+    needs: tuple[Need, ...] = ()
+    min_group: int | str = 1
 
 
-def load_returns(name: str, parameters: Parameters | None = None) -> Callable[[TokenRewards], TokenReturns]:
-    """The estimator of one advantage per token, with its parameters given."""
-    return cast(Callable[[TokenRewards], TokenReturns], _load("returns", name, parameters))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnsTraits:
+    """What an estimator of one advantage per token asks of the trainer."""
+
+    uses_critic: bool = True
 
 
-def load_loss(name: str, parameters: Parameters | None = None) -> Callable[[PolicyTokens], TokenLoss]:
-    """The policy loss, with its parameters given."""
-    return cast(Callable[[PolicyTokens], TokenLoss], _load("loss", name, parameters))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTraits:
+    """What a policy loss asks of the trainer."""
+
+    selects_tokens: Callable[..., Any] | None = None
 
 
-def load_aggregation(name: str, parameters: Parameters | None = None) -> Callable[[Tensor, Tensor, int], TokenWeights]:
-    """The aggregation, with its parameters given."""
-    return cast(Callable[[Tensor, Tensor, int], TokenWeights], _load("aggregation", name, parameters))
+def advantage(
+    *, whiten: bool = False, needs: Need | tuple[Need, ...] = (), min_group: int | str = 1
+) -> Callable[[FunctionT], FunctionT]:
+    """Marks an estimator with what it asks of the trainer; an unmarked one has the defaults.
+
+    Args:
+        whiten: Whiten the advantages over all trained tokens of the update, on all ranks (`advantages.whiten`).
+        needs: Optional fields of ScoredSamples to fill in. `greedy_baseline` samples a greedy response to each prompt
+            and gives its reward as `baselines`; `signal_share` is the share of the update's samples, over all ranks,
+            whose group has unequal rewards.
+        min_group: Samples of each prompt that it takes to compare them: a number, or the name of the parameter that
+            holds it, in which case it is at least 2.
+    """
+    return _mark(
+        AdvantageTraits(whiten=whiten, needs=(needs,) if isinstance(needs, str) else needs, min_group=min_group)
+    )
 
 
-def load_correction(name: str, parameters: Parameters | None = None) -> Callable[[OffPolicyTokens], Correction]:
-    """The correction, with its parameters given."""
-    return cast(Callable[[OffPolicyTokens], Correction], _load("correction", name, parameters))
+def returns(*, uses_critic: bool = True) -> Callable[[FunctionT], FunctionT]:
+    """Marks an estimator of advantages per token.
+
+    Args:
+        uses_critic: False refuses the estimator where a critic is trained, since its values would not be read.
+    """
+    return _mark(ReturnsTraits(uses_critic=uses_critic))
 
 
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only parameters and their defaults; inspect.Parameter.empty marks one that must be given."""
-    found = inspect.signature(function).parameters.values()
-    return {item.name: item.default for item in found if item.kind is inspect.Parameter.KEYWORD_ONLY}
+def loss(*, selects_tokens: Callable[..., Any] | None = None) -> Callable[[FunctionT], FunctionT]:
+    """Marks a policy loss.
+
+    Args:
+        selects_tokens: A function `fn(tokens: UpdateTokens, **parameters) -> Tensor` ([N] bool, see selection.py) that
+            chooses tokens over the whole update. The loss gets its choice as `PolicyTokens.selected`.
+    """
+    return _mark(LossTraits(selects_tokens=selects_tokens))
 
 
-def _load(kind: Kind, name: str, parameters: Parameters | None) -> Callable[..., Any]:
-    function = load_object(name, builtin=BUILTIN[kind], what=kind, example=_EXAMPLES[kind])
+def _mark(traits: object) -> Callable[[FunctionT], FunctionT]:
+    def mark(function: FunctionT) -> FunctionT:
+        function.traits = traits  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+TraitsT = TypeVar("TraitsT", AdvantageTraits, ReturnsTraits, LossTraits)
+
+
+def traits_of(function: Callable[..., Any], kind: type[TraitsT]) -> TraitsT:
+    """Returns the traits that a function, or a partial call of it, is marked with; the defaults if it is unmarked."""
+    while isinstance(function, partial):
+        function = function.func
+    traits = getattr(function, "traits", None)
+    return traits if isinstance(traits, kind) else kind()
+
+
+def load(kind: Kind, name: str, parameters: Parameters | None = None) -> Callable[..., Any]:
+    """Returns the function of a name or path, with its parameters bound; it has the call signature of its kind."""
+    return bind(find(kind, name), parameters or {}, f"The {kind} {name!r}")
+
+
+def find(kind: Kind, name: str) -> Callable[..., Any]:
+    """Returns the function of a name or path, without its parameters."""
+    function: Any = load_object(name, builtin=BUILTIN[kind], what=kind, example=f"my_{kind}")
     if not callable(function):
         raise ValueError(f"The {kind} {name!r} is a {type(function).__name__}: it must be a function.")
-    known, given = parameters_of(function), dict(parameters or {})
+    return cast(Callable[..., Any], function)
+
+
+def bind(function: Callable[..., Any], given: Parameters, label: str) -> Callable[..., Any]:
+    """Returns the function with its parameters bound; raises ValueError for unknown and missing ones."""
+    known = parameters_of(function)
     unknown = sorted(set(given) - set(known))
     if unknown:
         allowed = f"It has {', '.join(sorted(known))}." if known else "It has none."
-        raise ValueError(f"The {kind} {name!r} has no parameter {', '.join(unknown)}. {allowed}")
+        raise ValueError(f"{label} has no parameter {', '.join(unknown)}. {allowed}")
     missing = sorted(key for key, default in known.items() if default is inspect.Parameter.empty and key not in given)
     if missing:
-        raise ValueError(f"The {kind} {name!r} needs a value for {', '.join(missing)}.")
+        raise ValueError(f"{label} needs a value for {', '.join(missing)}.")
     return partial(function, **given)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the keyword-only parameters with their values; inspect.Parameter.empty marks one that must be given."""
+    parameters = inspect.signature(function).parameters.values()
+    return {item.name: item.default for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY}

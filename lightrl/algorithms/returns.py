@@ -1,7 +1,7 @@
 """From rewards per token to advantages per token, on packed sequences.
 
 An estimator is `fn(tokens: TokenRewards, **parameters) -> TokenReturns`. Tokens where the mask is False (a tool's
-output) are no actions of the policy: they are left out as if the sequence did not have them, and get 0.
+output) are no actions of the policy: they are skipped as if the sequence did not have them, and get 0.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape, require_sequence_index
+from lightrl.algorithms.registry import returns
+from lightrl.algorithms.tokens import require_bool_mask, require_same_shape, require_sequence_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRewards:
-    """The response tokens of whole sequences, laid end to end."""
+    """The response tokens of whole sequences, laid end to end, and their rewards."""
 
-    rewards: Tensor  # [N] for having produced the token; not read where the mask is False
+    rewards: Tensor  # [N] for producing the token; not read where the mask is False
     mask: Tensor  # [N] bool, True = produced by the policy
     sequence_index: Tensor  # [N] int64 in [0, num_sequences), ascending
     num_sequences: int
@@ -32,7 +33,7 @@ class TokenRewards:
         require_bool_mask(self.mask)
         require_sequence_index(self.sequence_index, self.mask, self.num_sequences)
         if (self.sequence_index.diff() < 0).any():
-            raise ValueError("sequence_index must ascend: the tokens of a sequence stand together, in their order.")
+            raise ValueError("sequence_index must ascend: the tokens of a sequence must be adjacent and in order.")
         for name, given in (("values", self.values), ("turn_index", self.turn_index)):
             if given is not None:
                 require_same_shape(mask=self.mask, **{name: given})
@@ -42,14 +43,48 @@ class TokenRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReturns:
-    """Neither carries a gradient; both are 0 where the mask is False."""
+    """Advantages and returns per token, detached, 0 where the mask is False."""
 
     advantages: Tensor  # [N]
     returns: Tensor  # [N] what a critic is trained towards
 
 
+def rewards_at_the_end(rewards: Tensor, mask: Tensor, sequence_index: Tensor) -> Tensor:
+    """Gives each sample's reward to its last trained token and 0 to all others, [N].
+
+    A sequence without a trained token loses its reward.
+
+    Args:
+        rewards: One per sequence, [S].
+        mask: True = trained, [N].
+        sequence_index: Ascending, [N].
+    """
+    require_bool_mask(mask)
+    require_sequence_index(sequence_index, mask, len(rewards))
+    indices, owners = mask.nonzero().squeeze(1), sequence_index[mask]
+    is_last = torch.ones_like(owners, dtype=torch.bool)
+    is_last[:-1] = owners[1:] != owners[:-1]
+    out = rewards.new_zeros(mask.shape)
+    out[indices[is_last]] = rewards[owners[is_last]]
+    return out
+
+
+def kl_penalised(rewards: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor:
+    """Subtracts coef x kl from the reward of each trained token, [N]: the KL in the reward (arXiv:2203.02155).
+
+    The estimate k1 is the right one here: the sum of a response's k1 is its log ratio, whose mean is the KL.
+    """
+    require_same_shape(rewards=rewards, kl=kl, mask=mask)
+    require_bool_mask(mask)
+    return torch.where(mask, rewards - coef * kl.detach(), 0.0)
+
+
+@returns()
 def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenReturns:
-    """A_t = d_t + gamma lam A_t+1 with d_t = r_t + gamma V_t+1 - V_t (GAE, arXiv:1506.02438, eq. 16); returns A + V."""
+    """Estimates A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t (GAE, arXiv:1506.02438, eq. 16).
+
+    The returns are A + V.
+    """
     if tokens.values is None:
         raise ValueError("gae needs the critic's values: give TokenRewards(values=...), one per token.")
     rewards, values, owners = (
@@ -66,17 +101,19 @@ def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenR
     )
 
 
+@returns(uses_critic=False)
 def returns_to_go(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
-    """Each token's advantage is its own reward plus gamma times what follows; REINFORCE++ whitens it afterwards."""
+    """Sums each token's own reward and gamma times what follows; REINFORCE++ whitens the result."""
     rewards, owners = tokens.rewards.detach()[tokens.mask], tokens.sequence_index[tokens.mask]
-    returns = _scattered(discounted_sums(rewards, _goes_on(owners) * gamma), tokens.mask)
-    return TokenReturns(advantages=returns, returns=returns)
+    totals = _scattered(discounted_sums(rewards, _goes_on(owners) * gamma), tokens.mask)
+    return TokenReturns(advantages=totals, returns=totals)
 
 
+@returns(uses_critic=False)
 def turn_returns(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
-    """All tokens of a turn get the turn's reward plus gamma times the return of the next turn.
+    """Gives all tokens of a turn the turn's reward plus gamma times the return of the next turn.
 
-    A turn's reward is the sum over its tokens. With one turn it is the reward of the sample.
+    A turn's reward is the sum over its tokens; where there is one turn, that is the sample's reward.
     """
     if tokens.turn_index is None:
         raise ValueError("turn_returns needs TokenRewards(turn_index=...), the turn of each token.")
@@ -89,15 +126,16 @@ def turn_returns(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
     sums = discounted_sums(rewards, torch.where(is_same_turn, 1.0, goes_on * gamma))
     starts = torch.ones_like(is_same_turn)
     starts[1:] = ~is_same_turn[:-1]
-    returns = _scattered(sums[starts][starts.cumsum(0) - 1], tokens.mask)
-    return TokenReturns(advantages=returns, returns=returns)
+    totals = _scattered(sums[starts][starts.cumsum(0) - 1], tokens.mask)
+    return TokenReturns(advantages=totals, returns=totals)
 
 
 def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
-    """[N] y with y_t = values_t + decay_t y_t+1, in log2(N) steps over all of it rather than N steps over one token.
+    """Solves y_t = values_t + decay_t y_t+1, [N], in log2(N) steps over all tokens rather than N steps over one.
 
     Args:
-        decay: [N] 0 at the last token of each sequence.
+        values: One per token, [N].
+        decay: 0 at the last token of each sequence, [N].
     """
     sums, decay = values.clone(), decay.to(values.dtype)
     step = 1
@@ -110,7 +148,7 @@ def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
 
 
 def _goes_on(owners: Tensor) -> Tensor:
-    """[N] bool: the next token is of the same sequence."""
+    """Returns [N] bool: whether the next token is of the same sequence."""
     goes_on = torch.zeros_like(owners, dtype=torch.bool)
     goes_on[:-1] = owners[1:] == owners[:-1]
     return goes_on

@@ -1,19 +1,69 @@
-"""Which tokens of a whole batch to treat apart: of largest covariance, of highest entropy, some at random.
+"""Chooses tokens of a whole update: those of largest covariance or highest entropy, or some at random.
 
-All of it is decided over the batch of an update before that is split. What needs other ranks comes in as an argument:
-sums to add up over ranks, or values gathered from them.
+A loss marked `@loss(selects_tokens=fn)` gets the choice of `fn(tokens: UpdateTokens, **parameters) -> Tensor`, [N]
+bool. The choice is made over all tokens of an update before the update is split: made per micro-batch it would depend
+on the split. Other ranks come in through `sum_over_ranks` and `gather_over_ranks`, which all ranks call equally often.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape
+from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTokens:
+    """This rank's response tokens of one update, sample after sample, scored by the policy before the update."""
+
+    logprobs: Tensor  # [N] float32
+    entropy: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32
+    mask: Tensor  # [N] bool, True = trained
+    sequence_ids: Tensor  # [N] int64, the same for a sample on whatever rank it is
+    positions: Tensor  # [N] int64, in the response
+    seed: int  # of the run and the step
+    sum_over_ranks: Callable[[Tensor], Tensor]
+    gather_over_ranks: Callable[[Tensor], Tensor]
+
+    def covariances(self) -> Tensor:
+        """The covariances of log probability and advantage, [N], about the means over all ranks."""
+        sums = self.sum_over_ranks(covariance_sums(self.logprobs, self.advantages, self.mask))
+        return covariances(self.logprobs, self.advantages, self.mask, sums)
+
+    def top(self, values: Tensor, fraction: float) -> Tensor:
+        """Selects, [N] bool, the largest `fraction` of the values of all ranks' trained tokens."""
+        everywhere = self.gather_over_ranks(values[self.mask])
+        return select_top(values, self.mask, top_threshold(everywhere, fraction))
+
+
+def random_of_large_covariance(
+    tokens: UpdateTokens, *, fraction: float = 2e-4, low: float = 1.0, high: float = 5.0
+) -> Tensor:
+    """Selects at random among the tokens whose covariance is in [low, high] (Clip-Cov, arXiv:2505.22617)."""
+    _require_fraction(fraction)
+    candidates = clip_cov_candidates(tokens.covariances(), tokens.mask, low=low, high=high)
+    counts = tokens.sum_over_ranks(torch.stack([candidates.sum(), tokens.mask.sum()]))
+    return select_clip_cov(
+        candidates,
+        token_uniforms(tokens.sequence_ids, tokens.positions, seed=tokens.seed),
+        num_candidates=int(counts[0]),
+        num_tokens=int(counts[1]),
+        fraction=fraction,
+    )
+
+
+def largest_covariance(tokens: UpdateTokens, *, fraction: float = 2e-3) -> Tensor:
+    """Selects the tokens of largest covariance (KL-Cov, arXiv:2505.22617)."""
+    return tokens.top(tokens.covariances(), fraction)
 
 
 def covariance_sums(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[3] float64: trained tokens, sum of their log probabilities, sum of their advantages. Add them over ranks."""
+    """Returns, [3] float64, the number of trained tokens and the sums of their log probabilities and advantages."""
     require_same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
     require_bool_mask(mask)
     columns = [torch.where(mask, values.detach().double(), 0.0).sum() for values in (logprobs, advantages)]
@@ -21,10 +71,13 @@ def covariance_sums(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """(log probability - its mean) (advantage - its mean) of each token, 0 where nothing is trained.
+    """Returns (log probability - its mean) (advantage - its mean) of each token, 0 where nothing is trained.
 
     Args:
-        sums: covariance_sums of the whole batch, added over ranks.
+        logprobs: Log probabilities of the tokens, [N].
+        advantages: Advantages of the tokens, [N].
+        mask: True = trained, [N].
+        sums: The covariance_sums of the whole batch, added over ranks.
     """
     count = sums[0].clamp(min=1)
     logprob_mean, advantage_mean = (sums[1] / count).to(logprobs.dtype), (sums[2] / count).to(advantages.dtype)
@@ -33,13 +86,13 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, sums: Tensor
 
 
 def top_threshold(values: Tensor, fraction: float) -> float:
-    """The smallest of the largest `fraction` of the values; at least one value is among them.
+    """Returns the smallest of the largest `fraction` of the values, which are at least one value.
 
     Args:
-        values: [M] of all trained tokens of the batch, on every rank the same.
+        values: The values of all trained tokens of the batch, [M], the same on every rank.
+        fraction: A fraction of the values, in (0, 1].
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction}: it must be more than 0 and at most 1.")
+    _require_fraction(fraction)
     if not values.numel():
         return float("inf")
     count = max(1, int(fraction * values.numel()))
@@ -47,50 +100,60 @@ def top_threshold(values: Tensor, fraction: float) -> float:
 
 
 def select_top(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """[N] bool: trained tokens with a value of at least top_threshold. Ties at the threshold are all selected.
+    """Selects, [N] bool, the trained tokens with a value of at least top_threshold, all ties included.
 
-    Of covariances this is KL-Cov's choice (arXiv:2505.22617; fraction 0.002), of entropies that of the tokens where a
-    response forks (arXiv:2506.01939; fraction 0.2), whose loss is then weighed by this mask.
+    Applied to covariances this is KL-Cov's choice (arXiv:2505.22617; fraction 0.002). Applied to entropies it selects
+    the tokens where a response forks (arXiv:2506.01939; fraction 0.2), whose loss alone then counts.
     """
     return (values >= threshold) & mask
 
 
 def clip_cov_candidates(covariance: Tensor, mask: Tensor, *, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """[N] bool: trained tokens whose covariance is within [low, high]. Their number is to be added over ranks."""
+    """Selects, [N] bool, the trained tokens whose covariance is within [low, high]."""
     return (covariance >= low) & (covariance <= high) & mask
 
 
 def select_clip_cov(
     candidates: Tensor, uniforms: Tensor, *, num_candidates: int, num_tokens: int, fraction: float = 2e-4
 ) -> Tensor:
-    """[N] bool: each candidate with the chance that makes `fraction` of all tokens the expected number.
+    """Selects each candidate with the probability that makes `fraction` of all tokens the expected number, [N] bool.
 
     Args:
-        uniforms: [N] of token_uniforms: drawn by name, so that the choice does not hang on the split.
-        num_candidates: of the whole batch, over all ranks, as is num_tokens.
+        candidates: The tokens to choose from, [N] bool.
+        uniforms: The token_uniforms, [N]: they depend on the token's name, so the choice does not depend on the split.
+        num_candidates: Candidates of the whole batch, over all ranks.
+        num_tokens: Trained tokens of the whole batch, over all ranks.
+        fraction: The expected fraction of all tokens.
     """
     chance = fraction * num_tokens / max(1, num_candidates)
     return candidates & (uniforms < chance)
 
 
 def token_uniforms(sequence_ids: Tensor, positions: Tensor, *, seed: int) -> Tensor:
-    """[N] float64 in [0, 1), a function of the sequence's id, the token's place in it and the seed alone.
+    """Draws a number in [0, 1) for each token, [N] float64, from the sequence's id, the position and the seed alone.
 
     Args:
-        sequence_ids: [N] int64, the same for a sequence on whatever rank and in whatever micro-batch it is.
+        sequence_ids: The id of each token's sequence, [N] int64, independent of rank and micro-batch.
+        positions: The index of each token in its sequence, [N] int64.
+        seed: Of the run and the step.
     """
     state = _mix(_mix(_mix(torch.full_like(positions, seed)) + sequence_ids) + positions)
     return _shifted(state, 11).double() / 2.0**53
 
 
+def _require_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction is {fraction}: it must be more than 0 and at most 1.")
+
+
 def _mix(state: Tensor) -> Tensor:
-    """One step of splitmix64; int64 arithmetic wraps around as the algorithm wants it."""
+    """Applies one step of splitmix64; int64 arithmetic wraps around as the algorithm wants it."""
     state = state - 0x61C8864680B583EB  # = + 0x9E3779B97F4A7C15 modulo 2^64
     state = (state ^ _shifted(state, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     state = (state ^ _shifted(state, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
     return state ^ _shifted(state, 31)
 
 
-def _shifted(state: Tensor, places: int) -> Tensor:
-    """A logical shift to the right; that of torch would fill with the sign."""
-    return (state >> places) & ((1 << (64 - places)) - 1)
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shifts logically to the right; torch's own shift would fill with the sign."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

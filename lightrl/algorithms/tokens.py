@@ -1,4 +1,7 @@
-"""What a loss reads and returns: one entry per response token of a micro-batch of whole sequences, laid end to end."""
+"""Tokens of a micro-batch of whole sequences laid end to end: what a loss reads and returns, and sums per sequence.
+
+It also holds the checks against silent broadcasting: [N] with [N, 1] would be an [N, N] loss that still trains.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape, require_sequence_index
-
 MAX_LOG_RATIO = 20.0
-"""Beyond a ratio of e^20 = 4.9e8 nothing is a number to train on: it is held there, with no gradient."""
+"""Ratios beyond e^20 = 4.9e8 are too large to train on: they are held there, without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
-    """The tokens of one micro-batch. What stands where the mask is False is never read, be it NaN."""
+    """The tokens of one micro-batch; entries where the mask is False are never read and may be NaN."""
 
     logprobs: Tensor  # [N] of the policy being trained: the only entry that gets a gradient
     old_logprobs: Tensor  # [N] of the policy that the ratio is taken to
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool, True = trained
-    sequence_index: Tensor  # [N] int64 in [0, num_sequences): whose token it is
+    sequence_index: Tensor  # [N] int64 in [0, num_sequences): the sequence of each token
     num_sequences: int
-    selected: Tensor | None = None  # [N] bool, for the losses that treat some tokens apart (see selection.py)
+    selected: Tensor | None = None  # [N] bool, for losses that select tokens (see selection.py)
 
     def __post_init__(self) -> None:
         require_same_shape(
@@ -37,35 +38,38 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """[N] log(policy / old policy), 0 where nothing is trained."""
+        """The log of policy / old policy, [N], 0 where nothing is trained."""
         return masked_log_ratio(self.logprobs, self.old_logprobs, self.mask)
 
     @property
     def masked_advantages(self) -> Tensor:
-        """[N] without a gradient, 0 where nothing is trained."""
+        """The advantages, [N], detached, 0 where nothing is trained."""
         return torch.where(self.mask, self.advantages.detach(), 0.0)
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """[N] each token has the mean of the values over its sequence's trained tokens."""
+        """Gives each token, [N], the mean of the values over the trained tokens of its sequence."""
         return sequence_means(values, self.mask, self.sequence_index, self.num_sequences)[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """One term per token. An aggregation weighs and adds them; only `terms` carries a gradient."""
+    """One term per token, which an aggregation weighs and adds; only `terms` carries a gradient."""
 
     terms: Tensor  # [N] 0 where nothing is trained
-    ratio: Tensor  # [N] as it was before any clip, 0 where nothing is trained
+    ratio: Tensor  # [N] before any clip, 0 where nothing is trained
     is_clipped: Tensor  # [N] bool, the tokens that the loss's own rule clipped or left out
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log(new / old), at most MAX_LOG_RATIO; masked before any exp or product: 0 * NaN in a backward would be NaN."""
+    """Returns log(new / old), at most MAX_LOG_RATIO, 0 where the mask is False.
+
+    The mask is applied before any exp or product, since 0 * NaN in a backward is NaN.
+    """
     return torch.where(mask, logprobs - old_logprobs.detach(), 0.0).clamp(max=MAX_LOG_RATIO)
 
 
 def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> TokenLoss:
-    """Sets what is not trained to 0."""
+    """Builds a TokenLoss and sets the entries of untrained tokens to 0."""
     ratio = torch.exp(log_ratio.detach())
     return TokenLoss(
         terms=torch.where(mask, terms, 0.0), ratio=torch.where(mask, ratio, 0.0), is_clipped=is_clipped & mask
@@ -73,11 +77,45 @@ def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tenso
 
 
 def sequence_sums(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """[num_sequences] sums of the values, [N], of each sequence."""
+    """Adds the values, [N], of each sequence: [num_sequences]."""
     return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """[num_sequences] means over the tokens where the mask is True; 0 where a sequence has none."""
+    """Averages each sequence's values where the mask is True, [num_sequences]; 0 where a sequence has none."""
     total = sequence_sums(torch.where(mask, values, 0.0), sequence_index, num_sequences)
     return total / sequence_sums(mask.to(total.dtype), sequence_index, num_sequences).clamp(min=1)
+
+
+def require_same_shape(**tensors: Tensor) -> None:
+    """Raises ValueError naming every shape unless all are equal."""
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"These tensors must have one shape, an entry per token: {shapes}.")
+
+
+def require_bool_mask(mask: Tensor, name: str = "mask") -> None:
+    """Raises ValueError unless the mask is of bool, True = counted."""
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"{name} is of {mask.dtype}: it must be torch.bool, True where a token counts. Use {name}.bool()."
+        )
+
+
+def require_sequence_index(sequence_index: Tensor, mask: Tensor, num_sequences: int) -> None:
+    """Raises ValueError unless mask and index are [N] and the index gives an int64 sequence for each token."""
+    if mask.dim() != 1 or sequence_index.shape != mask.shape or sequence_index.dtype != torch.int64:
+        raise ValueError(
+            f"sequence_index is {list(sequence_index.shape)} of {sequence_index.dtype}, the mask {list(mask.shape)}: "
+            "both must be [N], an entry per response token of the pack, and sequence_index torch.int64."
+        )
+    if num_sequences < 1 and sequence_index.numel():
+        raise ValueError(f"num_sequences is {num_sequences}, but there are {sequence_index.numel()} tokens.")
+
+
+def require_flat(**tensors: Tensor | None) -> None:
+    """Raises ValueError naming every shape unless all that are given are [B] of one length."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if any(tensor.dim() != 1 for tensor in given.values()) or len({len(tensor) for tensor in given.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+        raise ValueError(f"These tensors must be flat and of one length: {shapes}.")

@@ -1,4 +1,4 @@
-"""What a critic is trained with."""
+"""The loss that a critic is trained with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.shapes import require_bool_mask, require_same_shape
+from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """One term per token, for an aggregation; only `terms` carries a gradient."""
+    """One term per token, which an aggregation weighs; only `terms` carries a gradient."""
 
     terms: Tensor  # [N] 0 where nothing is trained
     is_clipped: Tensor  # [N] bool, the tokens that the clip left without a gradient
@@ -21,12 +21,16 @@ class ValueLoss:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.2
 ) -> ValueLoss:
-    """max((V - R)^2, (V' - R)^2) / 2 with V' = V held within clip of the old value; None is (V - R)^2 / 2.
+    """Computes max((V - R)^2, (V' - R)^2) / 2, where V' is V held within `clip` of the old value.
 
-    The larger of the two: a value that has already moved too far the right way gets no gradient.
+    Because of the maximum, a value that has already moved too far towards the return gets no gradient.
 
     Args:
-        values: [N], as are the others; only they get a gradient.
+        values: The critic's, [N]; they alone get a gradient.
+        old_values: The critic's before the update, [N].
+        returns: What the values should be, [N].
+        mask: True = trained, [N].
+        clip: None computes (V - R)^2 / 2.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     require_bool_mask(mask)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -64,12 +64,12 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         raise ValueError(f"--config {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
-    known = set(option_names(config_class))
+    known = dict(_options(config_class))
     flags: list[str] = []
     for name, value in _flatten(content):
         if name not in known:
-            raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, known)}")
-        if value is None:
+            raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, set(known))}")
+        if value is None and type(None) not in get_args(known[name]):
             raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
         if name == "config":
             continue  # the path that this very run was started with
@@ -86,14 +86,19 @@ def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", value
 
 
-def option_names(config_class: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every option as it is written in a flag, without the dashes."""
+def option_names(config_class: type[Any]) -> Iterator[str]:
+    """Yields every option as a flag spells it, without the dashes."""
+    return (name for name, _ in _options(config_class))
+
+
+def _options(config_class: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the name and the type of every option."""
     hints = get_type_hints(config_class)
-    for item in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(hints[item.name]):
-            yield from option_names(hints[item.name], f"{prefix}{item.name}.")
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _options(hints[field.name], f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{item.name}"
+            yield f"{prefix}{field.name}", hints[field.name]
 
 
 def as_dict(config: Any) -> dict[str, Any]:

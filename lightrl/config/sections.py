@@ -85,8 +85,15 @@ class AlgorithmConfig:
     loss: str = "ppo_clip"
     """The policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, cispo, sapo, cpgd, clip_cov, kl_cov, dppo_tv,
     dppo_kl, or your own."""
+    clip_low: float | None = None
+    """How far below 1 the loss lets the ratio of a token (of gspo: of a response) fall before it is clipped. None keeps
+    the loss's own bound: ppo_clip, cpgd, clip_cov 0.2, gmpo 0.4, cispo 1, gspo 3e-4. Losses that clip nothing refuse
+    it."""
+    clip_high: float | None = None
+    """How far above 1 the loss lets the ratio rise. None keeps the loss's own bound: ppo_clip, cpgd, clip_cov 0.2, gmpo
+    0.4, cispo 4, gspo 4e-4."""
     loss_args: tuple[str, ...] = ()
-    """Its parameters, such as clip_low=0.2 clip_high=0.28 of ppo_clip."""
+    """Further parameters of the loss as name=value, such as dual_clip=3 of ppo_clip."""
     selection_args: tuple[str, ...] = ()
     """Parameters of the choice of tokens that clip_cov (fraction=2e-4 low=1 high=5) and kl_cov (fraction=2e-3) treat
     apart; it is made over the whole update."""

@@ -22,10 +22,19 @@ def check_types(config: Any, prefix: str = "") -> None:
             check_types(value, f"{name}.")
         elif get_origin(hint) is Literal:
             _check_choice(name, hint, value)
-        elif hint in (bool, int, float, str):
-            is_right = isinstance(value, int | float if hint is float else hint)
-            if not is_right or (isinstance(value, bool) and hint is not bool):
-                raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
+        elif hint == float | None:
+            if value is not None:
+                _check_plain_type(name, float, value)
+        else:
+            _check_plain_type(name, hint, value)
+
+
+def _check_plain_type(name: str, hint: Any, value: object) -> None:
+    if hint not in (bool, int, float, str):
+        return
+    is_right = isinstance(value, int | float if hint is float else hint)
+    if not is_right or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
 
 
 def check_choices(config: Any, prefix: str = "") -> None:

@@ -104,7 +104,7 @@ class PromptEncoder:
 
 
 def _num_bytes(encoded: EncodedPrompt) -> int:
-    tensors = (encoded.pixel_values, encoded.positions, encoded.places)
+    tensors = (encoded.pixel_values, encoded.positions, encoded.feature_positions)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 

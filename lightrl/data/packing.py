@@ -1,134 +1,108 @@
-"""Lays scored samples end to end without padding, and cuts a step into micro-batches.
-
-The only place that knows the off-by-one: the hidden state at place p predicts the token at place p + 1.
-"""
+"""Lays scored samples end to end without padding, and cuts a step into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrl.models.multimodal import join_vision, pack_positions
+from lightrl.models.policy import response_batch
 from lightrl.records import EncodedPrompt, Experience, PackedBatch, Prompt, Sample
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Packable(Protocol):
-    """What goes into one micro-batch as a whole: a sample, or an example with all its answers."""
+    """Whatever goes into one micro-batch as a whole: a sample, or an example with all its answers."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens that it takes in a pack."""
+        ...
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> Key:
+        """Names it on any world size."""
+        ...
 
     @property
-    def label(self) -> str: ...
+    def label(self) -> str:
+        """The subject of a message about it."""
+        ...
 
 
-_T = TypeVar("_T")
 _Item = TypeVar("_Item", bound=Packable)
 Key = tuple[int, int]  # (prompt position, sample index): names a sample on any world size
 TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
 TokenMasks = Mapping[Key, Sequence[bool]]
 
 DUMMY_KEY: Key = (-1, -1)
+_MASKS = ("loss_masks", "selected", "in_policy_loss")
 _SORTED_CUTS_MAY_EXCEED = 1.05  # how much worse a balance we take for having similar lengths together
 
 
-def sample_key(sample: Sample) -> Key:
-    """The name of a sample, equal on every rank and for every world size."""
-    return (sample.position, sample.sample_index)
+class TokenColumns(TypedDict, total=False):
+    """Values of the response tokens that a step may know of, by sample; None and left out mean the same."""
+
+    old_logprobs: TokenValues | None  # of the policy before the update
+    ref_logprobs: TokenValues | None  # of the frozen reference
+    advantages: TokenValues | None  # None gives every token the advantage of its sample
+    old_values: TokenValues | None  # of the critic before the update
+    returns: TokenValues | None  # what the critic is trained towards
+    loss_masks: TokenMasks | None  # True for each token to train; None trains all tokens of trained samples
+    teacher_logprobs: TokenValues | None  # of the teacher that is distilled
+    selected: TokenMasks | None  # True for each token that the loss treats differently
+    in_policy_loss: TokenMasks | None  # True for each token whose policy loss counts; None counts all that are trained
 
 
 def pack(
     experiences: Sequence[Experience],
     *,
     temperature: float,
-    old_logprobs: TokenValues | None,
-    ref_logprobs: TokenValues | None,
-    advantages: TokenValues | None = None,
-    old_values: TokenValues | None = None,
-    returns: TokenValues | None = None,
-    loss_masks: TokenMasks | None = None,
-    teacher_logprobs: TokenValues | None = None,
-    selected: TokenMasks | None = None,
-    in_policy_loss: TokenMasks | None = None,
     encode: Callable[[Prompt], EncodedPrompt] | None = None,
+    **columns: Unpack[TokenColumns],
 ) -> PackedBatch:
-    """One micro-batch of samples as one row of tokens, shortest first, equal lengths adjacent.
+    """Lays the samples of a micro-batch end to end, shortest first, with equal lengths adjacent.
 
     Args:
-        temperature: what the tokens were sampled at.
-        old_logprobs: per sample, of the policy before the update; None where it is not needed.
-        ref_logprobs: per sample, of the frozen reference; None where it is not needed.
-        advantages: per sample, one for each response token; None gives them all that of the sample.
-        old_values, returns: per sample, for a critic: its values before the update, and what it is trained towards.
-        loss_masks: per sample, True for each response token to train; None trains those of all samples to be trained.
-        teacher_logprobs: per sample, of the teacher that is distilled; None where there is none.
-        selected: per sample, True for each response token that the loss treats apart; None where it treats none so.
-        in_policy_loss: per sample, True for each token whose policy loss counts; None counts all that are trained.
-        encode: prompts as a vision-language model takes them; None for a model of text alone.
+        temperature: the tokens were sampled at.
+        encode: gives prompts as a vision-language model takes them; None for a model of text alone.
+        columns: values per response token, by the names of TokenColumns.
     """
     if not experiences:
         raise ValueError("There is no sample to pack: use dummy_batch() on a rank that has none.")
-    ordered = sorted(experiences, key=lambda item: (item.num_tokens, sample_key(item.sample)))
+    ordered = sorted(experiences, key=lambda item: (item.num_tokens, item.key))
     samples = [item.sample for item in ordered]
-    _check_samples(samples)
-    lengths = [item.num_tokens for item in ordered]
-    num_scored = [len(sample.response_ids) for sample in samples]
-    cu_seqlens = (0, *accumulate(lengths))
-    owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_scored))
-    encoded = _encoded(samples, encode)
-    return PackedBatch(
-        input_ids=torch.tensor(_concatenated((*s.prompt_ids, *s.response_ids) for s in samples)),
-        position_ids=pack_positions(lengths, encoded),
-        cu_seqlens=cu_seqlens,
-        score_index=torch.tensor(_score_places(cu_seqlens, num_scored), dtype=torch.int64),
-        targets=torch.tensor(_concatenated(s.response_ids for s in samples), dtype=torch.int64),
-        sequence_index=owners,
-        loss_mask=_loss_mask(ordered, owners, loss_masks),
-        advantages=_advantages(ordered, owners, advantages),
-        sampler_logprobs=torch.tensor(_concatenated(s.sampler_logprobs for s in samples), dtype=torch.float32),
-        old_logprobs=_token_values(samples, old_logprobs, "old_logprobs"),
-        ref_logprobs=_token_values(samples, ref_logprobs, "ref_logprobs"),
-        old_values=_token_values(samples, old_values, "old_values"),
-        returns=_token_values(samples, returns, "returns"),
-        temperature=temperature,
-        keys=tuple(sample_key(sample) for sample in samples),
-        vision=join_vision(encoded, cu_seqlens[:-1]) if encoded is not None else None,
-        teacher_logprobs=_token_values(samples, teacher_logprobs, "teacher_logprobs"),
-        selected=_token_masks(samples, selected, "selected"),
-        in_policy_loss=_token_masks(samples, in_policy_loss, "in_policy_loss"),
+    _check_samples(samples, takes_images=encode is not None)
+    batch = response_batch(
+        [(sample.prompt_ids, sample.response_ids) for sample in samples],
+        temperature,
+        None if encode is None else _encoded(samples, encode),
+        keys=[sample.key for sample in samples],
     )
+    owner = batch.sequence_index
+    given = {name: _per_token(samples, column, name) for name, column in columns.items() if column is not None}
+    trained = torch.tensor([item.is_trained for item in ordered])[owner]
+    tensors: dict[str, Any] = {
+        "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
+        "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
+        "loss_mask": trained & given.pop("loss_masks") if "loss_masks" in given else trained,
+    }
+    return replace(batch, **(tensors | given))
 
 
 def dummy_batch(*, temperature: float) -> PackedBatch:
-    """Two tokens that train nothing, for a rank that has no sample but must run forward and backward like the rest."""
-    zero = torch.zeros(1)
-    return PackedBatch(
-        input_ids=torch.zeros(2, dtype=torch.int64),
-        position_ids=torch.arange(2),
-        cu_seqlens=(0, 2),
-        score_index=torch.zeros(1, dtype=torch.int64),
-        targets=torch.zeros(1, dtype=torch.int64),
-        sequence_index=torch.zeros(1, dtype=torch.int64),
-        loss_mask=torch.zeros(1, dtype=torch.bool),
-        advantages=zero,
-        sampler_logprobs=zero,
-        old_logprobs=zero,
-        ref_logprobs=zero,
-        old_values=zero,
-        returns=zero,
-        temperature=temperature,
-        keys=(DUMMY_KEY,),
-        teacher_logprobs=zero,
-        selected=torch.zeros(1, dtype=torch.bool),
-        in_policy_loss=torch.zeros(1, dtype=torch.bool),
+    """Returns two tokens that train nothing, for a rank without samples, which must run forward and backward too."""
+    zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+    values: dict[str, Any] = dict.fromkeys(
+        ("old_logprobs", "ref_logprobs", "old_values", "returns", "teacher_logprobs"), zero
     )
+    batch = response_batch([((0,), (0,))], temperature, keys=[DUMMY_KEY])
+    return replace(batch, **values, selected=none, in_policy_loss=none)
 
 
 def unpack(batch: PackedBatch, values: Tensor) -> dict[Key, Tensor]:
@@ -139,6 +113,59 @@ def unpack(batch: PackedBatch, values: Tensor) -> dict[Key, Tensor]:
         )
     counts = torch.bincount(batch.sequence_index, minlength=len(batch.keys)).tolist()
     return dict(zip(batch.keys, values.split(counts), strict=True))
+
+
+def _check_samples(samples: Sequence[Sample], *, takes_images: bool) -> None:
+    seen: set[Key] = set()
+    for sample in samples:
+        has_images = bool(sample.prompt.images or sample.prompt.videos)
+        if sample.key in seen or not sample.prompt_ids or (has_images and not takes_images):
+            raise _cannot_pack(sample, is_double=sample.key in seen)
+        seen.add(sample.key)
+
+
+def _cannot_pack(sample: Sample, *, is_double: bool) -> ValueError:
+    if is_double:
+        return ValueError(f"Two samples have the key {sample.key}: position and sample_index must name a sample.")
+    if sample.prompt_ids:
+        return ValueError(f"Prompt {sample.prompt.index} has images or videos: they need an encoder to be packed.")
+    return ValueError(
+        f"Prompt {sample.prompt.index} has no tokens: nothing predicts its first response token. "
+        "Begin the prompt with at least one token, such as the beginning-of-text token."
+    )
+
+
+def _encoded(samples: Sequence[Sample], encode: Callable[[Prompt], EncodedPrompt]) -> list[EncodedPrompt]:
+    """Encodes each prompt once, and proves that its tokens are those that the engine saw."""
+    prompts = {sample.prompt.index: sample.prompt for sample in samples}
+    encoded = {index: encode(prompt) for index, prompt in prompts.items()}
+    for sample in samples:
+        ours, theirs = encoded[sample.prompt.index].token_ids, sample.prompt_ids
+        if ours != theirs:
+            differs = (f"index {i}" for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+            raise ValueError(
+                f"Prompt {sample.prompt.index} has {len(theirs)} tokens in the engine and {len(ours)} in the trainer, "
+                f"different from {next(differs, 'the end')} on: they expand its images in different ways. Give "
+                "both the same processor settings, and use files that do not change during a run."
+            )
+    return [encoded[sample.prompt.index] for sample in samples]
+
+
+def _per_token(samples: Sequence[Sample], column: Any, name: str) -> Tensor:
+    """Returns the values of all samples in the order of the pack, float32 or bool."""
+    values: list[float] = []
+    for sample in samples:
+        given = column.get(sample.key)
+        if given is None or len(given) != len(sample.response_ids):
+            raise ValueError(
+                f"{name} has {'nothing' if given is None else f'{len(given)} values'} for sample {sample.key}, whose "
+                f"response has {len(sample.response_ids)} tokens: give one value per response token."
+            )
+        values.extend(given)
+    return torch.tensor(values, dtype=torch.bool if name in _MASKS else torch.float32)
+
+
+# ---- Micro-batches -----------------------------------------------------------------------------------------------
 
 
 def split_micro_batches(
@@ -156,9 +183,17 @@ def split_micro_batches(
     _check_limits(items, max_tokens, max_samples)
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     fewest = _first_fit(ordered, max_tokens, max_samples)
-    num = max(min(min_num, len(ordered)), len(fewest))
-    if num == min_num == 1:
+    if len(fewest) == min_num == 1:
         return fewest
+    num = max(min(min_num, len(ordered)), len(fewest))
+    best = sorted(_evenest(ordered, fewest, num, max_tokens, max_samples), key=_num_tokens, reverse=True)
+    return best + [[] for _ in range(min_num - len(best))]
+
+
+def _evenest(
+    ordered: list[_Item], fewest: list[list[_Item]], num: int, max_tokens: int | None, max_samples: int | None
+) -> list[list[_Item]]:
+    """Returns num micro-batches of like size, of similar lengths if that costs little."""
 
     def fits(batches: list[list[_Item]]) -> bool:
         return all(_fits(batch, max_tokens, max_samples) for batch in batches)
@@ -169,91 +204,8 @@ def split_micro_batches(
         candidates.append(balanced)
     best = min(candidates, key=_largest_load)
     sorted_cuts = _cut_in_order(ordered, num)
-    if fits(sorted_cuts) and _largest_load(sorted_cuts) <= _SORTED_CUTS_MAY_EXCEED * _largest_load(best):
-        best = sorted_cuts
-    best = sorted(best, key=_num_tokens, reverse=True)
-    return best + [[] for _ in range(min_num - len(best))]
-
-
-def _concatenated(parts: Iterable[Iterable[_T]]) -> list[_T]:
-    return list(chain.from_iterable(parts))
-
-
-def _score_places(cu_seqlens: tuple[int, ...], num_scored: list[int]) -> list[int]:
-    """Places whose hidden states predict the response: one before each of the last tokens of every sequence."""
-    return _concatenated(range(end - 1 - count, end - 1) for end, count in zip(cu_seqlens[1:], num_scored, strict=True))
-
-
-def _check_samples(samples: list[Sample]) -> None:
-    seen: set[Key] = set()
-    for sample in samples:
-        key = sample_key(sample)
-        if key in seen:
-            raise ValueError(f"Two samples have the key {key}: position and sample_index must name a sample.")
-        seen.add(key)
-        if not sample.prompt_ids:
-            raise ValueError(
-                f"Prompt {sample.prompt.index} has no tokens: nothing predicts its first response token. "
-                "Begin the prompt with at least one token, such as the beginning-of-text token."
-            )
-
-
-def _encoded(samples: list[Sample], encode: Callable[[Prompt], EncodedPrompt] | None) -> list[EncodedPrompt] | None:
-    """Each sample's prompt, proven to be what its engine saw; the samples of a prompt share one."""
-    if encode is None:
-        for sample in samples:
-            if sample.prompt.images or sample.prompt.videos:
-                raise ValueError(
-                    f"Prompt {sample.prompt.index} has images or videos: they need an encoder to be packed."
-                )
-        return None
-    by_index = {sample.prompt.index: sample.prompt for sample in samples}
-    found = {index: encode(prompt) for index, prompt in by_index.items()}
-    for sample in samples:
-        ours, seen = found[sample.prompt.index].token_ids, sample.prompt_ids
-        if ours != seen:
-            place = next((i for i, pair in enumerate(zip(ours, seen, strict=False)) if pair[0] != pair[1]), "the end")
-            raise ValueError(
-                f"Prompt {sample.prompt.index} has {len(seen)} tokens in the engine and {len(ours)} in the trainer, "
-                f"unlike from place {place} on: they expand its images in different ways. Give both the same "
-                "processor settings, and use files that do not change during a run."
-            )
-    return [found[sample.prompt.index] for sample in samples]
-
-
-def _per_token(samples: list[Sample], values: TokenValues | TokenMasks, name: str) -> list[float]:
-    """The values of all samples in pack order, each checked to have one per response token."""
-    flat: list[float] = []
-    for sample in samples:
-        key = sample_key(sample)
-        if key not in values:
-            raise ValueError(f"{name} has nothing for sample {key}: give one value per response token of every sample.")
-        if len(values[key]) != len(sample.response_ids):
-            raise ValueError(
-                f"{name} has {len(values[key])} values for sample {key}, whose response has "
-                f"{len(sample.response_ids)} tokens: give one per response token."
-            )
-        flat.extend(values[key])
-    return flat
-
-
-def _token_values(samples: list[Sample], values: TokenValues | None, name: str) -> Tensor | None:
-    return None if values is None else torch.tensor(_per_token(samples, values, name), dtype=torch.float32)
-
-
-def _advantages(ordered: list[Experience], owners: Tensor, given: TokenValues | None) -> Tensor:
-    found = _token_values([item.sample for item in ordered], given, "advantages")
-    return torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owners] if found is None else found
-
-
-def _token_masks(samples: list[Sample], masks: TokenMasks | None, name: str) -> Tensor | None:
-    return None if masks is None else torch.tensor(_per_token(samples, masks, name), dtype=torch.bool)
-
-
-def _loss_mask(ordered: list[Experience], owners: Tensor, masks: TokenMasks | None) -> Tensor:
-    given = _token_masks([item.sample for item in ordered], masks, "loss_masks")
-    trained = torch.tensor([item.is_trained for item in ordered])[owners]
-    return trained if given is None else trained & given
+    is_even = fits(sorted_cuts) and _largest_load(sorted_cuts) <= _SORTED_CUTS_MAY_EXCEED * _largest_load(best)
+    return sorted_cuts if is_even else best
 
 
 def _check_limits(items: Sequence[_Item], max_tokens: int | None, max_samples: int | None) -> None:

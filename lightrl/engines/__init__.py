@@ -11,8 +11,8 @@ from lightrl.imports import load_object
 
 BUILTIN_ENGINES = {
     "native": "lightrl.engines.native.build:build_native_engine",
-    "vllm": "lightrl.engines.vllm:build_vllm_engine",
-    "sglang": "lightrl.engines.sglang:build_sglang_engine",
+    "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
+    "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
 }
 
 

@@ -1,7 +1,7 @@
 """Proof that the tensors handed to an engine are the trainer's: each name once, each with the trainer's values.
 
 The trainer takes a fingerprint of each parameter from its own shards, on another way than the tensors travel. What
-happens behind the engine's door is checked by the engine (load_weights) and by the canary (strategy/canary.py).
+happens behind the engine's door is checked by the engine (load_weights) and by the canary (strategy/serving/canary.py).
 """
 
 from __future__ import annotations

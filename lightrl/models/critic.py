@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from lightrl.models.multimodal import blank_vision, decoder_inputs, takes_images
+from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
 from lightrl.models.policy import Policy, disable_dropout
-from lightrl.models.token_share import SequenceGroup, pick, token_share
+from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 HEAD_FILE = "value_head.safetensors"
@@ -52,26 +52,18 @@ class Critic(nn.Module):
         self.body = body
         self.value_head = value_head
         self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
-        self._takes_images = takes_images(body.config)
+        self._takes_images = body.config.model_type in FAMILIES
         use_packed_attention(body.get_decoder())
         disable_dropout(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:
-        share = token_share(batch, self.sequence_group)
         hidden = packed_hidden_states(
-            self.body.get_decoder(),
-            share.input_ids,
-            share.position_ids,
-            share.cu_seqlens,
-            self._embeddings(batch),
-            self.sequence_group,
+            self.body.get_decoder(), batch, self._embeddings(batch) if self._takes_images else None, self.sequence_group
         )
         values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
         return StateValues(values=values, final_values=final_values)
 
-    def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
-        if not self._takes_images:
-            return None
+    def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
         # As for a policy: every rank runs the vision tower.
         vision = batch.vision or blank_vision(self.body.config, batch.input_ids.device)
         return decoder_inputs(self.body, batch.input_ids[None], vision)
@@ -110,8 +102,11 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
     The state in which a token is chosen is the place that predicts it.
     """
     ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
-    picked = pick(torch.cat([batch.score_index, ends]), hidden, group)
-    values = picked.joined(head(hidden[picked.places]))
+    positions = torch.cat([batch.score_index, ends])
+    if group is None:
+        values = head(hidden[positions])
+    else:
+        (values,) = apply_to_split(lambda rows, _: (head(rows),), hidden, positions, group)
     num_scored = batch.score_index.shape[0]
     # Copies: FSDP warns of modules that give views.
     return values[:num_scored].clone(), values[num_scored:].clone()

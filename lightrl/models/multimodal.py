@@ -22,11 +22,6 @@ ImageSize = tuple[int, int]  # height, width
 VideoSize = tuple[int, int, int]  # frames, height, width
 
 
-def takes_images(config: Any) -> bool:
-    """Whether a model of this config is one whose images we know."""
-    return getattr(config, "model_type", None) in FAMILIES
-
-
 @dataclass(frozen=True, slots=True)
 class _Extent:
     """What an image or video becomes."""
@@ -53,7 +48,7 @@ class MediaProcessor:
     def load(cls, path: str, *, trust_remote_code: bool = False) -> MediaProcessor | None:
         """Of a model's folder or name; None for a model that takes no images."""
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if not takes_images(config):
+        if config.model_type not in FAMILIES:
             return None
         try:
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -106,7 +101,7 @@ class MediaProcessor:
             token_ids=ids,
             positions=positions,
             rope_delta=rope_delta,
-            places=torch.tensor([place for place, token in enumerate(ids) if token in left], dtype=torch.int64),
+            feature_positions=torch.tensor([i for i, token in enumerate(ids) if token in left], dtype=torch.int64),
             pixel_values=torch.cat([patches for patches, _ in in_order]) if in_order else None,
             grid_thw=grid_thw,
         )
@@ -224,10 +219,8 @@ def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:
     return torch.cat((prompt.positions, behind.expand(3, -1)), dim=1)
 
 
-def pack_positions(lengths: Sequence[int], prompts: Sequence[EncodedPrompt] | None) -> Tensor:
-    """Of sequences laid end to end: [T], or [3, T] for the prompts of a vision-language model."""
-    if prompts is None:
-        return torch.cat([torch.arange(length) for length in lengths])
+def pack_positions(lengths: Sequence[int], prompts: Sequence[EncodedPrompt]) -> Tensor:
+    """Returns [3, T], the positions of sequences laid end to end that begin with these prompts."""
     return torch.cat([sequence_positions(*pair) for pair in zip(prompts, lengths, strict=True)], dim=1)
 
 
@@ -238,24 +231,27 @@ def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> Visi
     """
     pixel_values: list[Tensor] = []
     grids: list[Tensor] = []
-    places: list[Tensor] = []
-    rows: list[Tensor] = []
-    first_row: dict[int, int] = {}
-    num_rows = 0
+    positions: list[Tensor] = []
+    indices: list[Tensor] = []
+    first_feature: dict[int, int] = {}
+    num_features = 0
     for prompt, start in zip(prompts, starts, strict=True):
         if prompt.pixel_values is None or prompt.grid_thw is None:
             continue
-        if id(prompt) not in first_row:
-            first_row[id(prompt)] = num_rows
-            num_rows += len(prompt.places)
+        if id(prompt) not in first_feature:
+            first_feature[id(prompt)] = num_features
+            num_features += len(prompt.feature_positions)
             pixel_values.append(prompt.pixel_values)
             grids.append(prompt.grid_thw)
-        places.append(prompt.places + start)
-        rows.append(torch.arange(len(prompt.places)) + first_row[id(prompt)])
-    if not places:
+        positions.append(prompt.feature_positions + start)
+        indices.append(torch.arange(len(prompt.feature_positions)) + first_feature[id(prompt)])
+    if not positions:
         return None
     return VisionInputs(
-        pixel_values=torch.cat(pixel_values), grid_thw=torch.cat(grids), places=torch.cat(places), rows=torch.cat(rows)
+        pixel_values=torch.cat(pixel_values),
+        grid_thw=torch.cat(grids),
+        feature_positions=torch.cat(positions),
+        feature_index=torch.cat(indices),
     )
 
 
@@ -272,8 +268,8 @@ def blank_vision(config: Any, device: torch.device) -> VisionInputs:
     return VisionInputs(
         pixel_values=torch.zeros(side * side, patch_dim(config), device=device),
         grid_thw=torch.tensor([[1, side, side]], device=device),
-        places=nothing,
-        rows=nothing,
+        feature_positions=nothing,
+        feature_index=nothing,
     )
 
 
@@ -286,12 +282,12 @@ def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -
     if vision is None:
         return {"inputs_embeds": embeddings}
     output = model.get_image_features(vision.pixel_values, vision.grid_thw, return_dict=True)
-    features = torch.cat(output.pooler_output)[vision.rows].to(embeddings.dtype)
-    mixed = embeddings.flatten(0, 1).index_copy(0, vision.places, features)
+    features = torch.cat(output.pooler_output)[vision.feature_index].to(embeddings.dtype)
+    mixed = embeddings.flatten(0, 1).index_copy(0, vision.feature_positions, features)
     inputs: dict[str, Any] = {"inputs_embeds": mixed.view_as(embeddings)}
     deepstack = getattr(output, "deepstack_features", None)
     if deepstack:  # Qwen3-VL adds features of earlier vision layers behind the first text layers
         is_vision = torch.zeros(input_ids.numel(), dtype=torch.bool, device=input_ids.device)
-        inputs["visual_pos_masks"] = is_vision.index_fill(0, vision.places, True).view(input_ids.shape)
-        inputs["deepstack_visual_embeds"] = [torch.cat(layer)[vision.rows] for layer in deepstack]
+        inputs["visual_pos_masks"] = is_vision.index_fill(0, vision.feature_positions, True).view(input_ids.shape)
+        inputs["deepstack_visual_embeds"] = [torch.cat(layer)[vision.feature_index] for layer in deepstack]
     return inputs

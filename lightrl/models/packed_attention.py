@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from lightrl.models.token_share import SequenceGroup
+from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
 ATTENTION_NAME = "lightrl_packed"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -80,31 +80,28 @@ def use_packed_attention(decoder: PreTrainedModel) -> None:
 
 
 def packed_hidden_states(
-    decoder: nn.Module,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: tuple[int, ...],
-    embeddings: Mapping[str, Any] | None = None,
-    group: SequenceGroup | None = None,
+    decoder: nn.Module, tokens: Tokens, embeddings: Mapping[str, Any] | None = None, group: SequenceGroup | None = None
 ) -> Tensor:
-    """Last hidden states, [T, H], of sequences laid end to end. The decoder must have had use_packed_attention.
+    """Returns the last hidden states, [T, H], of sequences laid end to end.
 
     Args:
-        input_ids: [T] int64.
-        position_ids: [T] int64, from 0 in each sequence; [3, T] for a model with images.
-        cu_seqlens: the boundaries of the sequences, from 0 to T.
-        embeddings: what the decoder is given in place of input_ids.
-        group: ranks that split the tokens: input_ids, position_ids and the result are this rank's, cu_seqlens all's.
+        decoder: a model that use_packed_attention() has prepared.
+        tokens: usually a PackedBatch.
+        embeddings: what the decoder takes in place of input_ids; None for text alone.
+        group: ranks that split the tokens among them: the result holds those of this rank.
     """
-    num_tokens = input_ids.shape[0] * (1 if group is None else group.size)
-    if cu_seqlens[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens ends at {cu_seqlens[-1]} for {num_tokens} tokens: they must agree.")
-    layout = packed_layout(cu_seqlens, input_ids.device, group)
-    by_keyword = {_LAYOUT_KEYWORD: layout} if _takes_any_keyword(decoder) else {}
-    inputs = {"input_ids": input_ids[None]} if embeddings is None else embeddings
+    if group is not None:
+        tokens = split_tokens(tokens, group)
+    num_tokens = tokens.input_ids.shape[0] * (1 if group is None else group.size)
+    if tokens.cu_seqlens[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens ends at {tokens.cu_seqlens[-1]} for {num_tokens} tokens: they must agree.")
+    layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device, group)
+    inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embeddings is None else dict(embeddings)
+    if _takes_any_keyword(decoder):
+        inputs[_LAYOUT_KEYWORD] = layout
     token = _CURRENT_LAYOUT.set(layout)
     try:
-        output = decoder(position_ids=position_ids.unsqueeze(-2), use_cache=False, **inputs, **by_keyword)
+        output = decoder(position_ids=tokens.position_ids.unsqueeze(-2), use_cache=False, **inputs)
     finally:
         _CURRENT_LAYOUT.reset(token)
     hidden: Tensor = output[0]
@@ -145,7 +142,11 @@ def packed_attention(
         )
     if layout.group is not None:
         query, key, value, s_aux = _to_heads(layout.group, query, key, value, s_aux)
-    _check_call(module, query, key, attention_mask, dropout, layout, kwargs)
+    adds = isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None
+    is_causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    fits = (query.shape[0], query.shape[2], key.shape[2]) == (1, layout.num_tokens, layout.num_tokens)
+    if adds or dropout != 0 or not (fits and is_causal):
+        _refuse_call(module, query, key, layout.num_tokens, dropout, adds)
     scoring = _Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=attention_mask if sliding_window is None else sliding_window,
@@ -177,28 +178,19 @@ class _Scoring:
     sinks: Tensor | None
 
 
-def _check_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: int | None,
-    dropout: float,
-    layout: PackedLayout,
-    kwargs: dict[str, Any],
-) -> None:
+def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, num_tokens: int, dropout: float, adds: bool) -> None:
+    """Raises ValueError for a call of packed_attention() that would give wrong results."""
     name = type(module).__name__
-    if (query.shape[0], query.shape[2], key.shape[2]) != (1, layout.num_tokens, layout.num_tokens):
+    if (query.shape[0], query.shape[2], key.shape[2]) != (1, num_tokens, num_tokens):
         raise ValueError(
             f"{name} was called with queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)} for a "
-            f"pack of {layout.num_tokens} tokens: give one row of just these tokens, without a key-value cache."
+            f"pack of {num_tokens} tokens: give one row of just these tokens, without a key-value cache."
         )
-    if isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None:
+    if adds:
         raise ValueError(f"{name} adds a mask or a position bias of its own, which {ATTENTION_NAME} cannot honour.")
     if dropout != 0:
         raise ValueError(f"{name} has attention dropout {dropout}: set it to 0, since the loss compares two passes.")
-    is_causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(f"{name} is not causal: {ATTENTION_NAME} is for decoders.")
+    raise ValueError(f"{name} is not causal: {ATTENTION_NAME} is for decoders.")
 
 
 def _takes_any_keyword(decoder: nn.Module) -> bool:

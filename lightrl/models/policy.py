@@ -1,101 +1,173 @@
-"""The trained (or the reference) language model: from a pack of sequences to scores of its response tokens."""
+"""The language model, trained or a frozen reference: loading it, scoring the tokens of packs, checking the scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from lightrl.models.logprobs import chosen_logprobs
 from lightrl.models.multimodal import (
+    FAMILIES,
     blank_vision,
     decoder_inputs,
     join_vision,
     pack_positions,
     patch_dim,
     rope_positions,
-    takes_images,
+    sequence_positions,
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
-from lightrl.models.token_share import SequenceGroup, pick, token_share
+from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
-_PREFIX = "hf."
-_CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences check_scores() runs: two of equal length, one longer
-_CHECK_GRID = (1, 4, 6)  # patches of the image in the last of them: 6 features of 2 x 2
+disable_progress_bar()  # every rank would draw one; the run has its own
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_CHECK_LENGTHS = ((4, 3), (4, 3), (7, 5))  # tokens of the prompts and responses that check_scores() runs
+_CHECK_GRID = (1, 4, 6)  # patches of the image in the last prompt: 6 features of 2 x 2
 _CHECK_TEMPERATURE = 0.7
 
 
+# ---- Aligning tokens and scores ----------------------------------------------------------------------------------
+
+
+def predicting_positions(cu_seqlens: Sequence[int], num_scored: Sequence[int]) -> list[int]:
+    """Returns the positions whose hidden states predict the last num_scored tokens of each packed sequence.
+
+    This is the one place that knows the off-by-one: the hidden state at position p predicts the token at p + 1.
+
+    Args:
+        cu_seqlens: S + 1 boundaries of the sequences, from 0.
+        num_scored: for each sequence, how many of its last tokens are scored.
+    """
+    spans = zip(pairwise(cu_seqlens), num_scored, strict=True)
+    return [position for (_, end), count in spans for position in range(end - 1 - count, end - 1)]
+
+
+def response_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    temperature: float = 1.0,
+    encoded: Sequence[EncodedPrompt] | None = None,
+    keys: Sequence[tuple[int, int]] | None = None,
+) -> PackedBatch:
+    """Lays (prompt, response) pairs of token ids end to end, to score the responses; nothing in the pack is trained.
+
+    Args:
+        encoded: the prompts as a vision-language model takes them; None for a model of text alone.
+        keys: the names of the sequences; None numbers them.
+    """
+    lengths = [len(prompt) + len(response) for prompt, response in pairs]
+    num_scored = [len(response) for _, response in pairs]
+    cu_seqlens = (0, *accumulate(lengths))
+    zeros = torch.zeros(sum(num_scored))
+    positions = (
+        torch.cat([torch.arange(length) for length in lengths]) if encoded is None else pack_positions(lengths, encoded)
+    )
+    return PackedBatch(
+        input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
+        position_ids=positions,
+        cu_seqlens=cu_seqlens,
+        score_index=torch.tensor(predicting_positions(cu_seqlens, num_scored), dtype=torch.int64),
+        targets=torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64),
+        sequence_index=torch.arange(len(pairs)).repeat_interleave(torch.tensor(num_scored)),
+        loss_mask=zeros.bool(),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        temperature=temperature,
+        keys=tuple(keys or ((0, index) for index in range(len(pairs)))),
+        vision=None if encoded is None else join_vision(encoded, cu_seqlens[:-1]),
+    )
+
+
+# ---- The model ---------------------------------------------------------------------------------------------------
+
+
 class Policy(nn.Module):
-    """A causal language model that scores packs. All its weights, the output embedding too, work inside forward."""
+    """A causal language model that scores packs. All its weights, the output embedding included, work inside forward.
+
+    Attributes:
+        is_actor: True for the model that is trained, False for a reference.
+        sequence_group: ranks that split the tokens of every pack among them; None: each rank runs whole packs.
+    """
 
     is_actor = True
 
     def __init__(self, hf_model: PreTrainedModel, *, entropy: bool = True) -> None:
-        """Takes over a model from transformers: its attention becomes the packed one and its dropout is turned off.
+        """Takes over a model from transformers: packs its attention and turns its dropout off.
 
         Args:
-            entropy: False leaves the entropy out, which then is NaN: for a frozen reference.
+            entropy: False leaves the entropy NaN, for a frozen reference.
         """
         super().__init__()
         self.hf = hf_model
         self.entropy = entropy
-        self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
-        self._takes_images = takes_images(hf_model.config)
+        self.sequence_group: SequenceGroup | None = None
+        self._takes_images = hf_model.config.model_type in FAMILIES
+        text_config = hf_model.config.get_text_config()
+        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
         use_packed_attention(hf_model.get_decoder())
         disable_dropout(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
+        """Returns the scores of the response tokens."""
         return self.scores(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """[T, H] behind the last layer; of this rank's tokens where ranks split them."""
-        share = token_share(batch, self.sequence_group)
-        return packed_hidden_states(
-            self.hf.get_decoder(),
-            share.input_ids,
-            share.position_ids,
-            share.cu_seqlens,
-            self._embeddings(batch),
-            self.sequence_group,
-        )
+        """Returns the states behind the last layer, [T, H]; only this rank's tokens where ranks split them."""
+        embeddings = self._embeddings(batch) if self._takes_images or batch.vision is not None else None
+        return packed_hidden_states(self.hf.get_decoder(), batch, embeddings, self.sequence_group)
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
-        """Of the response tokens, from hidden_states()."""
-        picked = pick(batch.score_index, hidden, self.sequence_group)
-        head = self.hf.get_output_embeddings()
-        logprobs, entropy = chosen_logprobs(
-            hidden[picked.places],
+        """Returns the scores of the response tokens from hidden_states()."""
+        if self.sequence_group is None:
+            logprobs, entropy = self._score(hidden[batch.score_index], batch.targets, batch.temperature)
+        else:
+            logprobs, entropy = apply_to_split(
+                lambda rows, which: self._score(rows, batch.targets[which], batch.temperature),
+                hidden,
+                batch.score_index,
+                self.sequence_group,
+            )
+        return TokenScores(logprobs=logprobs, entropy=entropy)
+
+    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        head: Any = self.hf.get_output_embeddings()
+        return chosen_logprobs(
+            hidden,
             head.weight,
-            batch.targets[picked.which],
+            targets,
             bias=getattr(head, "bias", None),
-            temperature=batch.temperature,
-            softcap=_softcap(self.hf),
-            logit_scale=_logit_scale(self.hf),
+            temperature=temperature,
+            softcap=self._softcap,
+            logit_scale=self._logit_scale,
             with_entropy=self.entropy,
         )
-        return TokenScores(logprobs=picked.joined(logprobs), entropy=picked.joined(entropy))
 
-    def _embeddings(self, batch: PackedBatch) -> dict[str, Any] | None:
-        """Tokens and images together; None for a model of text alone."""
+    def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
+        """Returns tokens and images together, in place of token ids."""
         if not self._takes_images:
-            if batch.vision is not None:
-                raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
-            return None
-        # Every rank runs the vision tower, with or without an image: where it is sharded, a rank that left it out
-        # would leave the others waiting.
+            raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
+        # Every rank runs the vision tower, with or without an image: where the tower is sharded, a rank that left it
+        # out would leave the others waiting.
         vision = batch.vision or blank_vision(self.hf.config, batch.input_ids.device)
         return decoder_inputs(self.hf, batch.input_ids[None], vision)
-
-
-def hf_named_parameters(policy: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once under its transformers name, sorted by name, so that all ranks go in one order."""
-    named = policy.named_parameters()  # names a tied parameter once
-    return sorted((name.removeprefix(_PREFIX), parameter) for name, parameter in named)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -111,167 +183,218 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def _logit_scale(text_config: Any, model_type: str) -> float:
+    """Returns what the logits are multiplied by: Cohere and HyperCLOVA X name a factor, Granite a divisor."""
+    scale = getattr(text_config, "logit_scale", None) or 1.0
+    divisor = getattr(text_config, "logits_scaling", None) or 1.0
+    return float(scale * divisor if "hyperclovax" in model_type else scale / divisor)
+
+
+# ---- Loading -----------------------------------------------------------------------------------------------------
+
+
+def check_model_folder(path: str, option: str = "--model") -> None:
+    """Raises unless the path may name a model, before transformers takes a wrong folder for a repository's name."""
+    folder = Path(path).expanduser()
+    looks_local = path.startswith(("/", ".", "~")) or folder.exists()
+    if not path or (":" in path and not folder.exists()):
+        raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
+    if not looks_local:
+        return
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{option} {path}: there is no such folder.")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise FileNotFoundError(f"{option} {path}: the folder has no tokenizer. Save it there with save_pretrained().")
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a folder or Hugging Face name."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Loads the transformers config of a folder or Hugging Face name."""
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def context_length(path: str, *, trust_remote_code: bool = False) -> int:
+    """Returns how many tokens of prompt and response together the model takes; reads its config only."""
+    config = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(length) if length else 1 << 30
+
+
+def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
+    """Loads the model in float32.
+
+    Args:
+        materialize: False builds it on the meta device, for ranks that receive its weights later.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    loader = model_loader(config)
+    if materialize:
+        try:
+            model = loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except SafetensorError as error:
+            raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
+    else:
+        with torch.device("meta"):
+            model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        model.generation_config = _generation_config(path, model)
+    model.config.use_cache = False
+    policy = Policy(model, entropy=not is_reference)
+    policy.is_actor = not is_reference
+    return policy
+
+
+def load_teacher(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, trust_remote_code: bool = False
+) -> Policy:
+    """Loads a frozen model that scores another model's tokens, which must therefore have the same tokenizer.
+
+    Args:
+        tokenizer: of the model whose tokens are scored.
+        materialize: as for load_policy().
+    """
+    check_model_folder(path, "--teacher_model")
+    theirs, ours = load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = sorted(set(theirs.items()) ^ set(ours.items()))
+        raise ValueError(
+            f"--teacher_model {path} has another tokenizer than --model: {len(different)} entries differ, such as "
+            f"{different[0]}. It judges the policy's tokens by their ids: choose a teacher of the same family."
+        )
+    return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)
+
+
+def model_loader(config: Any) -> Any:
+    """Returns transformers' class that makes a model of this config."""
+    if config.model_type in FAMILIES:
+        return AutoModelForImageTextToText
+    is_remote = bool(getattr(config, "auto_map", None))
+    # A table inside transformers: it lists the config classes that AutoModelForCausalLM takes, and no public function
+    # answers that without making a model. Seen in 5.19.0:
+    # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/auto_factory.py
+    if hasattr(config, "vision_config") and not is_remote and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"Model type {config.model_type!r} takes images in a way that lightrl does not know. It knows those of "
+            f"{', '.join(FAMILIES)}."
+        )
+    return AutoModelForCausalLM
+
+
+def _generation_config(path: str, model: Any) -> GenerationConfig:
+    """Loads the end tokens: without them this rank would not stop where the others do."""
+    try:
+        config: GenerationConfig = GenerationConfig.from_pretrained(path)
+    except OSError:  # the folder has none; from_pretrained makes it of the model's config then
+        config = GenerationConfig.from_model_config(model.config)
+    return config
+
+
+# ---- Checking the scores -----------------------------------------------------------------------------------------
+
+
 def check_scores(policy: Policy, device: torch.device) -> None:
     """Raises ValueError unless the policy agrees with the model's own logits, to 1e-3 (3e-2 in half precision).
 
-    For models that change their logits, or mix tokens, in a way that Policy does not know. Run it before the policy is
-    sharded.
+    This refuses models that change their logits, or mix tokens, in a way that Policy does not know. Call it before the
+    policy is sharded.
     """
-    prompts = _random_prompts(policy.hf)
-    targets = torch.cat([_random_tokens(policy.hf, len(prompt.token_ids), seed=-1) for prompt in prompts]).to(device)
-    is_training = policy.training
+    model, is_training = policy.hf, policy.training
+    prompts = _check_prompts(model)
+    responses = [_random_tokens(model, length, -1 - index) for index, (_, length) in enumerate(_CHECK_LENGTHS)]
+    pairs = [(prompt.token_ids, response) for prompt, response in zip(prompts, responses, strict=True)]
+    batch = response_batch(pairs, _CHECK_TEMPERATURE, prompts if policy._takes_images else None).to(device)
     policy.eval()
     with torch.no_grad():
-        ours = policy(_scored_everywhere(policy.hf, prompts, targets).to(device)).logprobs
-        theirs = _logprobs_of_hf(policy.hf, prompts, targets)
+        ours, theirs = policy(batch).logprobs, _own_logprobs(model, prompts, pairs, device)
     policy.train(is_training)
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    allowed = 1e-3 if policy.hf.dtype in (torch.float32, torch.float64) else 3e-2
+    allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= allowed:  # a NaN fails too
         raise ValueError(
-            f"The scores of model type {policy.hf.config.model_type!r} differ from its own logits by {difference:.2g} "
+            f"The scores of model type {model.config.model_type!r} differ from its own logits by {difference:.2g} "
             f"relative ({allowed:g} is allowed): it changes its logits or mixes tokens in a way that lightrl does not "
             "know. Choose another model, or teach lightrl.models.policy its output."
         )
 
 
-def _text_value(model: PreTrainedModel, name: str) -> float | None:
-    value: float | None = getattr(model.config.get_text_config(), name, None)
-    return value
-
-
-def _softcap(model: PreTrainedModel) -> float | None:
-    return _text_value(model, "final_logit_softcapping")
-
-
-def _logit_scale(model: PreTrainedModel) -> float:
-    """Cohere multiplies by logit_scale; Granite divides by logits_scaling, and HyperCLOVA X multiplies by it."""
-    scale = _text_value(model, "logit_scale") or 1.0
-    divisor = _text_value(model, "logits_scaling") or 1.0
-    return scale * divisor if "hyperclovax" in model.config.model_type else scale / divisor
-
-
-def response_batch(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    temperature: float = 1.0,
-    encoded: Sequence[EncodedPrompt] | None = None,
-) -> PackedBatch:
-    """A pack that scores the responses of (prompt, response) pairs of token ids and trains nothing.
-
-    encoded: the prompts as a vision-language model takes them.
-    """
-    lengths = [len(prompt) + len(response) for prompt, response in pairs]
-    starts = [0, *accumulate(lengths)]
-    targets = torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64)
-    places = [
-        torch.arange(start + len(prompt) - 1, start + len(prompt) + len(response) - 1)
-        for start, (prompt, response) in zip(starts, pairs, strict=False)
+def _check_prompts(model: PreTrainedModel) -> list[EncodedPrompt]:
+    """Makes up prompts to compare; the last has an image in its middle if the model takes any."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    prompts = [
+        EncodedPrompt(
+            token_ids=_random_tokens(model, length, seed),
+            positions=torch.arange(length).expand(3, -1),
+            rope_delta=0,
+            feature_positions=nothing,
+        )
+        for seed, (length, _) in enumerate(_CHECK_LENGTHS)
     ]
-    zeros = torch.zeros(len(targets))
-    return PackedBatch(
-        input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
-        position_ids=pack_positions(lengths, encoded),
-        cu_seqlens=tuple(starts),
-        score_index=torch.cat(places),
-        targets=targets,
-        sequence_index=torch.arange(len(pairs)).repeat_interleave(
-            torch.tensor([len(response) for _, response in pairs])
-        ),
-        loss_mask=zeros.bool(),
-        advantages=zeros,
-        sampler_logprobs=zeros,
-        temperature=temperature,
-        keys=tuple((0, place) for place in range(len(pairs))),
-        vision=join_vision(encoded, starts[:-1]) if encoded is not None else None,
-    )
-
-
-def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> Tensor:
-    """Placeholders of images and videos are left out."""
-    special = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
-    draw = torch.randint(
-        model.config.get_text_config().vocab_size,
-        (2 * count + len(special),),
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return torch.tensor([token for token in draw.tolist() if token not in special][:count])
-
-
-def _random_prompts(model: PreTrainedModel) -> list[EncodedPrompt]:
-    """Sequences to compare; the last has an image in its middle, if the model takes any."""
-    prompts = [_random_prompt(model, length, seed) for seed, length in enumerate(_CHECK_LENGTHS)]
-    if takes_images(model.config):
-        prompts[-1] = _with_random_image(model, prompts[-1])
+    if model.config.model_type in FAMILIES:
+        prompts[-1] = _with_random_image(model.config, prompts[-1].token_ids)
     return prompts
 
 
-def _random_prompt(model: PreTrainedModel, length: int, seed: int) -> EncodedPrompt:
-    return EncodedPrompt(
-        token_ids=tuple(_random_tokens(model, length, seed).tolist()),
-        positions=torch.arange(length).expand(3, -1),
-        rope_delta=0,
-        places=torch.zeros(0, dtype=torch.int64),
-    )
+def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
+    """Draws token ids, never the placeholder of an image or video."""
+    placeholders = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randint(model.config.get_text_config().vocab_size, (2 * count + 2,), generator=generator)
+    return tuple([token for token in draw.tolist() if token not in placeholders][:count])
 
 
-def _with_random_image(model: PreTrainedModel, prompt: EncodedPrompt) -> EncodedPrompt:
-    config: Any = model.config
-    grid = torch.tensor(_CHECK_GRID)
+def _with_random_image(config: Any, token_ids: Sequence[int]) -> EncodedPrompt:
+    grid = torch.tensor([_CHECK_GRID])
     num_patches = int(grid.prod())
     num_features = num_patches // config.vision_config.spatial_merge_size**2
-    middle = len(prompt.token_ids) // 2
-    ids = (*prompt.token_ids[:middle], *[config.image_token_id] * num_features, *prompt.token_ids[middle:])
-    positions, rope_delta = rope_positions(config, ids, grid[None])
+    middle = len(token_ids) // 2
+    ids = (*token_ids[:middle], *[config.image_token_id] * num_features, *token_ids[middle:])
+    positions, rope_delta = rope_positions(config, ids, grid)
     return EncodedPrompt(
         token_ids=ids,
         positions=positions,
         rope_delta=rope_delta,
-        places=torch.arange(middle, middle + num_features),
+        feature_positions=torch.arange(middle, middle + num_features),
         pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(0)),
-        grid_thw=grid[None],
+        grid_thw=grid,
     )
 
 
-def _scored_everywhere(model: PreTrainedModel, prompts: list[EncodedPrompt], targets: Tensor) -> PackedBatch:
-    """A pack that scores a target of its own at every place."""
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    encoded = prompts if takes_images(model.config) else None
-    starts = [0, *accumulate(lengths)]
-    zeros = torch.zeros(starts[-1])
-    return PackedBatch(
-        input_ids=torch.tensor([token for prompt in prompts for token in prompt.token_ids]),
-        position_ids=pack_positions(lengths, encoded),
-        cu_seqlens=tuple(starts),
-        score_index=torch.arange(starts[-1]),
-        targets=targets,
-        sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        loss_mask=zeros.bool(),
-        advantages=zeros,
-        sampler_logprobs=zeros,
-        temperature=_CHECK_TEMPERATURE,
-        keys=tuple((0, place) for place in range(len(lengths))),
-        vision=join_vision(encoded, starts[:-1]) if encoded else None,
-    )
-
-
-def _logprobs_of_hf(model: PreTrainedModel, prompts: list[EncodedPrompt], targets: Tensor) -> Tensor:
-    """The same scores by the model's own forward and eager attention, one sequence at a time."""
+def _own_logprobs(
+    model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device,
+) -> Tensor:
+    """Scores the responses by the model's own forward with eager attention, one sequence at a time."""
     decoder = model.get_decoder()
     packed = decoder.config._attn_implementation
     decoder.set_attn_implementation("eager")
     try:
-        logits = [_logits_of_hf(model, prompt, targets.device) for prompt in prompts]
+        parts = [
+            _own_logits(model, prompt, [*ids, *response], device)[
+                predicting_positions((0, len(ids) + len(response)), [len(response)])
+            ]
+            for prompt, (ids, response) in zip(prompts, pairs, strict=True)
+        ]
     finally:
         decoder.set_attn_implementation(packed)
-    return (torch.cat(logits) / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    targets = torch.tensor([token for _, response in pairs for token in response], device=device)
+    return (torch.cat(parts) / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def _logits_of_hf(model: PreTrainedModel, prompt: EncodedPrompt, device: torch.device) -> Tensor:
-    ids = torch.tensor([prompt.token_ids], device=device)
+def _own_logits(model: PreTrainedModel, prompt: EncodedPrompt, ids: Sequence[int], device: torch.device) -> Tensor:
+    """Returns [tokens, vocabulary] float32."""
     image: dict[str, Tensor] = {}
     if prompt.pixel_values is not None and prompt.grid_thw is not None:
         image["pixel_values"] = prompt.pixel_values.to(device)
         image["image_grid_thw"] = prompt.grid_thw.to(device)
-        image["position_ids"] = prompt.positions[:, None].to(device)
-    logits: Tensor = model(input_ids=ids, use_cache=False, **image).logits
+        image["position_ids"] = sequence_positions(prompt, len(ids))[:, None].to(device)
+    logits: Tensor = model(input_ids=torch.tensor([ids], device=device), use_cache=False, **image).logits
     return logits[0].float()

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import ATTENTION_NAME, packed_hidden_states, use_packed_attention
-from lightrl.models.policy import disable_dropout
-from lightrl.models.token_share import SequenceGroup, pick, token_share
+from lightrl.models.policy import disable_dropout, response_batch
+from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
 
@@ -36,18 +36,22 @@ class RewardModel(nn.Module):
         disable_dropout(hf_model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """[S] float32, in the order of batch.keys."""
-        share, group = token_share(batch, self.sequence_group), self.sequence_group
-        hidden = packed_hidden_states(
-            self.hf.get_decoder(), share.input_ids, share.position_ids, share.cu_seqlens, group=group
-        )
-        picked = pick(_last_places(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id), hidden, group)
+        """Returns [S] float32 in the order of batch.keys."""
+        group = self.sequence_group
+        hidden = packed_hidden_states(self.hf.get_decoder(), batch, group=group)
+        positions = _last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
+        if group is None:
+            return self._score(hidden[positions])
+        (scores,) = apply_to_split(lambda rows, _: (self._score(rows),), hidden, positions, group)
+        return scores
+
+    def _score(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            scores: Tensor = self.hf.score(hidden[picked.places].float())
-        return picked.joined(scores[:, 0])
+            scores: Tensor = self.hf.score(hidden.float())
+        return scores[:, 0]
 
 
-def _last_places(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
+def _last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
     """[S] of each sequence the last place with another token than padding; its first where there is none."""
     device = input_ids.device
     starts = torch.tensor(cu_seqlens[:-1], device=device)
@@ -127,7 +131,7 @@ def check_reward_scores(model: RewardModel) -> None:
     decoder, is_training = model.hf.get_decoder(), model.training
     model.eval()
     with torch.no_grad():
-        ours = model(_unscored_pack(sequences).to(device))
+        ours = model(response_batch([(ids.tolist(), ()) for ids in sequences]).to(device))
         decoder.set_attn_implementation("eager")
         try:
             theirs = torch.cat([model.hf(input_ids=ids[None].to(device)).logits[:, 0] for ids in sequences])
@@ -145,23 +149,3 @@ def check_reward_scores(model: RewardModel) -> None:
 def _random_ids(config: Any, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.get_text_config().vocab_size, (length,), generator=generator)
-
-
-def _unscored_pack(sequences: list[Tensor]) -> PackedBatch:
-    """Sequences as a pack of which no token is a response."""
-    starts = [0]
-    for ids in sequences:
-        starts.append(starts[-1] + len(ids))
-    empty = torch.zeros(0)
-    return PackedBatch(
-        input_ids=torch.cat(sequences),
-        position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),
-        cu_seqlens=tuple(starts),
-        score_index=empty.long(),
-        targets=empty.long(),
-        sequence_index=empty.long(),
-        loss_mask=empty.bool(),
-        advantages=empty,
-        sampler_logprobs=empty,
-        keys=tuple((0, place) for place in range(len(sequences))),
-    )

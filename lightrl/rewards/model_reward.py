@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lightrl.comm import Comm
-from lightrl.models.load import check_model_folder, context_length, load_tokenizer
-from lightrl.models.policy import response_batch
+from lightrl.models.policy import check_model_folder, context_length, load_tokenizer, response_batch
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
 from lightrl.records import PackedBatch, Sample
 from lightrl.rewards.failures import Outcome, failed, score_outcome

@@ -1,104 +1,58 @@
 """StrategyBase: how a model is spread over ranks, trained, saved, and served by the engine beside it.
 
-A back end writes a few hooks; everything else is written here once and delegates to what the strategy holds:
-`comm` (collectives), `engine` (state machine around the inference engine), `options`.
+A strategy holds its parts: `comm` (collectives), `layout` (where a parameter lies), `saver` (training state on disk),
+`residency` (what is on the device) and `serving` (the engine and its weights).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from easydict import EasyDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
-from lightrl.data.sampler import ResumableSampler
-from lightrl.engines import check_engine_name, create_engine
-from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
+from lightrl.engines import check_engine_name
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
-from lightrl.metrics import memory_in_use
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.seeding import mix_seed
-from lightrl.strategy import generation, offload
-from lightrl.strategy.canary import Canary
 from lightrl.strategy.computation import check_compiler, compile_blocks
-from lightrl.strategy.layout.dtensor import DTensorLayout
+from lightrl.strategy.contract import ForeignNames, is_actor
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim import value_head
-from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.accumulation import accumulation_steps
+from lightrl.strategy.optim.hooks import UpdateHook, hooks_of
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
+from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
+from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
-
-logger = logging.getLogger(__name__)
+from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
+from lightrl.strategy.serving.foreign_inputs import Decoder
+from lightrl.strategy.serving.residency import Residency
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
 
-class OptimizerStep(NamedTuple):
-    """What optimizer_step did."""
+class StrategyBase(ForeignNames, ABC):
+    """The interface of every strategy; docs/adding_a_strategy.md says what a back end writes.
 
-    grad_norm: float  # before clipping, over all ranks
-    lr_list: list[float]  # used for this update, one per parameter group
-    stepped: bool = True  # False between the boundaries of an accumulation
-    skipped: bool = False  # the norm was not finite: nothing was changed, on any rank
+    ForeignNames adds the names of other trainers' interfaces: one line each over a method of this class, and save_ckpt
+    and load_ckpt, which a back end writes.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatchResult:
-    """What train_batch did, over all ranks."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    total_weight: float
-    num_micro_batches: int  # on each rank
-
-
-class SharedBatches(NamedTuple):
-    """The micro-batches that a rank runs: those of all ranks that split a model or its tokens, in one order."""
-
-    batches: list[Any]
-    own: range  # the places of those that this rank brought
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
-    """A model that is trained, with what updates it."""
-
-    model: Any  # the class that prepare_trained was given, such as Policy
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-
-
-def is_actor(model: Any) -> bool:
-    """Whether this is the policy that is trained, as opposed to a critic, reward or reference model."""
-    return bool(getattr(model, "is_actor", False))
-
-
-class StrategyBase(ABC):
-    """The public contract; see docs/adding_a_strategy.md for what a back end writes."""
-
-    grad_scaler: GradScaler | None = None
-    splits_models: ClassVar[bool] = False  # whether it honours --tp_size and --sp_size
+    splits_models: ClassVar[bool] = False  # whether it supports --tp_size and --sp_size
 
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
@@ -110,112 +64,75 @@ class StrategyBase(ABC):
         self.args = args
         self.options = StrategyOptions.from_args(args)
         self.accumulation_steps = 1
-        if not self.options.exact_batches:  # train_batch takes any sizes; accumulation by calls needs them to fit
+        if not self.options.exact_batches:  # train_batch takes any sizes; accumulation by calls needs sizes that fit
             # A group of --tp_size x --sp_size ranks runs the micro-batches of all its ranks, one after the other.
             num_groups = int(os.environ.get("WORLD_SIZE", "1")) // (self.options.tp_size * self.options.sp_size)
             self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, max(1, num_groups))
         self.device = torch.device("cpu")
         self.comm = Comm()
-        self.engine: ColocatedEngine | None = None
-        self.tokenizer: generation.Decoder | None = None  # gives gather_and_generate its text
-        self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
-        self.global_step = 0
-        self.last_sync: SyncReport | None = None
-        self._engine_group = EngineGroup()
-        self._engine_actor: nn.Module | None = None  # whose weights the engine gets
-        self._num_syncs = 0
-        self._canary = Canary()
-        self._trained: list[TrainedModel] = []
         self.layout = PlainLayout(self.comm)
         self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
-        self.update_hooks: list[UpdateHook] = []  # of every optimizer; others are attached to one
-        self._offloaded: dict[str, offload.StorageOffloader] = {}
-        self.offloaded_bytes = 0  # of this rank, the last time that the engine took the device
-        self._frozen: list[nn.Module] = []  # references and reward models: they leave the device with the trained ones
+        self.residency = Residency(self)
+        self.serving = ColocatedServing(self, self.options)
+        if self.options.offload_while_generating:
+            self.serving = OffloadingServing(self, self.options, self.residency)
+        self.update_hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
+        self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
+        self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
+        self.global_step = 0
+        self._trained: list[TrainedModel] = []
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
-
-    @abstractmethod
-    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
-        """An optimizer over the model's trainable parameters; kwargs win over the options."""
-
-    @abstractmethod
-    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Adds the loss's gradient.
-
-        weight=None: the loss is a mean over this rank's micro-batch, and the update uses the mean over all ranks and
-        accumulation steps. weight=w: the gradient added is w times the loss's, SUMMED over ranks.
-        """
-
-    @abstractmethod
-    def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
-    ) -> OptimizerStep:
-        """Updates at the end of an accumulation, or now with is_boundary=True; agreed by all ranks."""
-
-    @abstractmethod
-    def save_ckpt(
-        self,
-        model: nn.Module,
-        save_dir: str,
-        tag: str | None = None,
-        max_num: int = 3,
-        max_mem: int = 1000,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        companions: Mapping[str, nn.Module] | None = None,
-    ) -> None:
-        """Writes model, optimizer, scheduler, RNG state, counters and client_state atomically.
-
-        companions: models that belong to it, such as a critic, saved with their optimizers in the same moment.
-        max_num and max_mem (MB, 0 = no limit) bound what is kept; the newest always stays.
-        """
-
-    @abstractmethod
-    def load_ckpt(
-        self,
-        model: nn.Module,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        companions: Mapping[str, nn.Module] | None = None,
-    ) -> Any:
-        """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
-
-    def finish_saving(self) -> None:
-        """Waits for a checkpoint that is being written and completes it; every rank must call it."""
-        self.saver.finish()
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Places (and shards) the model; every rank ends with the weights of rank 0."""
 
     @abstractmethod
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+        """Returns an optimizer over the model's trainable parameters; kwargs win over the options."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Adds the gradient of the loss.
+
+        With weight=w the gradient added is w times that of the loss, SUMMED over ranks. Without it the loss is a mean
+        over this rank's micro-batch, and the update uses the mean over all ranks and accumulation steps.
+        """
+
+    @abstractmethod
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
+    ) -> OptimizerStep:
+        """Updates at the end of an accumulation, or now with is_boundary=True; all ranks decide alike."""
+
+    @abstractmethod
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) for every parameter, sorted by name, tied ones once. Every rank must iterate it."""
+        """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
+        """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
+        return None
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Wraps the forward and backward of a micro-batch; gradients are reduced in the last one only."""
+        """Returns a context around the forward and backward of a micro-batch; the last one reduces gradients."""
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """Called after passes without a backward, for what they leave behind."""
+        """Is called after passes without a backward, to clean up what they leave."""
 
     @property
     def materializes_weights(self) -> bool:
         """Whether this rank should load real weights before prepare; the others may build on the meta device."""
         return True
 
-    def share(self, data: Sequence[Any]) -> SharedBatches:
-        """What this rank has to run so that its own micro-batches are run; every rank calls it.
+    def group_batches(self, data: Sequence[Any]) -> GroupBatches:
+        """Returns the micro-batches that this rank runs so that its own get run; every rank calls it.
 
-        Ranks that split a model or its tokens (--tp_size, --sp_size) run the same micro-batches together: those that
-        each of them brought. train_batch and forward do so; who calls a model himself must share first.
+        Ranks that split a model or its tokens (--tp_size, --sp_size) run the micro-batches of all of them together.
+        train_batch and forward call this; so must code that calls such a model directly.
         """
-        return SharedBatches(list(data), range(len(data)))
+        return GroupBatches(list(data), range(len(data)))
 
     def check_model_config(self, config: Any) -> None:
         """Raises ValueError for a transformers config of a model that these options cannot spread."""
@@ -234,78 +151,23 @@ class StrategyBase(ABC):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
             torch.use_deterministic_algorithms(True)
 
-    def random_stream(self, role: str, per_rank: bool = True) -> torch.Generator:
-        """A CPU generator of its own for (seed, role, rank)."""
-        parts = (self.seed, *role.encode(), self.comm.rank if per_rank else -1)
-        return torch.Generator().manual_seed(mix_seed(*parts))
-
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
-        """Joins the world torchrun describes (or is a world of one) and picks the device."""
+        """Joins the world that torchrun describes (or is a world of one) and picks the device."""
         check_engine_name(self.options.engine)
         self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
-        wait = timeout or timedelta(seconds=self.options.distributed.timeout_s)
-        self._check_model_parallelism()
-        self.comm = comm_module.connect(self.device, wait)
-        self.layout = DTensorLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
-        self._check_engine_groups()
-        size = self.options.engine_tp_size
-        self._engine_group = EngineGroup(self.comm, self.comm.new_groups(size), size)
-        self.set_seed(self.seed)
-
-    def _check_model_parallelism(self) -> None:
         for name, size in (("tp_size", self.options.tp_size), ("sp_size", self.options.sp_size)):
             if size != 1 and not self.splits_models:
                 raise ValueError(
                     f"--{name} {size} needs --strategy fsdp; {type(self).__name__} does not split a model or its "
                     f"tokens. Use --strategy fsdp, or --{name} 1."
                 )
-
-    def _check_engine_groups(self) -> None:
+        self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
-
-    def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
-        """Prepares each item: None, a module, (module, optimizer) or (module, optimizer, scheduler).
-
-        A single item comes back as a single item. is_rlhf: a lone module is a reference or reward model, so it is
-        frozen and put in evaluation mode.
-        """
-        prepared = [self._prepare_item(item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
-        return prepared[0] if len(prepared) == 1 else prepared
-
-    def _prepare_item(self, item: Any, *, freeze_lone: bool) -> Any:
-        if item is None:
-            return None
-        if isinstance(item, nn.Module):
-            return self.prepare_frozen(item) if freeze_lone else self.prepare_model(item)
-        model, optimizer, *rest = item
-        if model is None:
-            return item
-        old_names = {id(parameter): name for name, parameter in model.named_parameters()}
-        model = self.prepare_model(model)
-        if optimizer is not None:
-            _repoint_optimizer(optimizer, old_names, model)
-            self.register(model, optimizer, rest[0] if rest else None)
-        return (model, optimizer, *rest)
-
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
-        model = self.prepare_model(model.eval().requires_grad_(False))
-        model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
-        self._frozen.append(model)
-        return model
-
-    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
-        """Makes this the model's optimizer for train_batch, checkpoints and offload."""
-        if not any(entry.model is model for entry in self._trained):
-            model.register_forward_pre_hook(lambda module, _: self.require_loaded(module), prepend=True)
-        if self.options.compile:
-            check_compiler(self.device)
-            compile_blocks(model)
-        self._trained = [entry for entry in self._trained if entry.model is not model]
-        self._trained.append(TrainedModel(model, optimizer, scheduler))
+        self.serving.group = EngineGroup(self.comm, self.comm.new_groups(size), size)
+        self.set_seed(self.seed)
 
     def prepare_trained(
         self,
@@ -323,18 +185,13 @@ class StrategyBase(ABC):
             lr: the peak rate; None takes --lr.
             schedule_length: the length of the schedule, in units of --optim.schedule_unit.
             head_lr: the rate of a value head on the model's body; None gives it the body's rate.
-            frozen_head_steps: the number of first updates that train the value head alone.
+            frozen_head_steps: the number of first updates that train the value head alone, with the body frozen.
         """
-        if not self._trained:  # a model that comes later, such as a critic, need not fit the patterns
-            check_lr_scales([model], self.options.optim)
-        return self._prepare_trained(
-            model,
-            self.options.optim,
-            self.options.lr if lr is None else lr,
-            schedule_length,
-            head_lr,
-            frozen_head_steps,
-        )
+        optim = self.options.optim
+        if not self._trained:  # a model that comes later, such as a critic, need not match the patterns
+            check_lr_scales([model], optim)
+        lr = self.options.lr if lr is None else lr
+        return self._prepare_trained(model, optim, lr, schedule_length, head_lr, frozen_head_steps)
 
     def _prepare_trained(
         self,
@@ -346,110 +203,33 @@ class StrategyBase(ABC):
         frozen_head_steps: int,
     ) -> TrainedModel:
         model = self.prepare_model(model)
-        optimizer = self.create_optimizer(
-            model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-        )
+        settings = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
+        optimizer = self.create_optimizer(model, lr=lr, **settings)
         if head_lr is not None:
-            value_head.set_head_rate(optimizer, model, head_lr)
+            set_head_rate(optimizer, model, head_lr)
         if frozen_head_steps:
-            value_head.freeze_all_but_value_head(optimizer, model, frozen_head_steps)
+            freeze_all_but_value_head(optimizer, model, frozen_head_steps)
         scheduler = build_lr_scheduler(optimizer, optim, schedule_length)
         self.register(model, optimizer, scheduler)
         return TrainedModel(model, optimizer, scheduler)
 
-    def prepare_models_and_optimizers(
-        self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
-    ) -> tuple[Any, Any, Any, Any]:
-        """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
+    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+        """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
+        model = self.prepare_model(model.eval().requires_grad_(False))
+        self.residency.add(model)
+        return model
 
-        A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
-        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
-        or None) and initial_model may be None.
-        """
-        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
-        if actor is not None or (critic is not None and not self._trained):  # a critic that comes later has no say
-            check_lr_scales([actor, critic], options.optim)
-        if actor is not None:
-            actor.is_actor = True
-        several = isinstance(reward_models, list | tuple)
-        frozen = [self.prepare(model, is_rlhf=True) for model in (reward_models if several else [reward_models])]
-        return (
-            self._prepare_slot(actor, options, options.lr, max_steps),
-            self._prepare_slot(critic, options, options.critic_lr, max_steps),
-            frozen if several else frozen[0],
-            self.prepare(initial_model, is_rlhf=True),
-        )
-
-    def _prepare_slot(self, model: Any, options: StrategyOptions, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
-        if model is None:
-            return None, None, None
-        has_head = value_head.has_value_head(model)
-        head_lr = options.critic_lr if has_head and is_actor(model) else None
-        frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
-        trained = self._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
-        return trained.model, trained.optimizer, trained.scheduler
-
-    def build_optimizer(self, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
-        """The optimizer of the options. With the warm-up it trains a critic's value head alone for its first
-        critic_warmup_steps updates."""
-        optimizer = self.create_optimizer(model)
-        if enable_critic_warmup:
-            value_head.freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
-        return optimizer
-
-    def build_grad_scaler(self, enabled: bool, **kwargs: Any) -> GradScaler:
-        """Scales the losses of backward() from now on, and unscales before the clip; kwargs as of GradScaler."""
-        self.grad_scaler = GradScaler(enabled, **kwargs)
-        others = [hook for hook in self.update_hooks if not isinstance(hook, GradScaler)]
-        self.update_hooks = [*others, self.grad_scaler] if enabled else others
-        return self.grad_scaler
-
-    def build_lr_scheduler(self, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1) -> LRScheduler:
-        """The schedule of the options (or of optim_config) over total_steps optimizer steps."""
-        return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
-
-    def setup_dataloader(
-        self,
-        replay_buffer: Any,
-        batch_size: int,
-        pin_memory: bool = False,
-        shuffle: bool = True,
-        collate_fn: Callable[..., Any] | None = None,
-        drop_last: bool = True,
-        sampler: Any | None = None,
-        consumed_samples: int = 0,
-    ) -> DataLoader[Any]:
-        """A loader of this rank's share. consumed_samples counts over all ranks: it resumes at any world size.
-
-        drop_last=False gives every sample exactly once, without padding, so ranks may differ by a batch.
-        """
-        if sampler is None:
-            sampler = ResumableSampler(
-                len(replay_buffer),
-                rank=self.comm.rank,
-                world=self.comm.world,
-                shuffle=shuffle,
-                seed=self.seed,
-                drop_last=drop_last,
-                consumed_samples=consumed_samples,
-            )
-        return DataLoader(
-            replay_buffer,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory and torch.cuda.is_available(),
-        )
-
-    @contextmanager
-    def init_model_context(self) -> Iterator[None]:
-        """Wraps the construction of a model."""
-        yield
-        self.report_memory("model built")
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
+        """Makes this the model's optimizer for train_batch, checkpoints and offload."""
+        self.residency.add(model, optimizer)
+        if self.options.compile:
+            check_compiler(self.device)
+            compile_blocks(model)
+        self._trained = [entry for entry in self._trained if entry.model is not model]
+        self._trained.append(TrainedModel(model, optimizer, scheduler))
 
     def unwrap_model(self, model: Any) -> nn.Module:
-        """The model underneath every wrapper: actor, DDP, compiled, PEFT. Its parameter names are the HF names."""
+        """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
         for attribute in ("hf", "module", "_orig_mod"):
             inner = getattr(model, attribute, None)
             if isinstance(inner, nn.Module):
@@ -461,7 +241,7 @@ class StrategyBase(ABC):
         return module
 
     def set_global_step(self, global_step: int) -> None:
-        """The trainer's step; it is the version that the next weight sync stamps."""
+        """Sets the trainer's step, with which the next weight sync is stamped."""
         self.global_step = global_step
 
     def close(self) -> None:
@@ -469,9 +249,7 @@ class StrategyBase(ABC):
         try:
             self.finish_saving()
         finally:
-            if self.engine is not None:
-                self.engine.close()
-                self.engine = None
+            self.serving.close()
             self.comm.close()
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -484,19 +262,19 @@ class StrategyBase(ABC):
         *,
         model: nn.Module | None = None,
     ) -> TrainBatchResult:
-        """One optimizer step over micro-batches of any number and size per rank.
+        """Takes one optimizer step over micro-batches of any number and size per rank.
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
-        trained tokens, however they are split. This is the only place where a loss is scaled.
+        trained tokens, however they are split. backward() scales the loss by its weight / W.
         """
         trained = self.trained_entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
-        self.require_loaded_optimizer(trained.optimizer)  # now: later there would be gradients left over
-        batches, own = self.share(data)
+        self.residency.require_optimizer(trained.optimizer)  # now: later there would be gradients left over
+        batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
-        total = self.comm.all_reduce(sum((weights[index] for index in own), 0.0), "sum")
+        total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
         num_micro_batches = self._equal_count(len(batches))
         loss_sum = 0.0
         trained.model.train()
@@ -507,7 +285,7 @@ class StrategyBase(ABC):
             with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=weight)
-            loss_sum += float(loss.detach()) * weight if weight and index in own else 0.0
+            loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
         step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
         return TrainBatchResult(
             loss=self.comm.all_reduce(loss_sum, "sum"),
@@ -518,6 +296,21 @@ class StrategyBase(ABC):
             num_micro_batches=num_micro_batches,
         )
 
+    @torch.no_grad()
+    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
+        """Returns model(mb) for each micro-batch, without gradients, in order."""
+        chosen = model if model is not None else self.trained_entry(None).model
+        was_training = chosen.training
+        chosen.eval()
+        batches, mine = self.group_batches(data)
+        outputs = []
+        for index in range(self._equal_count(len(batches))):
+            output = chosen(batches[min(index, len(batches) - 1)])
+            outputs += [output] if index in mine else []
+        self.after_forward_only(chosen)
+        chosen.train(was_training)
+        return outputs
+
     def _equal_count(self, count: int) -> int:
         if self.comm.any(count == 0):
             raise ValueError(
@@ -526,67 +319,27 @@ class StrategyBase(ABC):
             )
         return self.comm.max_int(count)
 
+    def trained_entry(self, model: nn.Module | None) -> TrainedModel:
+        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
+        chosen = [entry for entry in self._trained if model is None or entry.model is model]
+        if len(chosen) > 1:
+            chosen = [entry for entry in chosen if is_actor(entry.model)]
+        if len(chosen) == 1:
+            return chosen[0]
+        if not chosen:
+            raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
+        raise ValueError(f"{len(chosen)} models are trained here: say which one by model=... .")
+
     def find_trained(self, model: nn.Module) -> TrainedModel | None:
         """Returns the model with its optimizer, or None if it has none."""
         return next((entry for entry in self._trained if entry.model is model), None)
 
-    def trained_entry(self, model: nn.Module | None) -> TrainedModel:
-        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
-        if model is not None:
-            chosen = [entry for entry in self._trained if entry.model is model]
-        elif len(self._trained) > 1:
-            chosen = [entry for entry in self._trained if is_actor(entry.model)]
-        else:
-            chosen = self._trained
-        if not chosen:
-            raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
-        if len(chosen) > 1:
-            raise ValueError(f"{len(chosen)} models are trained here: say which one by model=... .")
-        return chosen[0]
-
-    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]:
-        """Returns the optional parts of an optimizer's updates."""
-        return self.update_hooks
-
-    @torch.no_grad()
-    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
-        """model(mb) for each micro-batch, without gradients, in order."""
-        chosen = model if model is not None else self.trained_entry(None).model
-        was_training = chosen.training
-        chosen.eval()
-        batches, own = self.share(data)
-        outputs = []
-        for index in range(self._equal_count(len(batches))):
-            output = chosen(batches[min(index, len(batches) - 1)])
-            outputs += [output] if index in own else []
-        self.after_forward_only(chosen)
-        chosen.train(was_training)
-        return outputs
-
-    def eval_batch(
-        self,
-        data: Sequence[Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        loss_weight_fn: Callable[[Any], float | Tensor],
-        *,
-        model: nn.Module | None = None,
-    ) -> float:
-        """The loss that train_batch would report, without training."""
-        outputs = self.forward(data, model=model)
-        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
-        losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
-        weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-        total = self.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
-        return total["loss"] / total["weight"] if total["weight"] else 0.0
-
-    def step_lr_scheduler(self, model: nn.Module | None = None) -> None:
-        """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self.trained_entry(model).scheduler
-        if scheduler is not None:
-            scheduler.step()
+    def hooks_of(self, optimizer: Optimizer | None) -> list[UpdateHook]:
+        """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
+        return [*self.update_hooks, *hooks_of(optimizer)]
 
     def step_schedules(self) -> None:
-        """Of all trained models: a trainer calls it after each of its steps, where --optim.schedule_unit is rl_step."""
+        """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
         for entry in self._trained:
             if entry.scheduler is not None:
                 entry.scheduler.step()
@@ -597,132 +350,36 @@ class StrategyBase(ABC):
 
     @contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
-        """The model has the average of its weights in here; every rank must enter it."""
+        """Gives the model the average of its weights inside the context; every rank must enter it."""
         raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights.")
         yield
 
-    # ---- Communication -----------------------------------------------------------------------------------------
+    # ---- Saving ------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
-        return self.comm.all_reduce(data, op)
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written and completes it; every rank must call it."""
+        self.saver.finish()
 
-    def all_gather(self, data: Any) -> Any:
-        """Concatenates along dim 0 over the ranks; lengths may differ."""
-        return self.comm.all_gather(data)
+    def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
+        """Writes a Hugging Face folder that from_pretrained loads; every rank must call it, rank 0 writes."""
+        full = {name: tensor.cpu() if self.comm.is_main else None for name, tensor in self.full_parameters(model)}
+        unwrapped: Any = self.unwrap_model(model)
+        full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
+        if self.comm.is_main:
+            unwrapped.save_pretrained(path, state_dict=full)
+        self.comm.barrier()
 
-    @classmethod
-    def print(cls, *msg: Any) -> None:
-        """On rank 0 only, with the time."""
-        if cls.is_rank_0():
-            sys.stdout.write(f"[{datetime.now():%m-%d %H:%M:%S}] {' '.join(map(str, msg))}\n")
-            sys.stdout.flush()
+    # ---- Serving -----------------------------------------------------------------------------------------------
 
-    @classmethod
-    def is_rank_0(cls) -> bool:
-        return comm_module.current().is_main
+    @property
+    def engine(self) -> ColocatedEngine | None:
+        """The engine beside the trainer; None before it is set up."""
+        return self.serving.engine
 
-    def get_rank(self) -> int:
-        return self.comm.rank
-
-    @classmethod
-    def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """GB in use, as min / mean / max over the ranks; every rank must call it."""
-        comm = comm_module.current()
-        used = memory_in_use()
-        report = {
-            f"{name}/{op}": comm.all_reduce(dict(used), op)[name] for name in used for op in ("min", "mean", "max")
-        }
-        if comm.is_main:
-            text = ", ".join(f"{name} {value:.2f} GB" for name, value in report.items() if name.endswith("max"))
-            logger.info("memory %s: %s", prefix, text)
-        return report
-
-    @classmethod
-    def sync_and_clear_cache(cls) -> None:
-        """Waits for the device and for every rank, then gives cached device memory back."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        comm_module.current().barrier()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    # ---- Sampling ----------------------------------------------------------------------------------------------
-
-    def setup_inference_engine(self, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None) -> Any:
-        """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        check_engine_name(engine_type)
-        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
-        source = self.unwrap_model(actor) if actor is not None else None
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-        engine = create_engine(
-            engine_type,
-            source=source,
-            tokenizer=self.tokenizer,
-            options=options,
-            device=self.device,
-            group=self._engine_group,
-        )
-        self.engine, self._engine_actor, self._num_syncs = ColocatedEngine(engine), None, 0
-        if actor is not None:
-            self.update_engine_weights(actor)
-        return engine
-
-    def _require_engine(self) -> ColocatedEngine:
-        if self.engine is None:
-            raise NotImplementedError("There is no inference engine. Call setup_inference_engine(...) first.")
-        return self.engine
-
-    def engine_generate_local(
-        self,
-        sampling_params: Any,
-        prompt_token_ids: Any | None = None,
-        multi_modal_inputs: list[dict[str, Any]] | None = None,
-    ) -> list[EasyDict]:
-        """Runs this rank's engine on exactly one kind of input; n items a prompt, flattened in order."""
-        if (prompt_token_ids is None) == (multi_modal_inputs is None):
-            given = "neither" if prompt_token_ids is None else "both"
-            raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
-        if prompt_token_ids is not None:
-            inputs = [{"prompt": ids} for ids in generation.as_prompt_list(prompt_token_ids)]
-        else:
-            inputs = multi_modal_inputs or []
-        prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
-        params = generation.params_for_each(sampling_params, len(prompts), first_position=0)
-        completions = self._require_engine().generate(prompts, params)
-        return [generation.as_item(completion, self.tokenizer) for completion in completions]
-
-    def gather_and_generate(
-        self,
-        sampling_params: Any,
-        all_prompt_token_ids: Any | None = None,
-        all_prompts: list[str] | None = None,
-        all_images: Any | None = None,
-        sleep_engine: bool = True,
-        images_num: list[int] | None = None,
-        all_videos: Any | None = None,
-        videos_num: list[int] | None = None,
-    ) -> list[EasyDict]:
-        """Samples this rank's prompts (any number, also none) on the engine that its group shares.
-
-        Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
-        draw by the prompt's place among those of all ranks, so results do not hang on the world size; give one
-        SamplingParams per prompt to set each seed. An error on one rank is raised on all.
-        """
-        self._require_engine()
-        with self.comm.phase("generate", local=True):
-            if (all_prompt_token_ids is None) == (all_prompts is None):
-                raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
-            texts = all_prompts if all_prompts is not None else generation.as_prompt_list(all_prompt_token_ids or [])
-            inputs = self._build_multimodal_inputs(texts, all_images, images_num, all_videos, videos_num)
-            prompts = generation.engine_prompts(inputs, self.tokenizer, self._placeholder_ids())
-        counts = self.comm.all_gather_object(len(prompts))
-        with self.comm.phase("generate", local=True):
-            params = generation.params_for_each(sampling_params, len(prompts), sum(counts[: self.comm.rank]))
-        completions = self.generate(prompts, params, sleep_engine=sleep_engine)
-        return [generation.as_item(completion, self.tokenizer) for completion in completions]
+    @property
+    def last_sync(self) -> SyncReport | None:
+        """What the last weight sync did; None before the first."""
+        return self.serving.last_sync
 
     def generate(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True
@@ -732,270 +389,23 @@ class StrategyBase(ABC):
         Returns n completions per prompt, in the prompts' order. An error on one rank is raised on all. The engine
         sleeps afterwards unless sleep_engine is False.
         """
-        self._require_engine()
-        try:
-            with self.comm.phase("generate"):
-                self._restore_weights()
-            with self.comm.phase("generate", local=True):
-                self.wake_engine()
-            parts = self._engine_group.gather(([*prompts], [*params]))
-            with self.comm.phase("generate", local=True):
-                return self._generate_group(parts)
-        finally:
-            if sleep_engine:
-                self.sleep_engine()
-
-    def _generate_group(self, parts: list[tuple[list[EnginePrompt], list[SamplingParams]]]) -> list[Completion]:
-        """The group's prompts go through the engine together; this rank keeps the completions of its own."""
-        own = self._engine_group.rank
-        prompts = [item for part, _ in parts for item in part]
-        params = [item for _, part in parts for item in part]
-        completions = self._require_engine().generate(prompts, params)
-        self._canary.keep(prompts)
-        before = sum(param.n for _, part in parts[:own] for param in part)
-        count = sum(param.n for param in parts[own][1])
-        return completions[before : before + count]
-
-    def _placeholder_ids(self) -> set[int]:
-        """Ids that stand for an image or a video in a prompt."""
-        engine = self._require_engine().engine
-        return {token for token in (engine.image_token_id, engine.video_token_id) if token is not None}
-
-    @classmethod
-    def _build_multimodal_inputs(
-        cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
-    ) -> list[dict[str, Any]]:
-        return generation.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+        return self.serving.generate(prompts, params, sleep_engine=sleep_engine)
 
     def sync_weights(self, model: nn.Module) -> SyncReport:
-        """Sends the model's weights to the engine, stamped with the global step, and proves that they are there.
-
-        A sleeping engine wakes up to hold weights only; where the canary is due it generates, and is awake after that.
-        """
-        engine = self._require_engine()
-        self._take_device_back()
-        dtype = torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
-        expected = self.weight_fingerprints(model, dtype)
-        error: WeightSyncError | None = None
-        try:
-            report = engine.update_weights(self.full_parameters(model, dtype), self.global_step, expected=expected)
-        except WeightSyncError as failed:  # raised when all pairs were consumed, so the ranks are still in step
-            error = failed
-        with self.comm.phase("weight sync", local=True):
-            if error is not None:
-                raise error
-        self._engine_actor = model
-        every = self.options.canary_every
-        if every and self._num_syncs % every == 0:
-            with self.comm.phase("canary", local=True):
-                engine.wake()
-            report = replace(report, canary=self._canary.check(self, model, dtype))
-        self._num_syncs += 1
-        self.last_sync = report
-        return report
-
-    def update_engine_weights(self, actor: nn.Module) -> None:
-        self.sync_weights(actor)
-
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
-        """Of every tensor that full_parameters yields, worked out from the shards; None proves nothing."""
-        return None
-
-    def _restore_weights(self) -> None:
-        """After a sleep of level 2 the engine holds none; a collective if so, and so on every rank or on none."""
-        if self._require_engine().needs_weights and self._engine_actor is not None:
-            self.update_engine_weights(self._engine_actor)
-
-    def sync_model_to_rollout(self, actor: nn.Module | None = None) -> None:
-        self.update_engine_weights(actor if actor is not None else self.trained_entry(None).model)
+        """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived."""
+        return self.serving.sync_weights(model)
 
     def sleep_engine(self) -> None:
-        """Frees the engine's cache if there is an engine; a second call changes nothing."""
-        if self.engine is not None:
-            self.engine.sleep(self.options.engine_sleep_level)
-            self._take_device_back()
+        """Frees the engine's memory if there is an engine; a second call changes nothing."""
+        self.serving.sleep()
 
     def wake_engine(self) -> None:
         """Makes the engine ready to generate if there is one; a second call changes nothing."""
-        if self.engine is not None:
-            self._leave_device_to_engine()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.engine.wake()
-
-    def maybe_sleep_inference_engine(self) -> None:
-        self.sleep_engine()
-
-    def wakeup_inference_engine(self) -> None:
-        self.wake_engine()
-
-    # ---- Offload -----------------------------------------------------------------------------------------------
-
-    def _leave_device_to_engine(self) -> None:
-        """With --offload_while_generating everything of the trainer moves to host memory."""
-        if not self.options.offload_while_generating:
-            return
-        freed = self.offload_optimizer() + self.offload_param_and_grad(offload_grad=True)
-        for model in self._frozen:
-            self.after_forward_only(model)
-            freed += self._offload(f"parameters {id(model)}", self.parameter_tensors(model))
-        if freed:  # else the engine was awake
-            self.offloaded_bytes = freed
-
-    def _take_device_back(self) -> None:
-        if not self.options.offload_while_generating:
-            return
-        for model in self._frozen:
-            self._restore(f"parameters {id(model)}")
-        self.load_param_and_grad(load_grad=True)
-        self.load_optimizer()
-
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
-        """Moves the optimizer's states, and the average of the weights, to host memory, if they are made and not there.
-
-        Returns the bytes freed on this rank; 0 if they had left before.
-        """
-        tensors = [*self.optimizer_tensors(optimizer), *self.average_tensors(optimizer)]
-        return self._offload(f"optimizer {id(optimizer)}", tensors)
-
-    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> int:
-        """Brings the states back to where they were; device may only name that place. Returns the bytes loaded."""
-        if device is not None and torch.device(device).type != self.device.type:
-            raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
-        return self._restore(f"optimizer {id(optimizer)}")
-
-    def offload_optimizer(self) -> int:
-        """All trained models' states; returns the bytes freed on this rank."""
-        return sum(self.maybe_offload_optimizer(entry.optimizer) for entry in self._trained)
-
-    def load_optimizer(self, device_id: Any = None) -> int:
-        """Brings all states back to the device they left, whatever device_id says; returns the bytes loaded."""
-        return sum(self.maybe_load_optimizer(entry.optimizer) for entry in self._trained)
-
-    def offload_param_and_grad(self, offload_grad: bool = False) -> int:
-        """Moves the trained models' weights to host memory; gradients too if asked, else they stay on the device.
-
-        Returns the bytes freed on this rank.
-        """
-        freed = 0
-        for entry in self._trained:
-            self.after_forward_only(entry.model)
-            freed += self._offload(f"parameters {id(entry.model)}", self.parameter_tensors(entry.model))
-            if offload_grad:
-                freed += self._offload(f"gradients {id(entry.model)}", self.gradient_tensors(entry.model))
-        return freed
-
-    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> int:
-        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
-
-        They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
-        """
-        loaded = 0
-        for entry in self._trained:
-            loaded += self._restore(f"parameters {id(entry.model)}")
-            gradients = self._offloaded.pop(f"gradients {id(entry.model)}", None)
-            if gradients is None:  # they never left
-                continue
-            num_bytes = gradients.restore()
-            if load_grad:
-                loaded += num_bytes
-            else:
-                self.drop_gradients(entry.model)
-        return loaded
-
-    def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
-        """Returns this rank's tensors of weights and buffers."""
-        return self.layout.parameter_tensors(model)
-
-    def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
-        """Returns this rank's tensors of gradients."""
-        return self.layout.gradient_tensors(model)
-
-    def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        """Returns this rank's tensors of optimizer states."""
-        model = next((entry.model for entry in self._trained if entry.optimizer is optimizer), None)
-        return self.layout.optimizer_tensors(model, optimizer)
-
-    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        """Returns tensors that hooks keep beside the optimizer's states."""
-        return [tensor for hook in self.hooks_of(optimizer) for tensor in hook.tensors()]
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        """Forgets the gradients of a model."""
-        self.layout.drop_gradients(model)
-
-    def require_loaded(self, model: nn.Module) -> None:
-        """Reading an emptied storage would crash the process; this says what to do instead."""
-        offloader = self._offloaded.get(f"parameters {id(model)}")
-        if offloader is not None and offloader.is_offloaded:
-            raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
-
-    def require_loaded_optimizer(self, optimizer: Optimizer) -> None:
-        offloader = self._offloaded.get(f"optimizer {id(optimizer)}")
-        if offloader is not None and offloader.is_offloaded:
-            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
-
-    def _offload(self, key: str, tensors: list[Tensor]) -> int:
-        """What lives in host memory anyway, by an option of the back end, stays."""
-        offloader = self._offloaded.setdefault(key, offload.StorageOffloader())
-        return offloader.offload(tensor for tensor in tensors if tensor.device.type == self.device.type)
-
-    def _restore(self, key: str) -> int:
-        offloader = self._offloaded.pop(key, None)
-        return offloader.restore() if offloader is not None else 0
-
-    # ---- The trained state ----------------------------------------------------------------------------------------
-
-    def get_model_state_dict(
-        self, cpu_offload: bool = False, full_state_dict: bool = True, model: nn.Module | None = None
-    ) -> dict[str, Tensor]:
-        """The trained model's state under HF names.
-
-        full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory.
-        """
-        if not full_state_dict:
-            raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
-        chosen = model if model is not None else self.trained_entry(None).model
-        device = torch.device("cpu") if cpu_offload else self.device
-        return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
-
-    # ---- Checkpoints under the other seed's names ----------------------------------------------------------------
-
-    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
-        self.set_global_step(step)
-        self.save_ckpt(self.trained_entry(None).model, save_path, max_mem=0)
-
-    def load_checkpoint(self, load_path: str) -> Any:
-        return self.load_ckpt(self.trained_entry(None).model, load_path)
-
-    def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
-        """Writes a HF folder that from_pretrained loads; every rank must call it, rank 0 writes."""
-        full = {name: tensor.cpu() if self.comm.is_main else None for name, tensor in self.full_parameters(model)}
-        unwrapped: Any = self.unwrap_model(model)
-        full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
-        if self.comm.is_main:
-            unwrapped.save_pretrained(path, state_dict=full)
-        self.comm.barrier()
-
-
-def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
-    """Micro-batches a rank runs per update."""
-    for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1.")
-    at_once = micro_train_batch_size * world_size
-    if train_batch_size % at_once:
-        low = train_batch_size // at_once * at_once
-        nearest = f"{low} or {low + at_once}" if low else f"{at_once}"
-        raise ValueError(
-            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro_train_batch_size} "
-            f"x world size {world_size} = {at_once}. Nearest valid train_batch_size: {nearest}."
-        )
-    return train_batch_size // at_once
+        self.serving.wake()
 
 
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
-    """This process's device; with several GPUs the one of LOCAL_RANK, or without that of RANK % num_gpu_per_node."""
+    """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -1010,12 +420,3 @@ def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
-    """Sharding replaces the parameters; an optimizer made before must hold the new ones."""
-    new = dict(model.named_parameters())
-    if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
-        raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
-    for group in optimizer.param_groups:
-        group["params"] = [new.get(old_names.get(id(item), ""), item) for item in group["params"]]

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from lightrl.records import PackedBatch
-from lightrl.strategy.base import SharedBatches
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.materialize import move_buffers, to_meta
 from lightrl.strategy.layout.meshes import Meshes, MeshSizes, build_meshes, ensure_process_group
 from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
 from lightrl.strategy.layout.tensor_parallel import check_splits, cut_projections
+from lightrl.strategy.results import GroupBatches
 from lightrl.strategy.torch_native import TorchStrategy
 
 
@@ -134,16 +134,16 @@ class FSDPStrategy(TorchStrategy):
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
-    def share(self, data: Sequence[Any]) -> SharedBatches:
+    def group_batches(self, data: Sequence[Any]) -> GroupBatches:
         if self._same_batches is None:
-            return super().share(data)
+            return super().group_batches(data)
         host = torch.device("cpu")
         parts = self.comm.all_gather_object([item.to(host) for item in data], self._same_batches)
         place = self.comm.rank % len(parts)
         start = sum(len(part) for part in parts[:place])
         parts[place] = list(data)
         batches = [item.to(self.device) for part in parts for item in part]
-        return SharedBatches(batches, range(start, start + len(data)))
+        return GroupBatches(batches, range(start, start + len(data)))
 
     def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Else ranks would compute with each other's parts of different inputs, or hang."""
@@ -152,7 +152,7 @@ class FSDPStrategy(TorchStrategy):
             raise ValueError(
                 f"Ranks that --tp_size {self.options.tp_size} and --sp_size {self.options.sp_size} join called the "
                 "model on different micro-batches. Use strategy.train_batch or strategy.forward, or call the model on "
-                "each of strategy.share(micro_batches).batches."
+                "each of strategy.group_batches(micro_batches).batches."
             )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.engines.weight_sync import Fingerprint
-from lightrl.strategy.base import OptimizerStep, StrategyBase
+from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights, has_adapters, save_adapter
 from lightrl.strategy.layout.plain import Weights
 from lightrl.strategy.optim.accumulation import accumulation_of
 from lightrl.strategy.optim.clipping import clip_gradients
-from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
+from lightrl.strategy.optim.hooks import attach
 from lightrl.strategy.optim.optimizers import build_optimizer
 from lightrl.strategy.optim.weight_average import AverageOfModel
+from lightrl.strategy.results import OptimizerStep
 from lightrl.strategy.saving.saver import Wanted
 
 
@@ -130,8 +131,8 @@ class TorchStrategy(StrategyBase):
             lr_list = hook.reported_rates(optimizer, lr_list)
         if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
             return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
-        self.require_loaded(model)
-        self.require_loaded_optimizer(optimizer)
+        self.residency.require_parameters(model)
+        self.residency.require_optimizer(optimizer)
         divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         for hook in hooks:
@@ -140,16 +141,12 @@ class TorchStrategy(StrategyBase):
             scheduler.step()
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
 
-    def hooks_of(self, optimizer: Optimizer | None) -> Sequence[UpdateHook]:
-        """Returns the optional parts of the optimizer's updates, in the order in which they were asked for."""
-        return [*self.update_hooks, *hooks_of(optimizer)]
-
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def weights_of(self, model: nn.Module) -> Weights:
         """Returns the parameters under their Hugging Face names, with adapters merged into them."""
         self.after_forward_only(model)
-        self.require_loaded(model)
+        self.residency.require_parameters(model)
         unwrapped = self.unwrap_model(model)
         if has_adapters(unwrapped):
             return MergedWeights(unwrapped, self.layout)
@@ -195,11 +192,11 @@ class TorchStrategy(StrategyBase):
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """Gives the model the average of its weights inside the context; every rank must enter it."""
         trained = self.trained_entry(model)
-        averages = [hook for hook in hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
+        averages = [hook for hook in self.hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
         if not averages:
             raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
-        self.require_loaded(model)
-        self.require_loaded_optimizer(trained.optimizer)  # the average leaves the device, and returns, with its states
+        self.residency.require_parameters(model)
+        self.residency.require_optimizer(trained.optimizer)  # the average moves with its states
         with averages[-1].lent():
             yield
 

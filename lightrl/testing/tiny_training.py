@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrl.algorithms.losses import clipped_policy_loss
+from lightrl.algorithms.losses import ppo_clip
+from lightrl.algorithms.tokens import PolicyTokens
 from lightrl.data.packing import dummy_batch, pack
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
@@ -83,11 +84,17 @@ def make_batch(experiences: Sequence[Experience]) -> PackedBatch:
 
 def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
     assert batch.old_logprobs is not None
-    loss = clipped_policy_loss(
-        scores.logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.3
+    tokens = PolicyTokens(
+        logprobs=scores.logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.loss_mask,
+        sequence_index=batch.sequence_index,
+        num_sequences=len(batch.keys),
     )
+    loss_sum = ppo_clip(tokens, clip_low=0.2, clip_high=0.3).terms.sum()
     entropy = torch.where(batch.loss_mask, scores.entropy, 0.0).sum()
-    return (loss.loss_sum - 0.01 * entropy) / loss.num_tokens.clamp(min=1)
+    return (loss_sum - 0.01 * entropy) / num_tokens(batch).clamp(min=1)
 
 
 def num_tokens(batch: PackedBatch) -> Tensor:

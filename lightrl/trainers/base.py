@@ -17,9 +17,9 @@ from lightrl.config import BUILTIN_MODEL, RunConfig
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
-from lightrl.models.load import check_model_folder, load_config, load_tokenizer
 from lightrl.models.lora import require_peft
 from lightrl.models.multimodal import MediaProcessor
+from lightrl.models.policy import check_model_folder, load_config, load_tokenizer
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.trainers.console import RunConsole, Shown

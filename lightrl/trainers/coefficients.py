@@ -1,24 +1,25 @@
-"""The weights of KL and entropy: fixed, or following a target from step to step. The same numbers on every rank."""
+"""The coefficients of KL and entropy, fixed or following a target from step to step; they are equal on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightrl.algorithms.controllers import active_entropy_coef, next_entropy_coef, next_kl_coef
+from lightrl.algorithms.entropy import active_entropy_coef, next_entropy_coef
+from lightrl.algorithms.kl import next_kl_coef
 from lightrl.config import AlgorithmConfig
 
 
 class Coefficients:
-    """What acts in the step that is under way."""
+    """The coefficients of the current step."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self.kl = config.kl_coef
         self.entropy = config.entropy_coef
-        self._entropy_kept = config.entropy_coef  # above its target a bonus does not act, but is not forgotten
+        self._entropy_kept = config.entropy_coef  # kept while the bonus is off above its target
 
     def follow(self, *, kl: float, entropy: float, num_samples: int) -> None:
-        """Sets those of the next step from what this one measured over all ranks."""
+        """Sets the coefficients of the next step from what this step measured over all ranks."""
         config = self._config
         if config.kl_target:
             self.kl = next_kl_coef(
@@ -32,10 +33,11 @@ class Coefficients:
             self.entropy = active_entropy_coef(self._entropy_kept, entropy=entropy, target=target)
 
     def state_dict(self) -> dict[str, float]:
+        """Returns the coefficients, for a checkpoint."""
         return {"kl": self.kl, "entropy": self.entropy, "entropy_kept": self._entropy_kept}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Those that follow a target go on; the others are as this run's config says."""
+        """Restores coefficients that follow a target; fixed ones come from this run's config."""
         if self._config.kl_target:
             self.kl = state["kl"]
         if self._config.entropy_target:

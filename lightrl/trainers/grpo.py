@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.reward_shaping import overlong_penalty
+from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import AlgorithmConfig, GRPOConfig
-from lightrl.data.packing import Key, TokenMasks, TokenValues, sample_key
+from lightrl.data.packing import Key, TokenMasks, TokenValues
 from lightrl.data.sampler import shard
-from lightrl.models.load import load_teacher
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, load_teacher
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rollout.dynamic_sampling import DynamicSampling
@@ -181,7 +180,7 @@ class GRPOTrainer(PolicyTrainer):
 
     def _stale_everywhere(self, mine: Sequence[Experience]) -> frozenset[Key]:
         """Of all ranks: those that split a model or its tokens run the loss on each other's samples."""
-        found = {sample_key(item.sample) for item in mine if self._is_stale(item.sample)}
+        found = {item.key for item in mine if self._is_stale(item.sample)}
         return frozenset().union(*self.strategy.comm.all_gather_object(found))
 
     def _needs_scores(self) -> bool:
@@ -196,7 +195,7 @@ class GRPOTrainer(PolicyTrainer):
     ) -> tuple[dict[str, TokenValues], list[dict[str, TokenMasks]]]:
         """What pack() is told of all samples, and of each mini-batch the tokens that are chosen."""
         everything = [item for part in minibatches for item in part]
-        sampler: TokenValues = {sample_key(item.sample): item.sample.sampler_logprobs for item in everything}
+        sampler: TokenValues = {item.key: item.sample.sampler_logprobs for item in everything}
         frozen = {"ref_logprobs": self.reference, "teacher_logprobs": self.teacher}
         known = {name: self._score_all(model, everything) for name, model in frozen.items() if model is not None}
         per_token: dict[str, TokenValues] = dict(known)

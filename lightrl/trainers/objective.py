@@ -1,44 +1,34 @@
-"""What a run optimises, from the names in its config: the loss of a micro-batch, and advantages of scored samples."""
+"""The objective of a run, from the names in its config: the loss of a micro-batch, and advantages of scored samples.
+
+The functions that are chosen are loaded, and called once on two tokens, before anything expensive: a wrong name or
+parameter raises at once. Their traits decide what they are given; no name is treated specially.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.advantages import ScoredSamples, signal_counts
-from lightrl.algorithms.aggregation import TokenWeights, mean_loss
-from lightrl.algorithms.corrections import OffPolicyTokens, corrected
-from lightrl.algorithms.distillation import distillation_advantages, distillation_terms
-from lightrl.algorithms.entropy import entropy_bonus
-from lightrl.algorithms.kl import kl_terms
-from lightrl.algorithms.moments import moment_sums, whiten
-from lightrl.algorithms.registry import (
-    SELECTING,
-    WHITENED,
-    load_advantage,
-    load_aggregation,
-    load_correction,
-    load_loss,
-    parameters_of,
-)
-from lightrl.algorithms.tokens import PolicyTokens
+from lightrl.algorithms.advantages import ScoredSamples, moment_sums, signal_counts, whiten
+from lightrl.algorithms.corrections import Correction, OffPolicyTokens
+from lightrl.algorithms.losses import TokenWeights, mean_loss
+from lightrl.algorithms.registry import AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
+from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
 from lightrl.rewards.failures import has_reward
 from lightrl.trainers.coefficients import Coefficients
-
-GREEDY_BASELINE = "remax"
-_DRAWS_FROM_GROUP = "pass_at_k"
+from lightrl.trainers.loss_terms import MicroBatch, optional_terms
 
 
 class PolicyLoss:
-    """Built before anything expensive, so that a wrong name costs nothing."""
+    """The loss of the policy over a micro-batch: a policy loss, its optional terms, and an aggregation."""
 
     def __init__(
         self,
@@ -48,138 +38,74 @@ class PolicyLoss:
         distillation: DistillationConfig | None = None,
         selects_tokens: bool = False,
     ) -> None:
-        """
-        Args:
-            kl_in_loss: False leaves the KL to the rewards, and only measures it here.
-            distillation: how a teacher is followed; None without one.
-            selects_tokens: whether the trainer chooses tokens over a whole update, by a TokenSelector.
-        """
-        self._config = config
-        self._distillation = distillation
-        self._kl_in_loss = kl_in_loss
-        self.coefficients = Coefficients(config)
-        self._policy_loss = load_loss(config.loss, named_values(config.loss_args, "algorithm.loss_args"))
-        aggregation_args = named_values(config.aggregation_args, "algorithm.aggregation_args")
-        self._aggregate = load_aggregation(config.aggregation, aggregation_args)
-        correction_args = named_values(config.correction_args, "algorithm.correction_args")
-        self._correct = None if config.correction == "none" else load_correction(config.correction, correction_args)
-        if self._correct is None and correction_args:
-            raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
-        _check_together(config, distillation, selects_tokens=selects_tokens)
-        self._try_parameters()
+        """Loads and tries the functions that the config names.
 
-    def _try_parameters(self) -> None:
-        """Runs the built-in functions on two tokens: a value out of range is told now, not after the first rollout."""
-        config, zeros, mask, owners = self._config, torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
-        if ":" not in config.loss:
-            tokens = PolicyTokens(
-                logprobs=zeros,
-                old_logprobs=zeros,
-                advantages=zeros,
-                mask=mask,
-                sequence_index=owners,
-                num_sequences=1,
-                selected=mask,
-            )
-            with _told_as("algorithm.loss_args"):
-                self._policy_loss(tokens)
-        if ":" not in config.aggregation:
-            with _told_as("algorithm.aggregation_args"):
-                self._aggregate(mask, owners, 1)
-        if self._correct is not None and ":" not in config.correction:
-            sampled = OffPolicyTokens(
-                logprobs=zeros, sampler_logprobs=zeros, mask=mask, sequence_index=owners, num_sequences=1
-            )
-            with _told_as("algorithm.correction_args"):
-                self._correct(sampled)
+        Args:
+            config: The options of the algorithm.
+            kl_in_loss: False measures the KL to the reference here and leaves it to the rewards.
+            distillation: How a teacher is followed; None without a teacher.
+            selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
+        """
+        zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
+        tokens = PolicyTokens(
+            logprobs=zeros,
+            old_logprobs=zeros,
+            advantages=zeros,
+            mask=mask,
+            sequence_index=owners,
+            num_sequences=1,
+            selected=mask,
+        )
+        self._policy_loss: Callable[[PolicyTokens], TokenLoss] = load_and_try(
+            "loss", config.loss, config.loss_args, tokens, given=clip_range(config)
+        )
+        self._aggregate: Callable[[Tensor, Tensor, int], TokenWeights] = load_and_try(
+            "aggregation", config.aggregation, config.aggregation_args, mask, owners, 1
+        )
+        self._selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
+        if (self._selects_tokens or config.selection_args or config.entropy_fraction != 1) and not selects_tokens:
+            raise _nothing_selects(config)
+        if self._selects_tokens and distillation is not None and distillation.kind == "advantage":
+            raise _selects_before_the_teacher(config)
+        self.coefficients = Coefficients(config)
+        self._terms = optional_terms(
+            config,
+            self.coefficients,
+            correct=_correction(config),
+            kl_in_loss=kl_in_loss,
+            distillation=distillation,
+        )
 
     def weight(self, batch: PackedBatch) -> Tensor:
-        """The micro-batch's share of the denominator, for train_batch."""
+        """Returns the micro-batch's part of the denominator, for train_batch."""
         return self.token_weights(batch).total
 
     def token_weights(self, batch: PackedBatch) -> TokenWeights:
-        """How the micro-batch's tokens count."""
+        """Returns the weights of the micro-batch's tokens."""
         return self._aggregate(batch.loss_mask, batch.sequence_index, len(batch.keys))
 
     def loss(self, scores: TokenScores, batch: PackedBatch, statistics: Statistics) -> Tensor:
-        """The mean over the micro-batch; train_batch turns it into the mean over all of them."""
-        mask, num_sequences = batch.loss_mask, len(batch.keys)
-        old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        policy = self._policy_loss(
-            PolicyTokens(
-                logprobs=scores.logprobs,
-                old_logprobs=old,
-                advantages=self._token_advantages(old, batch),
-                mask=mask,
-                sequence_index=batch.sequence_index,
-                num_sequences=num_sequences,
-                selected=batch.selected if self._config.loss in SELECTING else None,
-            )
-        )
-        if self._config.entropy_fraction < 1:
-            policy = replace(policy, terms=torch.where(_given(batch.in_policy_loss), policy.terms, 0.0))
-        count = int(mask.sum())
-        statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
-        statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
-        statistics.highest("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
-        if self._correct is not None:
-            off_policy = OffPolicyTokens(
-                logprobs=old,
-                sampler_logprobs=batch.sampler_logprobs,
-                mask=mask,
-                sequence_index=batch.sequence_index,
-                num_sequences=num_sequences,
-            )
-            correction = self._correct(off_policy)
-            policy = corrected(policy, correction.weights)
-            _count_correction(correction.statistics, statistics, count)
-        kl = self._kl(scores, batch)
-        statistics.mean("kl", float(kl.detach().sum()), count)
-        statistics.mean("entropy", float(torch.where(mask, scores.entropy.detach(), 0.0).sum()), count)
-        terms = policy.terms + self.coefficients.kl * kl if self._kl_in_loss else policy.terms
-        if self.coefficients.entropy:
-            terms = terms + entropy_bonus(scores.entropy, mask, coef=self.coefficients.entropy)
-        if self._distillation is not None:
-            terms = terms + self._distillation_terms(scores, old, batch, statistics)
-        return mean_loss(terms, self.token_weights(batch))
-
-    def _token_advantages(self, old: Tensor, batch: PackedBatch) -> Tensor:
-        """Those of the rewards, and what the teacher thinks of each token."""
-        teaching = self._distillation
-        if teaching is None:
-            return batch.advantages
-        advantages = teaching.reward_weight * batch.advantages
-        if teaching.kind == "advantage":
-            teacher = _given(batch.teacher_logprobs)
-            advantages = advantages + distillation_advantages(old, teacher, batch.loss_mask, coef=teaching.coef)
-        return advantages
-
-    def _distillation_terms(
-        self, scores: TokenScores, old: Tensor, batch: PackedBatch, statistics: Statistics
-    ) -> Tensor:
-        """The reverse KL to the teacher as a term of the loss, 0 where it is in the advantages."""
-        teaching, teacher, mask = self._distillation, _given(batch.teacher_logprobs), batch.loss_mask
-        assert teaching is not None
-        distance = torch.where(mask, scores.logprobs.detach() - teacher, 0.0)
-        statistics.mean("distillation/reverse_kl", float(distance.sum()), float(mask.sum()))
-        if teaching.kind != "loss":
-            return torch.zeros_like(distance)
-        return teaching.coef * distillation_terms(scores.logprobs, teacher, mask, old_logprobs=old)
-
-    def _kl(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        if batch.ref_logprobs is None or self._config.kl_coef == 0:
-            return torch.zeros_like(scores.logprobs)
-        return kl_terms(
-            policy=scores.logprobs,
-            reference=batch.ref_logprobs,
+        """Returns the mean over the micro-batch, which train_batch turns into the mean over all of them."""
+        tokens = PolicyTokens(
+            logprobs=scores.logprobs,
+            old_logprobs=scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+            advantages=batch.advantages,
             mask=batch.loss_mask,
-            kind=self._config.kl_estimator,
-            gradient=self._config.kl_gradient,
+            sequence_index=batch.sequence_index,
+            num_sequences=len(batch.keys),
+            selected=batch.selected if self._selects_tokens else None,
         )
+        for term in self._terms:
+            tokens = term.prepare(tokens, batch)
+        policy = self._policy_loss(tokens)
+        _report(policy, scores.entropy, tokens.mask, statistics)
+        for term in self._terms:
+            policy = term.apply(policy, MicroBatch(tokens=tokens, scores=scores, batch=batch, statistics=statistics))
+        return mean_loss(policy.terms, self.token_weights(batch))
 
 
 class PolicyObjective(PolicyLoss):
-    """The loss, and from a sample's reward to its advantage."""
+    """The loss, and from the rewards of samples to their advantages."""
 
     def __init__(
         self,
@@ -189,34 +115,36 @@ class PolicyObjective(PolicyLoss):
         distillation: DistillationConfig | None = None,
         selects_tokens: bool = False,
     ) -> None:
-        """group_size: samples of each prompt, to compare with what the advantages need; None compares nothing."""
-        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens)
-        self._estimate = load_advantage(
-            config.advantage, named_values(config.advantage_args, "algorithm.advantage_args")
-        )
-        self._try_advantages(group_size)
+        """Loads and tries the functions that the config names.
 
-    def _try_advantages(self, group_size: int | None) -> None:
-        if ":" in self._config.advantage:
-            return
+        Args:
+            config: The options of the algorithm.
+            group_size: Samples of each prompt; ValueError if the advantages need more. None does not check it.
+            distillation: How a teacher is followed; None without a teacher.
+            selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
+        """
+        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens)
         two = torch.tensor([0.0, 1.0])
         samples = ScoredSamples(
             rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
         )
-        with _told_as("algorithm.advantage_args"):
-            self._estimate(samples)
-        if group_size is not None and self._config.advantage == _DRAWS_FROM_GROUP:
-            k = parameters_of(self._estimate)["k"]
-            if k > group_size:
-                raise ValueError(
-                    f"--algorithm.advantage pass_at_k draws k={k} of --group_size {group_size}: give at least {k} "
-                    f"samples, or a smaller k by --algorithm.advantage_args."
-                )
+        self._estimate: Callable[[ScoredSamples], Tensor] = load_and_try(
+            "advantage", config.advantage, config.advantage_args, samples
+        )
+        self._traits = traits_of(self._estimate, AdvantageTraits)
+        if group_size is not None:
+            self._check_group(config.advantage, group_size)
+
+    def _check_group(self, name: str, group_size: int) -> None:
+        wanted = self._traits.min_group
+        smallest = wanted if isinstance(wanted, int) else max(2, parameters_of(self._estimate)[wanted])
+        if group_size < smallest:
+            raise _small_group(name, wanted, smallest, group_size)
 
     @property
     def needs_greedy_baseline(self) -> bool:
         """Whether advantages() must be given the reward of a greedy response to each prompt."""
-        return self._config.advantage == GREEDY_BASELINE
+        return "greedy_baseline" in self._traits.needs
 
     def advantages(
         self,
@@ -228,90 +156,147 @@ class PolicyObjective(PolicyLoss):
         shaping: Sequence[float] | None = None,
         is_trained: Sequence[bool] | None = None,
     ) -> list[Experience]:
-        """One for each of this rank's samples that has a reward. Groups are whole here; every rank calls it, with no
-        samples too.
+        """Returns one Experience for each of this rank's samples that has a reward.
+
+        Groups must be whole on a rank. Every rank calls it, also without samples.
 
         Args:
-            shaping: to add to each reward; None adds nothing.
+            samples: This rank's samples.
+            rewards: The reward of each; NO_REWARD leaves the sample out.
+            comm: For estimators that whiten or need a share of all ranks' samples; others use no collective.
+            baselines: The reward of the greedy response to each sample's prompt.
+            shaping: What to add to each reward; None adds nothing.
             is_trained: False for samples whose tokens count in no loss. Their rewards still count in their group's
                 mean. None trains all.
         """
-        places = [i for i in range(len(samples)) if has_reward(rewards[i]) and has_reward((baselines or rewards)[i])]
-        samples, rewards = [samples[i] for i in places], [rewards[i] for i in places]
-        baselines = None if baselines is None else [baselines[i] for i in places]
-        shaping = [0.0 if shaping is None else shaping[i] for i in places]
-        is_trained = [is_trained is None or is_trained[i] for i in places]
-        lengths = torch.tensor(
-            [len(sample.response_ids) * trained for sample, trained in zip(samples, is_trained, strict=True)],
-            dtype=torch.float64,
-        )
-        shaped = [reward + extra for reward, extra in zip(rewards, shaping, strict=True)]
+        kept = [i for i in range(len(samples)) if has_reward(rewards[i]) and has_reward((baselines or rewards)[i])]
+        extra = [0.0] * len(samples) if shaping is None else shaping
+        trained = [True] * len(samples) if is_trained is None else is_trained
         scored = ScoredSamples(
-            rewards=torch.tensor(shaped, dtype=torch.float64),
-            group_ids=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
-            lengths=lengths,
-            baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
-            signal_share=_signal_share(samples, shaped, comm),
+            rewards=_doubles(rewards[i] + extra[i] for i in kept),
+            group_ids=torch.tensor([samples[i].position for i in kept], dtype=torch.int64),
+            lengths=_doubles(len(samples[i].response_ids) * trained[i] for i in kept),
+            baselines=None if baselines is None else _doubles(baselines[i] for i in kept),
         )
-        values = self._estimate(scored).double() if samples else torch.zeros(0, dtype=torch.float64)
-        if self._config.advantage in WHITENED:
-            values = whiten(values, comm.all_reduce(moment_sums(values, lengths), "sum"))
+        advantages = self._estimated(scored, comm).tolist()
         return [
-            Experience(sample=sample, reward=reward, advantage=advantage, shaping=extra, is_trained=trained)
-            for sample, reward, advantage, extra, trained in zip(
-                samples, rewards, values.tolist(), shaping, is_trained, strict=True
+            Experience(
+                sample=samples[i], reward=rewards[i], advantage=advantage, shaping=extra[i], is_trained=trained[i]
             )
+            for i, advantage in zip(kept, advantages, strict=True)
         ]
 
+    def _estimated(self, scored: ScoredSamples, comm: Comm) -> Tensor:
+        """Returns the advantages, [B] float64, whitened over all ranks where the estimator asks for it."""
+        if "signal_share" in self._traits.needs:
+            scored = replace(scored, signal_share=_signal_share(scored, comm))
+        advantages = self._estimate(scored).double() if len(scored.rewards) else scored.rewards
+        if not self._traits.whiten:
+            return advantages
+        assert scored.lengths is not None
+        return whiten(advantages, comm.all_reduce(moment_sums(advantages, scored.lengths), "sum"))
 
-@contextmanager
-def _told_as(option: str) -> Iterator[None]:
-    """A parameter that the function cannot take, with the option that gave it."""
+
+def load_and_try(
+    kind: Kind, name: str, args: Sequence[str], *trial: Any, option: str = "", given: Mapping[str, float] | None = None
+) -> Callable[..., Any]:
+    """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
+
+    Args:
+        kind: The kind of function.
+        name: Its name or path.
+        args: Its parameters as name=value.
+        trial: What to call it with.
+        option: The option that names it, where that is not the kind.
+        given: Parameters that have options of their own.
+    """
+    option = f"algorithm.{option or kind}"
+    parameters = named_values(args, f"{option}_args")
+    for key, value in (given or {}).items():
+        if key in parameters:
+            raise _given_twice(key, value, f"{option}_args {key}={parameters[key]}")
+        parameters[key] = value
+    function = load(kind, name, parameters)
     try:
-        yield
+        function(*trial)
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"--{option}: {error}") from error
+        raise ValueError(f"--{option}_args: {error}" if args else f"--{option} {name}: {error}") from error
+    return function
 
 
-def _check_together(config: AlgorithmConfig, distillation: DistillationConfig | None, *, selects_tokens: bool) -> None:
-    """What is right by itself but not beside the rest."""
-    if config.correction != "none" and config.old_logprobs == "engine":
+def clip_range(config: AlgorithmConfig) -> dict[str, float]:
+    """Returns the bounds that --algorithm.clip_low and clip_high give; the loss has a default for the others."""
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction] | None:
+    if config.correction == "none":
+        if config.correction_args:
+            raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
+        return None
+    if config.old_logprobs == "engine":
         raise ValueError(
             f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
             "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
         )
-    if not selects_tokens and (config.loss in SELECTING or config.selection_args or config.entropy_fraction != 1):
-        raise ValueError(
-            f"--algorithm.loss {config.loss}, selection_args {list(config.selection_args)} and entropy_fraction "
-            f"{config.entropy_fraction}: one of them needs tokens that are chosen over a whole update, which this "
-            "trainer does not do; train_grpo does."
-        )
-    if distillation is not None and distillation.kind == "advantage" and config.loss in SELECTING:
-        raise ValueError(
-            f"--algorithm.loss {config.loss} selects tokens by the advantages of their rewards, to which "
-            "--distillation.kind advantage adds. Give --distillation.kind loss."
-        )
+    zeros, owners = torch.zeros(2), torch.zeros(2).long()
+    tokens = OffPolicyTokens(
+        logprobs=zeros, sampler_logprobs=zeros, mask=torch.ones(2).bool(), sequence_index=owners, num_sequences=1
+    )
+    return load_and_try("correction", config.correction, config.correction_args, tokens)
 
 
-def _given(values: Tensor | None) -> Tensor:
-    assert values is not None, "the trainer packs what the objective's options need"
-    return values
+def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statistics) -> None:
+    """Adds the metrics of the policy loss before any term changes it; the KL is 0 unless its term adds to it."""
+    count = int(mask.sum())
+    statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
+    statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
+    statistics.highest("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
+    statistics.mean("kl", 0.0, count)
+    statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
 
 
-def _signal_share(samples: Sequence[Sample], rewards: Sequence[float], comm: Comm) -> float:
-    """The share of all ranks' samples whose group has unequal rewards."""
-    counts = torch.zeros(2, dtype=torch.float64)
-    if samples:
-        group_ids = torch.tensor([sample.position for sample in samples], dtype=torch.int64)
-        counts = signal_counts(ScoredSamples(rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=group_ids))
+def _signal_share(scored: ScoredSamples, comm: Comm) -> float:
+    """Returns the share of all ranks' samples whose group has unequal rewards."""
+    counts = signal_counts(scored) if len(scored.rewards) else torch.zeros(2, dtype=torch.float64)
     with_signal, total = comm.all_reduce(counts, "sum").tolist()
     return with_signal / total if total else 0.0
 
 
-def _count_correction(found: dict[str, Tensor], statistics: Statistics, count: int) -> None:
-    """Of the ratio trainer / engine before it was capped or rejected."""
-    for name, value in found.items():
-        if name.endswith("_max"):
-            statistics.highest(f"correction/{name}", float(value))
-        elif name != "count":
-            statistics.mean(f"correction/{name.removesuffix('_sum').removesuffix('_count')}", float(value), count)
+def _doubles(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def _given_twice(name: str, bound: float, argument: str) -> ValueError:
+    return ValueError(f"--algorithm.{name} {bound} and --{argument} set the same bound: give one of them.")
+
+
+def _nothing_selects(config: AlgorithmConfig) -> ValueError:
+    return ValueError(
+        f"--algorithm.loss {config.loss}, selection_args {list(config.selection_args)} and entropy_fraction "
+        f"{config.entropy_fraction}: one of them needs tokens that are chosen over a whole update, which this "
+        "trainer does not do; train_grpo does."
+    )
+
+
+def _selects_before_the_teacher(config: AlgorithmConfig) -> ValueError:
+    return ValueError(
+        f"--algorithm.loss {config.loss} selects tokens by the advantages of their rewards, to which "
+        "--distillation.kind advantage adds. Give --distillation.kind loss."
+    )
+
+
+def _small_group(name: str, wanted: int | str, smallest: int, group_size: int) -> ValueError:
+    if isinstance(wanted, int):
+        return ValueError(
+            f"--group_size is {group_size}: {name} compares the samples of a prompt with each other and needs at least "
+            f"{smallest}. Use {smallest if smallest > 4 else 4} to {max(16, 2 * smallest)}."
+        )
+    return ValueError(
+        f"--algorithm.advantage {name} draws {wanted}={smallest} of --group_size {group_size}: give at least "
+        f"{smallest} samples, or a smaller {wanted} by --algorithm.advantage_args."
+    )

@@ -16,9 +16,8 @@ from lightrl.data.examples import keep_fitting
 from lightrl.data.packing import split_micro_batches
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.models.load import context_length, load_policy
 from lightrl.models.lora import add_adapters
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy, check_scores, context_length, load_policy
 from lightrl.records import Example, PackedBatch
 from lightrl.strategy import is_actor
 from lightrl.trainers.base import StepReport, Trainer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.mismatch import mismatch_statistics
+from lightrl.algorithms.kl import mismatch_statistics
 from lightrl.config import AlgorithmConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, TokenValues, dummy_batch, pack, split_micro_batches, unpack

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from lightrl.algorithms.kl import kl_estimate
 from lightrl.config import AlgorithmConfig, PPOConfig
-from lightrl.data.packing import Key, TokenValues, sample_key, unpack
+from lightrl.data.packing import Key, TokenValues, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
-from lightrl.models.load import check_model_folder, load_tokenizer
 from lightrl.models.lora import add_adapters, options_beside
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.records import Experience, PackedBatch, Prompt, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.failures import has_reward
@@ -91,7 +90,7 @@ class PPOTrainer(PolicyTrainer):
             "ref_logprobs": ref_logprobs,
             "advantages": targets.advantages,
             "returns": targets.returns,
-            "old_values": {sample_key(item.sample): values[sample_key(item.sample)][:-1] for item in everything},
+            "old_values": {item.key: values[item.key][:-1] for item in everything},
         }
         if self.critic is not None:
             self._train_critic(self.critic, minibatches, columns)
@@ -295,6 +294,6 @@ def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch)
 
 def _with_mean_advantages(experience: list[Experience], advantages: Mapping[Key, list[float]]) -> list[Experience]:
     """For the log, which takes the first samples by position."""
-    found = [(item, advantages[sample_key(item.sample)]) for item in experience]
+    found = [(item, advantages[item.key]) for item in experience]
     means = [replace(item, advantage=sum(part) / max(len(part), 1)) for item, part in found]
-    return sorted(means, key=lambda item: sample_key(item.sample))
+    return sorted(means, key=lambda item: item.key)

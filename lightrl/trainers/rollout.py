@@ -11,9 +11,8 @@ from lightrl.data.media import media_folder
 from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines import check_engine_name
-from lightrl.models.load import context_length, load_policy
 from lightrl.models.lora import WithoutAdapters, add_adapters
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy, check_scores, context_length, load_policy
 from lightrl.records import Experience, Prompt
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
@@ -81,7 +80,7 @@ class RolloutTrainer(Trainer):
             self.statistics.highest(f"sync/{name}", value)
         self.statistics.highest("memory/engine_freed_gb", freed / 1e9)
         if self.config.offload_while_generating:
-            self.statistics.highest("memory/offloaded_gb", strategy.offloaded_bytes / 1e9)
+            self.statistics.highest("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
     def log_samples(self, experience: Sequence[Experience]) -> None:
         """The first samples by position, whatever rank made them."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.aggregation import mean_loss, token_mean
+from lightrl.algorithms.losses import mean_loss, token_mean
 from lightrl.algorithms.tokens import sequence_sums
 from lightrl.config import SFTConfig
 from lightrl.data.examples import ExampleBuilder, ExampleFields

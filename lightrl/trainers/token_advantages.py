@@ -1,53 +1,59 @@
-"""From the rewards of samples to an advantage and a return per token, the same whatever rank holds which sample."""
+"""From the rewards of samples to an advantage and a return per token; the result is independent of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.moments import clip_values, mean_and_std, moment_sums, whiten
-from lightrl.algorithms.registry import load_returns
-from lightrl.algorithms.returns import TokenRewards
-from lightrl.algorithms.reward_shaping import kl_penalised, rewards_at_the_end
+from lightrl.algorithms.advantages import clip_values, mean_and_std, moment_sums, whiten
+from lightrl.algorithms.registry import ReturnsTraits, traits_of
+from lightrl.algorithms.returns import TokenReturns, TokenRewards, kl_penalised, rewards_at_the_end
 from lightrl.comm import Comm
-from lightrl.config import PPOAlgorithmConfig, named_values
-from lightrl.data.packing import Key, TokenValues, sample_key
+from lightrl.config import PPOAlgorithmConfig
+from lightrl.data.packing import Key, TokenValues
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, Sample
-
-_WITHOUT_VALUES = ("returns_to_go", "turn_returns")
+from lightrl.trainers.objective import load_and_try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTargets:
-    """What policy and critic learn from: per sample, one number for each response token."""
+    """The targets of policy and critic: per sample, one number for each response token."""
 
     advantages: dict[Key, list[float]]
     returns: dict[Key, list[float]]
 
 
 class TokenAdvantages:
-    """Built before anything expensive, so that a wrong name costs nothing. Keeps the moments of what it has seen."""
+    """The estimator of a run, tried before anything expensive, and the moments of all that it has seen."""
 
     def __init__(self, config: PPOAlgorithmConfig) -> None:
-        if config.advantage in _WITHOUT_VALUES:
+        zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
+        tokens = TokenRewards(
+            rewards=zeros, mask=mask, sequence_index=owners, num_sequences=1, values=zeros, turn_index=owners
+        )
+        self._config = config
+        self._estimate: Callable[[TokenRewards], TokenReturns] = load_and_try(
+            "returns", config.advantage, config.advantage_args, tokens, option="advantage"
+        )
+        if not traits_of(self._estimate, ReturnsTraits).uses_critic:
             raise ValueError(
                 f"--algorithm.advantage {config.advantage} takes no critic, which train_ppo trains. Use gae, or your "
                 "own as package.module:function; without a critic use scripts/train_grpo.py."
             )
-        self._config = config
-        self._estimate = load_returns(config.advantage, named_values(config.advantage_args, "algorithm.advantage_args"))
         self._reward_sums = torch.zeros(3, dtype=torch.float64)
         self._advantage_sums = torch.zeros(3, dtype=torch.float64)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the moments, for a checkpoint."""
         return {"rewards": self._reward_sums.tolist(), "advantages": self._advantage_sums.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the moments of a checkpoint."""
         self._reward_sums = torch.tensor(state["rewards"], dtype=torch.float64)
         self._advantage_sums = torch.tensor(state["advantages"], dtype=torch.float64)
 
@@ -60,11 +66,15 @@ class TokenAdvantages:
         comm: Comm,
         statistics: Statistics,
     ) -> TokenTargets:
-        """Of this rank's samples; every rank calls it, with none too.
+        """Returns the targets of this rank's samples. Every rank calls it, also without samples.
 
         Args:
-            values: per sample, the critic's before each response token and one more behind the last.
-            kl: per sample, of each response token, taken off its reward; None takes nothing off.
+            experience: This rank's samples of the step.
+            values: The critic's values by sample, one before each response token and one behind the last.
+            kl: The KL of each response token by sample, subtracted from its reward; None subtracts nothing.
+            kl_coef: Weight of that KL.
+            comm: Sums over the ranks.
+            statistics: Gets the moments of advantages, returns and values.
         """
         samples = [item.sample for item in experience]
         lengths = [len(sample.response_ids) for sample in samples]
@@ -72,9 +82,9 @@ class TokenAdvantages:
         mask = torch.ones(sum(lengths), dtype=torch.bool)
         rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
         if kl is not None:
-            rewards = kl_penalised(rewards, _flat([kl[sample_key(sample)] for sample in samples]), mask, coef=kl_coef)
-        old_values = _flat([values[sample_key(sample)][:-1] for sample in samples])
-        found = self._estimate(
+            rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
+        old_values = _flat([values[sample.key][:-1] for sample in samples])
+        estimated = self._estimate(
             TokenRewards(
                 rewards=rewards,
                 mask=mask,
@@ -84,14 +94,14 @@ class TokenAdvantages:
                 final_values=_flat([[self._final_value(sample, values)] for sample in samples]),
             )
         )
-        _describe(found.advantages, found.returns, old_values, comm, statistics)
-        advantages = self._normalized(found.advantages, mask, comm)
+        _report(estimated.advantages, estimated.returns, old_values, comm, statistics)
+        advantages = self._normalized(estimated.advantages, mask, comm)
         return TokenTargets(
-            advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, found.returns)
+            advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, estimated.returns)
         )
 
     def _rewards(self, experience: Sequence[Experience], comm: Comm) -> Tensor:
-        """[S] normalised and clipped as the options say."""
+        """Returns the rewards, [S], normalised and clipped as the options say."""
         rewards = torch.tensor([item.reward for item in experience], dtype=torch.float64)
         if self._config.reward_normalization == "running":
             self._reward_sums = self._reward_sums + _sums(rewards, comm)
@@ -99,9 +109,9 @@ class TokenAdvantages:
         return clip_values(rewards, self._config.reward_clip) if self._config.reward_clip else rewards
 
     def _final_value(self, sample: Sample, values: TokenValues) -> float:
-        """Behind the last token: nothing is to come where the response ended, or counts as ended."""
+        """Returns the value behind the last token: 0 where the response ended, or counts as ended."""
         goes_on = sample.finish_reason != "stop" and self._config.truncation == "bootstrap"
-        return values[sample_key(sample)][-1] if goes_on else 0.0
+        return values[sample.key][-1] if goes_on else 0.0
 
     def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
@@ -114,23 +124,25 @@ class TokenAdvantages:
 
 
 def _flat(parts: Sequence[Sequence[float]]) -> Tensor:
-    """float64, so that the order of the samples leaves no mark on what is rounded to float32 in the end."""
+    """Joins the values as float64, so that the order of the samples does not show after rounding to float32."""
     return torch.tensor([value for part in parts for value in part], dtype=torch.float64)
 
 
 def _by_sample(samples: Sequence[Sample], lengths: list[int], values: Tensor) -> dict[Key, list[float]]:
     parts = values.split(lengths) if samples else ()
-    return {sample_key(sample): part.tolist() for sample, part in zip(samples, parts, strict=True)}
+    return {sample.key: part.tolist() for sample, part in zip(samples, parts, strict=True)}
 
 
 def _sums(values: Tensor, comm: Comm) -> Tensor:
-    """moment_sums over all ranks."""
+    """Returns moment_sums over all ranks."""
     return comm.all_reduce(moment_sums(values, torch.ones_like(values)), "sum")
 
 
-def _describe(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, statistics: Statistics) -> None:
-    """Before anything is normalised. An explained variance of 1 is a critic that knew every return, 0 one that knows
-    no more than their mean."""
+def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, statistics: Statistics) -> None:
+    """Adds the metrics of the numbers before anything is normalised.
+
+    An explained variance of 1 is a critic that predicted every return; 0 is one that knows no more than their mean.
+    """
     parts = {"advantage": advantages, "critic/return": returns, "critic/value": values}
     for name, part in parts.items():
         mean, std = mean_and_std(_sums(part, comm))

@@ -1,22 +1,38 @@
+from __future__ import annotations
+
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from lightrl.algorithms.advantages import (
     ScoredSamples,
+    clip_values,
     cpgd,
     dr_grpo,
     gpg,
-    group_advantages,
+    groups_of,
     grpo,
+    mean_and_std,
+    moment_sums,
     opo,
+    overlong_penalty,
     pass_at_k,
     reinforce,
     reinforce_plus_plus_baseline,
     remax,
     rloo,
     signal_counts,
+    whiten,
 )
+
+
+def grpo_of_rows(rewards: torch.Tensor, *, normalize_std: bool = True, eps: float = 1e-4) -> torch.Tensor:
+    """grpo of rewards in rows, one for each prompt; the result has the same shape."""
+    group_ids = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+    samples = ScoredSamples(rewards=rewards.reshape(-1), group_ids=group_ids)
+    return grpo(samples, normalize_std=normalize_std, eps=eps).reshape(rewards.shape)
 
 
 def test_two_groups_by_hand() -> None:
@@ -24,20 +40,20 @@ def test_two_groups_by_hand() -> None:
     #   0.75 / 0.5001 = 1.4997001, -0.25 / 0.5001 = -0.4999000
     # Row 2: mean 2; deviations -2, -1, 0, 3; squares 4 + 1 + 0 + 9 = 14; / 3 = 4.6666667; std 2.1602469.
     #   over 2.1603469: -0.9257772, -0.4628886, 0, 1.3886659
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]]))
+    advantages = grpo_of_rows(torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]]))
     expected = torch.tensor([[1.4997001, -0.4999000, -0.4999000, -0.4999000], [-0.9257772, -0.4628886, 0.0, 1.3886659]])
     assert_close(advantages, expected, atol=1e-6, rtol=0)
 
 
 def test_without_std_only_the_mean_is_taken_off() -> None:
     # mean 0.25
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_std=False)
+    advantages = grpo_of_rows(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_std=False)
     assert_close(advantages, torch.tensor([[0.75, -0.25, -0.25, -0.25]]), atol=1e-6, rtol=0)
 
 
 def test_eps_is_added_to_the_deviation() -> None:
     # mean 1, deviations -1 and 1, std sqrt(2 / 1) = 1.4142136; over 1.4142136 + 1 = 2.4142136: 0.4142136
-    advantages = group_advantages(torch.tensor([[0.0, 2.0]]), eps=1.0)
+    advantages = grpo_of_rows(torch.tensor([[0.0, 2.0]]), eps=1.0)
     assert_close(advantages, torch.tensor([[-0.4142136, 0.4142136]]), atol=1e-6, rtol=0)
 
 
@@ -45,32 +61,22 @@ def test_eps_is_added_to_the_deviation() -> None:
 @pytest.mark.parametrize("group_size", [2, 3, 7, 8, 10])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_equal_rewards_give_exactly_zero(reward: float, group_size: int, normalize_std: bool) -> None:
-    advantages = group_advantages(torch.full((2, group_size), reward), normalize_std=normalize_std)
+    advantages = grpo_of_rows(torch.full((2, group_size), reward), normalize_std=normalize_std)
     assert (advantages == 0).all()
 
 
 def test_an_equal_group_leaves_its_neighbour_alone() -> None:
     # Row 2: mean 0.5, std sqrt(0.5) = 0.7071068; 0.5 / 0.7072068 = 0.7070068
-    advantages = group_advantages(torch.tensor([[0.1, 0.1], [0.0, 1.0]]))
+    advantages = grpo_of_rows(torch.tensor([[0.1, 0.1], [0.0, 1.0]]))
     assert_close(advantages, torch.tensor([[0.0, 0.0], [-0.7070068, 0.7070068]]), atol=1e-6, rtol=0)
 
 
 def test_integer_rewards_become_float() -> None:
-    assert group_advantages(torch.tensor([[0, 1]])).dtype == torch.float32
+    assert grpo_of_rows(torch.tensor([[0, 1]])).dtype == torch.float32
 
 
 def test_no_prompts_give_no_advantages() -> None:
-    assert group_advantages(torch.zeros(0, 4)).shape == (0, 4)
-
-
-def test_a_group_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"A group has 1 sample\(s\): it takes at least 2"):
-        group_advantages(torch.zeros(3, 1))
-
-
-def test_flat_rewards_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \[6\]: it must be \[prompts"):
-        group_advantages(torch.zeros(6))
+    assert grpo_of_rows(torch.zeros(0, 4)).shape == (0, 4)
 
 
 # Three prompts in mixed order. Group 5: rewards 1, 0, 5 (mean 2); group 9: 2, 2; group 1: one sample, 3.
@@ -140,7 +146,7 @@ def test_the_order_of_samples_changes_nothing(estimator) -> None:  # type: ignor
 def test_a_table_and_ids_agree() -> None:
     table = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 5.0]])
     samples = ScoredSamples(rewards=table.reshape(-1), group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
-    assert torch.equal(group_advantages(table), grpo(samples).reshape(2, 3))
+    assert torch.equal(grpo_of_rows(table), grpo(samples).reshape(2, 3))
 
 
 def test_the_leave_one_out_factor() -> None:
@@ -217,3 +223,108 @@ def test_an_unknown_weight_names_the_choices() -> None:
 def test_lengths_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lengths \[2\]"):
         ScoredSamples(rewards=REWARDS, group_ids=IDS, lengths=LENGTHS[:2])
+
+
+# Group 7: rewards 1, 3, 5; group -2: 4; group 30: 2, 2
+GROUP_IDS = torch.tensor([7, -2, 30, 7, 30, 7])
+GROUP_REWARDS = torch.tensor([1.0, 4.0, 2.0, 3.0, 2.0, 5.0])
+
+
+def test_group_statistics_by_hand() -> None:
+    groups = groups_of(GROUP_IDS)
+    assert_close(groups.means(GROUP_REWARDS), torch.tensor([3.0, 4, 2, 3, 2, 3]).double(), atol=1e-12, rtol=0)
+    # (4 + 0 + 4) / 2 = 4
+    assert_close(groups.stds(GROUP_REWARDS), torch.tensor([2.0, 0, 0, 2, 0, 2]).double(), atol=1e-12, rtol=0)
+    assert groups.has_signal(GROUP_REWARDS).tolist() == [True, False, False, True, False, True]
+    assert groups.num_others().tolist() == [2, 0, 1, 2, 1, 2]
+
+
+def test_the_order_within_groups_does_not_matter() -> None:
+    order = torch.tensor([3, 5, 1, 0, 4, 2])
+    mixed = groups_of(GROUP_IDS[order])
+    assert torch.equal(mixed.means(GROUP_REWARDS[order]), groups_of(GROUP_IDS).means(GROUP_REWARDS)[order])
+
+
+def test_no_samples_make_no_group() -> None:
+    assert groups_of(torch.zeros(0, dtype=torch.int64)).means(torch.zeros(0)).shape == (0,)
+
+
+def test_ids_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(ValueError, match="group_ids is of torch.float32: give an integer for each sample"):
+        groups_of(torch.zeros(2))
+
+
+def test_only_unequal_groups_carry_a_signal() -> None:
+    rewards, ids = torch.tensor([0.1, 1.0, 0.1, 0.0, 1.0]), torch.tensor([3, 1, 3, 1, 8])
+    assert groups_of(ids).has_signal(rewards).tolist() == [False, True, False, True, False]
+    # Means 0.1, 0.5, 1
+    assert groups_of(ids).means(rewards).tolist() == pytest.approx([0.1, 0.5, 0.1, 0.5, 1.0], abs=1e-8)
+
+
+def test_sums_count_each_value_by_its_weight() -> None:
+    # 2 x 1 + 1 x 4; 2 x 1 + 1 x 16; the weight 0 is not read
+    sums = moment_sums(torch.tensor([1.0, 4.0, math.nan]), torch.tensor([2, 1, 0]))
+    assert sums.tolist() == [3, 6, 18]
+
+
+def test_whitening_by_hand() -> None:
+    # Mean 2, variance (1 + 1 + 4 + 4) / 4 = 2.5, deviation 1.5811388; -1 / 1.5811388 and so on
+    values = torch.tensor([1.0, 3.0, 0.0, 4.0])
+    sums = moment_sums(values, torch.ones(4))
+    assert mean_and_std(sums) == (2.0, pytest.approx(1.5811388, abs=1e-6))
+    expected = torch.tensor([-0.6324555, 0.6324555, -1.2649111, 1.2649111])
+    assert_close(whiten(values, sums), expected, atol=1e-6, rtol=0)
+    # with the mean put back
+    assert_close(whiten(values, sums, shift_mean=False), expected + 2, atol=1e-6, rtol=0)
+
+
+def test_eps_is_added_to_the_deviation_when_whitening() -> None:
+    # Mean 1, deviation 1: -1 / (1 + 1)
+    values = torch.tensor([0.0, 2.0])
+    assert whiten(values, moment_sums(values, torch.ones(2)), eps=1.0).tolist() == [-0.5, 0.5]
+
+
+def test_sums_carry_no_gradient() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not moment_sums(leaf, torch.ones(2)).requires_grad
+    assert not moment_sums(torch.ones(2), leaf).requires_grad
+
+
+def test_ranks_add_their_sums() -> None:
+    values, weights = torch.tensor([1.0, 3.0, 0.0, 4.0]), torch.tensor([1, 2, 1, 0])
+    whole = whiten(values, moment_sums(values, weights))
+    sums = moment_sums(values[:1], weights[:1]) + moment_sums(values[1:], weights[1:])
+    assert_close(whiten(values[:1], sums), whole[:1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e6 + 0.1])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_equal_values_become_exactly_zero(value: float, count: int) -> None:
+    values = torch.full((count,), value)
+    sums = moment_sums(values, torch.ones(count))
+    assert (whiten(values, sums) == 0).all()
+    assert torch.equal(whiten(values, sums, shift_mean=False), values)
+
+
+def test_nothing_counted_is_zero() -> None:
+    values = torch.tensor([1.0])
+    assert whiten(values, moment_sums(values, torch.zeros(1))).tolist() == [0]
+
+
+def test_clip_holds_both_sides() -> None:
+    assert clip_values(torch.tensor([-9.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, 0.5, 2.0]
+    with pytest.raises(ValueError, match="limit is 0: values are held in"):
+        clip_values(torch.zeros(1), 0)
+
+
+def test_overlong_penalty_grows_over_the_buffer() -> None:
+    # max 100, buffer 20: nothing up to 80, -(85 - 80) / 20, -1 at 100 and beyond
+    found = overlong_penalty(torch.tensor([10, 80, 85, 90, 100, 101]), max_length=100, buffer=20)
+    assert_close(found, torch.tensor([0.0, 0.0, -0.25, -0.5, -1.0, -1.0]), atol=1e-6, rtol=0)
+    assert overlong_penalty(torch.tensor([90]), max_length=100, buffer=20, scale=4.0).item() == -2.0
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_buffer_outside_the_length_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"buffer is {buffer} and max_length 100"):
+        overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)

@@ -10,7 +10,7 @@ from packed_tokens import sequence_index_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.aggregation import (
+from lightrl.algorithms.losses import (
     TokenWeights,
     mean_loss,
     sequence_mean,

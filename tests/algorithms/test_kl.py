@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.algorithms.kl import KLGradient, KLKind, kl_estimate, kl_terms
+from lightrl.algorithms.kl import (
+    KLGradient,
+    KLKind,
+    add_kl,
+    distillation_advantages,
+    distillation_terms,
+    kl_estimate,
+    kl_terms,
+    mismatch_statistics,
+    next_kl_coef,
+    reverse_kl,
+)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +147,113 @@ def test_own_gradients_agree_with_finite_differences() -> None:
 def test_unknown_gradient_names_the_choices() -> None:
     with pytest.raises(ValueError, match="Unknown KL gradient 'k2'. Choose one of own, kl"):
         value_and_slope(gradient="k2")
+
+
+@pytest.mark.parametrize(
+    ("kl", "coef"),
+    [
+        (6.6, 0.201),  # 6.6 / 6 - 1 = 0.1: 0.2 (1 + 0.1 x 500 / 10000)
+        (60.0, 0.202),  # held at 0.2
+        (0.0, 0.198),  # held at -0.2
+        (6.0, 0.2),
+    ],
+)
+def test_kl_coefficient_follows_its_target(kl: float, coef: float) -> None:
+    assert next_kl_coef(0.2, kl=kl, target=6.0, num_samples=500) == pytest.approx(coef, abs=1e-12)
+
+
+def test_a_horizon_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="target is 6.0 and horizon 0: both must be more than 0"):
+        next_kl_coef(0.2, kl=1.0, target=6.0, num_samples=1, horizon=0)
+
+
+def test_kl_target_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="target is 0 and horizon 10000: both must be more than 0"):
+        next_kl_coef(0.2, kl=1.0, target=0, num_samples=1)
+
+
+def test_mismatch_by_hand() -> None:
+    # trainer - sampler at the two kept tokens: ln 0.5 - ln 0.25 = 0.6931472, ln 0.25 - ln 0.5 = -0.6931472.
+    # k3 of KL(sampler || trainer) = exp(t - s) - 1 - (t - s): 2 - 1 - 0.6931472 and 0.5 - 1 + 0.6931472: sum 0.5.
+    trainer = torch.tensor([0.5, 0.25, math.nan]).log()
+    sampler = torch.tensor([0.25, 0.5, 0.5]).log()
+    statistics = mismatch_statistics(trainer, sampler, torch.tensor([True, True, False]))
+    assert_close(statistics["max_abs"], torch.tensor(0.6931472), atol=1e-6, rtol=0)
+    assert_close(statistics["sum_abs"], torch.tensor(1.3862944), atol=1e-6, rtol=0)
+    assert_close(statistics["sum_k3"], torch.tensor(0.5), atol=1e-6, rtol=0)
+    assert int(statistics["count"]) == 2
+
+
+def test_the_direction_is_from_the_sampler_to_the_trainer() -> None:
+    # One token, t - s = ln 2: 2 - 1 - 0.6931472. The other direction would be 0.1931472.
+    statistics = mismatch_statistics(torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), torch.tensor([True]))
+    assert_close(statistics["sum_k3"], torch.tensor(0.3068528), atol=1e-6, rtol=0)
+
+
+def test_nothing_kept_is_all_zero() -> None:
+    statistics = mismatch_statistics(torch.tensor([math.nan]), torch.zeros(1), torch.tensor([False]))
+    assert {name: value.item() for name, value in statistics.items()} == {
+        "max_abs": 0,
+        "sum_abs": 0,
+        "sum_k3": 0,
+        "count": 0,
+    }
+
+
+def test_the_statistics_carry_no_gradient() -> None:
+    trainer = torch.zeros(2, requires_grad=True)
+    statistics = mismatch_statistics(trainer, torch.ones(2), torch.tensor([True, True]))
+    assert not any(value.requires_grad for value in statistics.values())
+
+
+STUDENT = torch.tensor([math.log(0.5), math.log(0.25), math.nan])
+TEACHER = torch.tensor([math.log(0.25), math.log(0.5), 0.0])
+BOTH = torch.tensor([True, True, False])
+
+
+def test_tokens_that_the_teacher_finds_likelier_have_a_good_advantage() -> None:
+    # 2 (log 0.25 - log 0.5) = -1.3862944, and the other way
+    found = distillation_advantages(STUDENT, TEACHER, BOTH, coef=2.0)
+    assert_close(found, torch.tensor([-1.3862944, 1.3862944, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_the_sampled_loss_has_the_value_k1_and_the_slope_of_the_kl() -> None:
+    # log student - log teacher = 0.6931472 and -0.6931472; so are the slopes
+    student = STUDENT.clone().requires_grad_()
+    terms = distillation_terms(student, TEACHER, BOTH)
+    terms.sum().backward()
+    expected = torch.tensor([0.6931472, -0.6931472, 0.0])
+    assert_close(terms.detach(), expected, atol=1e-6, rtol=0)
+    assert_close(student.grad, expected, atol=1e-6, rtol=0)
+
+
+def test_off_policy_tokens_are_weighed() -> None:
+    # Sampled at 1/4 and 1/4: ratios 2 and 1
+    old = torch.full((3,), math.log(0.25))
+    terms = distillation_terms(STUDENT, TEACHER, BOTH, old_logprobs=old)
+    assert_close(terms, torch.tensor([1.3862944, -0.6931472, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_reverse_kl_over_the_vocabulary() -> None:
+    # 0.75 ln 1.5 + 0.25 ln 0.5 = 0.1308120; equal ones 0; a token that neither has counts nothing
+    policy = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.5, 0.0]]).log()
+    teacher = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]).log()
+    assert_close(reverse_kl(policy, teacher), torch.tensor([0.1308120, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_reverse_kl_gradient_agrees_with_finite_differences() -> None:
+    logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
+    assert torch.autograd.gradcheck(lambda leaf: reverse_kl(leaf.log_softmax(-1), teacher).sum(), (logits,))
+
+
+def test_the_teacher_and_the_advantages_get_no_gradient() -> None:
+    student, teacher = (part.clone().requires_grad_() for part in (STUDENT, TEACHER))
+    assert not distillation_advantages(student, teacher, BOTH).requires_grad
+    everything = torch.tensor([[0.75, 0.25]]).log()
+    assert not reverse_kl(everything, everything.clone().requires_grad_()).requires_grad
+
+
+def test_the_kl_is_added_to_the_loss_by_its_coefficient() -> None:
+    # 1 + 0.5 x 0.4; 2 + 0.5 x -0.2
+    assert_close(add_kl(torch.tensor([1.0, 2.0]), torch.tensor([0.4, -0.2]), coef=0.5), torch.tensor([1.2, 1.9]))

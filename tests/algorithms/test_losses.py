@@ -8,23 +8,31 @@ from packed_tokens import gradient_of, tokens_at
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.losses import (
-    PolicyLoss,
-    cispo,
-    clipped_policy_loss,
-    cpgd,
-    policy_gradient,
-    ppo_clip,
-    sapo,
-)
+from lightrl.algorithms.losses import cispo, cpgd, policy_gradient, ppo_clip, sapo
+from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
 
 
-def loss_at_ratios(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> PolicyLoss:
+def clipped(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """ppo_clip of one sequence, from its tensors."""
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        sequence_index=torch.zeros(len(mask), dtype=torch.int64),
+        num_sequences=1,
+    )
+    return ppo_clip(tokens, clip_low=clip_low, clip_high=clip_high)
+
+
+def loss_at_ratios(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> TokenLoss:
     """The loss at clip_low 0.2 and clip_high 0.3, of old probabilities 1/2 and new ones ratio/2."""
     logprobs = torch.tensor([math.log(0.5 * ratio) for ratio in ratios])
     old_logprobs = torch.full((len(ratios),), math.log(0.5))
     kept = torch.tensor(mask if mask is not None else [True] * len(ratios))
-    return clipped_policy_loss(logprobs, old_logprobs, torch.tensor(advantages), kept, clip_low=0.2, clip_high=0.3)
+    return clipped(logprobs, old_logprobs, torch.tensor(advantages), kept, clip_low=0.2, clip_high=0.3)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +50,19 @@ def loss_at_ratios(ratios: list[float], advantages: list[float], mask: list[bool
 )
 def test_one_token(ratio: float, advantage: float, loss: float, clip_count: int) -> None:
     result = loss_at_ratios([ratio], [advantage])
-    assert_close(result.loss_sum, torch.tensor(loss), atol=1e-6, rtol=0)
-    assert int(result.clip_count) == clip_count
-    assert int(result.num_tokens) == 1
+    assert_close(result.terms.sum(), torch.tensor(loss), atol=1e-6, rtol=0)
+    assert int(result.is_clipped.sum()) == clip_count
+    assert result.ratio.shape == (1,)
 
 
 def test_the_sum_and_its_statistics_count_trained_tokens_only() -> None:
     # Trained: -2.2 (ratio 1.1), +1.6 (0.5, clipped), -2.6 (1.5, clipped): -3.2; ratios 3.1. The masked one is clipped.
     result = loss_at_ratios([1.1, 0.5, 1.5, 9.0], [2.0, -2.0, 2.0, 2.0], [True, True, True, False])
-    assert_close(result.loss_sum, torch.tensor(-3.2), atol=1e-6, rtol=0)
-    assert_close(result.ratio_sum, torch.tensor(3.1), atol=1e-6, rtol=0)
-    assert_close(result.ratio_max, torch.tensor(1.5), atol=1e-6, rtol=0)
-    assert int(result.clip_count) == 2
-    assert int(result.num_tokens) == 3
+    assert_close(result.terms.sum(), torch.tensor(-3.2), atol=1e-6, rtol=0)
+    assert_close(result.ratio.sum(), torch.tensor(3.1), atol=1e-6, rtol=0)
+    assert_close(result.ratio.max(), torch.tensor(1.5), atol=1e-6, rtol=0)
+    assert int(result.is_clipped.sum()) == 2
+    assert int((result.ratio > 0).sum()) == 3
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 1.0), (0.5, -1.0)])
@@ -64,9 +72,9 @@ def test_a_ratio_exactly_at_the_clip_keeps_its_whole_gradient(ratio: float, adva
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     assert logprobs.exp().item() == ratio
     advantages = torch.tensor([advantage], dtype=torch.float64)
-    result = clipped_policy_loss(logprobs, old_logprobs, advantages, torch.tensor([True]), clip_low=0.5, clip_high=0.5)
-    result.loss_sum.backward()
-    assert int(result.clip_count) == 0
+    result = clipped(logprobs, old_logprobs, advantages, torch.tensor([True]), clip_low=0.5, clip_high=0.5)
+    result.terms.sum().backward()
+    assert int(result.is_clipped.sum()) == 0
     assert_close(logprobs.grad, torch.tensor([-ratio * advantage], dtype=torch.float64), atol=1e-6, rtol=0)
 
 
@@ -77,7 +85,7 @@ def test_gradient_by_hand() -> None:
     logprobs = ratios.log().requires_grad_()
     advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
     mask = torch.tensor([True, True, True, True, False])
-    clipped_policy_loss(logprobs, torch.zeros(5), advantages, mask, clip_low=0.2, clip_high=0.3).loss_sum.backward()
+    clipped(logprobs, torch.zeros(5), advantages, mask, clip_low=0.2, clip_high=0.3).terms.sum().backward()
     assert_close(logprobs.grad, torch.tensor([-2.0, 0.0, 3.0, 0.0, 0.0]), atol=1e-6, rtol=0)
 
 
@@ -90,9 +98,9 @@ def test_gradient_agrees_with_finite_differences() -> None:
     mask = torch.rand(40, generator=generator) < 0.8
 
     def loss_sum(logprobs: Tensor) -> Tensor:
-        return clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).loss_sum
+        return clipped(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).terms.sum()
 
-    assert clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).clip_count > 0
+    assert clipped(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.28).is_clipped.any()
     assert torch.autograd.gradcheck(loss_sum, (logprobs,))
 
 
@@ -100,50 +108,52 @@ def test_fully_masked_is_zero_with_a_zero_gradient_even_over_nan() -> None:
     logprobs = torch.tensor([math.nan, -math.inf, 500.0], requires_grad=True)
     garbage = torch.tensor([1.0, math.nan, -math.inf])
     mask = torch.zeros(3, dtype=torch.bool)
-    result = clipped_policy_loss(logprobs, garbage, garbage, mask, clip_low=0.2, clip_high=0.2)
-    result.loss_sum.backward()
-    assert result.loss_sum.item() == 0
+    result = clipped(logprobs, garbage, garbage, mask, clip_low=0.2, clip_high=0.2)
+    result.terms.sum().backward()
+    assert result.terms.sum().item() == 0
     assert_close(logprobs.grad, torch.zeros(3), atol=0, rtol=0)
-    assert [int(result.clip_count), int(result.num_tokens), result.ratio_sum.item(), result.ratio_max.item()] == [0] * 4
+    assert not result.is_clipped.any()
+    assert result.ratio.tolist() == [0] * 3
 
 
 def test_no_token_at_all_still_runs_backward() -> None:
     logprobs = torch.zeros(0, requires_grad=True)
     none = torch.zeros(0)
-    result = clipped_policy_loss(logprobs, none, none, none.bool(), clip_low=0.2, clip_high=0.2)
-    result.loss_sum.backward()
-    assert (result.loss_sum.item(), result.ratio_max.item()) == (0, 0)
+    result = clipped(logprobs, none, none, none.bool(), clip_low=0.2, clip_high=0.2)
+    result.terms.sum().backward()
+    assert (result.terms.sum().item(), result.ratio.numel()) == (0, 0)
     assert logprobs.grad is not None
 
 
 def test_parts_of_a_batch_add_up_to_the_whole() -> None:
     ratios, advantages = [1.1, 0.5, 1.5, 0.9], [2.0, -2.0, 2.0, -1.0]
-    whole = loss_at_ratios(ratios, advantages).loss_sum
-    parts = loss_at_ratios(ratios[:1], advantages[:1]).loss_sum + loss_at_ratios(ratios[1:], advantages[1:]).loss_sum
+    whole = loss_at_ratios(ratios, advantages).terms.sum()
+    parts = (
+        loss_at_ratios(ratios[:1], advantages[:1]).terms.sum() + loss_at_ratios(ratios[1:], advantages[1:]).terms.sum()
+    )
     assert_close(whole, parts, atol=1e-6, rtol=0)
 
 
 def test_old_logprobs_and_advantages_get_no_gradient() -> None:
     leaves = [torch.zeros(2, requires_grad=True) for _ in range(3)]
     mask = torch.tensor([True, True])
-    loss = clipped_policy_loss(*leaves, mask, clip_low=0.2, clip_high=0.2)
-    loss.loss_sum.backward()
+    loss = clipped(*leaves, mask, clip_low=0.2, clip_high=0.2)
+    loss.terms.sum().backward()
     assert [leaf.grad is not None for leaf in leaves] == [True, False, False]
-    assert not loss.ratio_sum.requires_grad
-    assert not loss.ratio_max.requires_grad
+    assert not loss.ratio.requires_grad
 
 
 def test_a_column_of_advantages_is_refused() -> None:
     row, column, mask = torch.zeros(2), torch.zeros(2, 1), torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"advantages \[2, 1\]"):
-        clipped_policy_loss(row, row, column, mask, clip_low=0.2, clip_high=0.2)
+        clipped(row, row, column, mask, clip_low=0.2, clip_high=0.2)
 
 
 @pytest.mark.parametrize(("clip_low", "clip_high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1)])
 def test_bounds_that_cannot_be_are_refused(clip_low: float, clip_high: float) -> None:
     row, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"clip_low must be in \[0, 1\]"):
-        clipped_policy_loss(row, row, row, mask, clip_low=clip_low, clip_high=clip_high)
+        clipped(row, row, row, mask, clip_low=clip_low, clip_high=clip_high)
 
 
 def test_policy_gradient_by_hand() -> None:

@@ -9,7 +9,15 @@ from packed_tokens import sequence_index_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.returns import TokenRewards, discounted_sums, gae, returns_to_go, turn_returns
+from lightrl.algorithms.returns import (
+    TokenRewards,
+    discounted_sums,
+    gae,
+    kl_penalised,
+    returns_to_go,
+    rewards_at_the_end,
+    turn_returns,
+)
 
 
 def rewards_of(
@@ -149,3 +157,24 @@ def test_a_pack_out_of_order_is_refused() -> None:
 def test_final_values_are_one_per_sequence() -> None:
     with pytest.raises(ValueError, match=r"final_values has shape \[2\]: it must be \[num_sequences\]"):
         rewards_of([1.0], final_values=[0.0, 0.0])
+
+
+def test_a_reward_stands_at_the_last_trained_token() -> None:
+    # The second sequence trains nothing, the third ends in a masked token.
+    mask = torch.tensor([True, True, False, True, True, False])
+    found = rewards_at_the_end(torch.tensor([5.0, 6.0, 7.0]), mask, sequence_index_of([2, 1, 3]))
+    assert found.tolist() == [0, 5, 0, 0, 7, 0]
+
+
+def test_no_trained_token_has_no_place_for_a_reward() -> None:
+    mask = torch.tensor([False])
+    assert rewards_at_the_end(torch.tensor([5.0]), mask, torch.tensor([0])).tolist() == [0]
+
+
+def test_the_kl_is_taken_off_the_reward() -> None:
+    # 1 - 0.5 x 0.4; 0 - 0.5 x -0.2; the masked one is not read
+    rewards, kl = torch.tensor([1.0, 0.0, math.nan]), torch.tensor([0.4, -0.2, math.nan], requires_grad=True)
+    mask = torch.tensor([True, True, False])
+    found = kl_penalised(rewards, kl, mask, coef=0.5)
+    assert_close(found, torch.tensor([0.8, 0.1, 0.0]), atol=1e-6, rtol=0)
+    assert not found.requires_grad

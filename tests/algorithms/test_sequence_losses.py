@@ -7,8 +7,7 @@ import torch
 from packed_tokens import gradient_of, tokens_at
 from torch.testing import assert_close
 
-from lightrl.algorithms.aggregation import mean_loss, sequence_mean
-from lightrl.algorithms.sequence_losses import gmpo, gspo, gspo_token
+from lightrl.algorithms.losses import gmpo, gspo, gspo_token, mean_loss, sequence_mean
 
 
 def double(*values: float) -> torch.Tensor:

@@ -13,10 +13,10 @@ from packed_tokens import sequence_index_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.aggregation import mean_loss
 from lightrl.algorithms.corrections import OffPolicyTokens, corrected
 from lightrl.algorithms.kl import kl_terms
-from lightrl.algorithms.registry import BUILTIN, load_aggregation, load_correction, load_loss
+from lightrl.algorithms.losses import mean_loss
+from lightrl.algorithms.registry import BUILTIN, load
 from lightrl.algorithms.tokens import PolicyTokens
 
 LENGTHS = [3, 1, 7, 4, 2, 5]
@@ -67,8 +67,8 @@ def update(
     split: Sequence[list[int] | None], loss: str, aggregation: str, correction: str | None
 ) -> tuple[Tensor, Tensor]:
     """The loss and the gradient by the policy's parameters."""
-    policy_loss = load_loss(loss)
-    aggregate = load_aggregation(aggregation, {"length": 8} if aggregation.endswith("_norm") else None)
+    policy_loss = load("loss", loss)
+    aggregate = load("aggregation", aggregation, {"length": 8} if aggregation.endswith("_norm") else None)
     theta = torch.full((FEATURES,), 0.1, dtype=torch.float64, requires_grad=True)
     parts = []
     for places in split:
@@ -90,7 +90,7 @@ def update(
         result = policy_loss(tokens)
         if correction is not None:
             off_policy = OffPolicyTokens(logprobs=joined["old"], sampler_logprobs=joined["sampler"], **owner)  # type: ignore[arg-type]
-            result = corrected(result, load_correction(correction, NARROW.get(correction))(off_policy).weights)
+            result = corrected(result, load("correction", correction, NARROW.get(correction))(off_policy).weights)
         kl = kl_terms(policy=logprobs, reference=joined["ref"], mask=joined["mask"], kind="k3")
         weights = aggregate(owner["mask"], owner["sequence_index"], len(members))  # type: ignore[arg-type]
         parts.append((mean_loss(result.terms + 0.1 * kl, weights), weights.total))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.data.packing import TokenValues, dummy_batch, pack, sample_key, split_micro_batches, unpack
+from lightrl.data.packing import TokenValues, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.records import Experience, Prompt, Sample
 
 
@@ -94,13 +94,13 @@ def test_unpack_undoes_pack() -> None:
     rng = random.Random(1)
     for _ in range(50):
         experiences = random_experiences(rng, rng.randint(1, 12), 6)
-        values = {sample_key(item.sample): list(item.sample.sampler_logprobs) for item in experiences}
+        values = {item.key: list(item.sample.sampler_logprobs) for item in experiences}
         batch = pack(experiences, temperature=1.0, old_logprobs=values, ref_logprobs=values)
         assert_close(batch.old_logprobs, batch.sampler_logprobs, atol=0, rtol=0)
         assert_close(batch.ref_logprobs, batch.sampler_logprobs, atol=0, rtol=0)
         pieces = unpack(batch, batch.targets)
         assert {key: tuple(piece.tolist()) for key, piece in pieces.items()} == {
-            sample_key(item.sample): item.sample.response_ids for item in experiences
+            item.key: item.sample.response_ids for item in experiences
         }
 
 
@@ -201,8 +201,8 @@ def test_split_properties() -> None:
         max_samples = rng.choice([None, 1, 3, 8])
         min_num = rng.randint(1, 8)
         batches = split_micro_batches(experiences, max_tokens=max_tokens, max_samples=max_samples, min_num=min_num)
-        kept = Counter(sample_key(item.sample) for batch in batches for item in batch)
-        assert kept == Counter(sample_key(item.sample) for item in experiences)
+        kept = Counter(item.key for batch in batches for item in batch)
+        assert kept == Counter(item.key for item in experiences)
         loads = [sum(lengths) for lengths in lengths_of(batches)]
         assert loads == sorted(loads, reverse=True)
         assert len(batches) >= min_num

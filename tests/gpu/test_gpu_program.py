@@ -114,6 +114,6 @@ def test_the_trainer_leaves_the_device_while_the_engine_is_awake() -> None:
     asleep = torch.cuda.memory_allocated()
     params = SamplingParams(max_new_tokens=2, n=2, ignore_eos=True)
     strategy.gather_and_generate(params, all_prompt_token_ids=[[3, 12, 3, 13]])
-    assert strategy.offloaded_bytes == pytest.approx(shards, rel=0.05)
+    assert strategy.residency.offloaded_bytes == pytest.approx(shards, rel=0.05)
     assert torch.cuda.memory_allocated() == pytest.approx(asleep, rel=0.05)
     strategy.close()

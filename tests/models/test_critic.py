@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from lightrl.data.packing import dummy_batch
 from lightrl.models.critic import ActorCritic, Critic, ValueHead, load_critic, load_value_head, save_value_head
-from lightrl.models.policy import Policy, hf_named_parameters
+from lightrl.models.policy import Policy
 from lightrl.records import PackedBatch
 
 SHAPE: dict[str, Any] = {
@@ -141,7 +141,7 @@ def test_a_policy_with_a_value_head_says_what_both_say(tmp_path: Path) -> None:
     assert_close(found.values, critic(two_sequences()).values, atol=1e-6, rtol=1e-6)
     assert_close(found.final_values, critic(two_sequences()).final_values, atol=1e-6, rtol=1e-6)
     # The engine and the exported model get the language model alone.
-    assert {name for name, _ in both.hf.named_parameters()} == {name for name, _ in hf_named_parameters(policy)}
+    assert {name for name, _ in both.hf.named_parameters()} == {name for name, _ in policy.hf.named_parameters()}
     save_value_head(tmp_path, dict(both.value_head.state_dict()))
     head = load_value_head(path, both.hf.config, materialize=True, init_std=0.0, seed=0)
     assert torch.equal(head.weight, both.value_head.weight)

@@ -28,7 +28,6 @@ from lightrl.models.multimodal import (
     join_vision,
     rope_positions,
     sequence_positions,
-    takes_images,
 )
 
 
@@ -79,7 +78,7 @@ def test_it_is_what_the_models_own_processor_makes(family: str, case: str) -> No
         return
     assert encoded.pixel_values is not None
     assert_close(encoded.pixel_values, torch.cat(patches), atol=0, rtol=0)
-    assert len(encoded.places) * 4 == len(encoded.pixel_values)  # 2 x 2 patches a feature
+    assert len(encoded.feature_positions) * 4 == len(encoded.pixel_values)  # 2 x 2 patches a feature
 
 
 def test_positions_of_an_image_worked_out_by_hand() -> None:
@@ -174,7 +173,7 @@ def test_the_decoder_sees_what_it_sees_inside_the_model(family: str) -> None:
         assert_close(model.get_output_embeddings()(hidden), own, atol=1e-5, rtol=0)
     assert vision is not None
     assert len(vision.grid_thw) == 1  # one image, whose features stand in two rows
-    assert vision.rows.tolist() == 2 * list(range(len(single.places)))
+    assert vision.feature_index.tolist() == 2 * list(range(len(single.feature_positions)))
 
 
 def own_forward(model, rows):
@@ -240,7 +239,7 @@ def test_a_folder_gives_its_processor_or_none(tmp_path: Path) -> None:
     assert media.image_token_id == tiny_config("qwen2_5_vl").image_token_id
     config = transformers.Qwen3Config(num_hidden_layers=1)
     config.save_pretrained(tmp_path / "text")
-    assert not takes_images(config)
+    assert config.model_type not in FAMILIES
     assert MediaProcessor.load(str(tmp_path / "text")) is None
     config = tiny_config("qwen3_vl")
     config.save_pretrained(tmp_path / "bare")

@@ -19,6 +19,7 @@ from lightrl.models.packed_attention import (
     packed_mask,
     use_packed_attention,
 )
+from lightrl.models.token_split import TokenSplit
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -80,11 +81,15 @@ def padded_hidden(model: PreTrainedModel, sequences: list[torch.Tensor]) -> torc
     return hidden[mask]
 
 
+def tokens(ids: torch.Tensor, positions: torch.Tensor, boundaries: tuple[int, ...]) -> TokenSplit:
+    return TokenSplit(input_ids=ids, position_ids=positions, cu_seqlens=boundaries)
+
+
 def packed_hidden(model: PreTrainedModel, sequences: list[torch.Tensor]) -> torch.Tensor:
     lengths = [len(ids) for ids in sequences]
     boundaries = tuple(sum(lengths[:place]) for place in range(len(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return packed_hidden_states(model.get_decoder(), torch.cat(sequences), positions, boundaries)
+    return packed_hidden_states(model.get_decoder(), tokens(torch.cat(sequences), positions, boundaries))
 
 
 def gradients(model: PreTrainedModel, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -173,7 +178,7 @@ def test_layout_reaches_a_model_that_takes_no_keywords() -> None:
             return (model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)[0],)
 
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
-    actual = packed_hidden_states(NoKeywords(), torch.cat(sequences), positions, (0, 3, 8))
+    actual = packed_hidden_states(NoKeywords(), tokens(torch.cat(sequences), positions, (0, 3, 8)))
     assert_close(actual, expected, atol=0, rtol=0)
 
 
@@ -187,7 +192,7 @@ def test_recomputation_without_boundaries_is_an_error() -> None:
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> tuple[torch.Tensor]:
             return (model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)[0],)
 
-    hidden = packed_hidden_states(NoKeywords(), torch.tensor([1, 2]), torch.tensor([0, 0]), (0, 1, 2))
+    hidden = packed_hidden_states(NoKeywords(), tokens(torch.tensor([1, 2]), torch.tensor([0, 0]), (0, 1, 2)))
     with pytest.raises(ValueError, match="turn gradient checkpointing off"):
         hidden.sum().backward()
 
@@ -213,7 +218,7 @@ def test_wrong_boundaries_are_an_error() -> None:
     model = tiny_model("llama")
     use_packed_attention(model.get_decoder())
     with pytest.raises(ValueError, match="cu_seqlens ends at 3 for 2 tokens"):
-        packed_hidden_states(model.get_decoder(), torch.tensor([1, 2]), torch.tensor([0, 1]), (0, 3))
+        packed_hidden_states(model.get_decoder(), tokens(torch.tensor([1, 2]), torch.tensor([0, 1]), (0, 3)))
 
 
 def test_model_with_recurrent_layers_is_refused() -> None:

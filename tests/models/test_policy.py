@@ -11,7 +11,7 @@ import transformers
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from lightrl.models.policy import Policy, check_scores, hf_named_parameters
+from lightrl.models.policy import Policy, check_scores, predicting_positions, response_batch
 from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_frozen_body_still_trains_the_head() -> None:
     policy = Policy(tiny_model("qwen3"))
     policy.hf.get_decoder().requires_grad_(False)
     policy(two_sequences(1.0)).logprobs.sum().backward()
-    trained = [name for name, parameter in hf_named_parameters(policy) if parameter.grad is not None]
+    trained = [name for name, parameter in policy.hf.named_parameters() if parameter.grad is not None]
     assert trained == ["lm_head.weight"]
 
 
@@ -127,13 +127,19 @@ def test_every_parameter_is_used_in_forward() -> None:
     assert all(parameter.grad is not None for parameter in policy.parameters())
 
 
-def test_names_are_those_of_transformers_and_tied_ones_come_once() -> None:
-    names = [name for name, _ in hf_named_parameters(Policy(tiny_model("llama_tied")))]
-    assert names == sorted(names)
-    assert names[:2] == ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
-    assert "lm_head.weight" not in names
-    untied = [name for name, _ in hf_named_parameters(Policy(tiny_model("qwen3")))]
-    assert untied[0] == "lm_head.weight"
+def test_a_hidden_state_predicts_the_token_behind_it() -> None:
+    #   position  0  1 | 2 3 4 5 6 | 7 8
+    #   token     10 11| 5 6 7 8 9 | 3 4    scored: 11; 7 8 9; none
+    # The state at position 0 predicts token 11 at position 1; those at 3, 4 and 5 predict tokens 7, 8 and 9.
+    assert predicting_positions((0, 2, 7, 9), (1, 3, 0)) == [0, 3, 4, 5]
+
+
+def test_a_pack_of_pairs_scores_their_responses() -> None:
+    batch, expected = response_batch([([10], [11]), ([5, 6], [7, 8, 9])], 0.5), two_sequences(0.5)
+    for name in ("input_ids", "position_ids", "score_index", "targets", "sequence_index"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+    assert (batch.cu_seqlens, batch.keys, batch.temperature) == ((0, 2, 7), ((0, 0), (0, 1)), 0.5)
+    assert not batch.loss_mask.any()
 
 
 def test_check_scores_names_a_model_with_unknown_logits() -> None:

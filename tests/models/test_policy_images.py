@@ -13,8 +13,7 @@ from torch.testing import assert_close
 
 from lightrl.data.packing import dummy_batch, pack, unpack
 from lightrl.models import policy as policy_module
-from lightrl.models.load import load_policy
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy, check_scores, load_policy
 from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")
@@ -97,7 +96,7 @@ def test_a_pack_tells_a_prompt_that_the_engine_saw_otherwise() -> None:
     (item,) = experiences(encoder, keys=((0, 0),))
     object.__setattr__(item.sample, "prompt_ids", item.sample.prompt_ids[:-1])
     with pytest.raises(
-        ValueError, match="Prompt 0 has 10 tokens in the engine and 11 in the trainer, .* place the end"
+        ValueError, match="Prompt 0 has 10 tokens in the engine and 11 in the trainer, .* from the end on"
     ):
         pack([item], temperature=1.0, old_logprobs=None, ref_logprobs=None, encode=encoder)
 

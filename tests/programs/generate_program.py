@@ -52,7 +52,7 @@ def check_errors(strategy):
     last = rank == world - 1
     prompts = [[1, 10_000]] if last else [[1, 2]]
     both = (
-        (ValueError, "prompt") if last and not strategy._engine_group.size > 1 else ((ValueError, RankError), "10000")
+        (ValueError, "prompt") if last and not strategy.serving.group.size > 1 else ((ValueError, RankError), "10000")
     )
     expect(*both, lambda: strategy.gather_and_generate({"max_tokens": 2}, all_prompt_token_ids=prompts))
     assert strategy.engine.status is EngineStatus.SLEEPED  # by the finally

@@ -69,7 +69,7 @@ def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
     assert moved == sorted(lora.adapters_of(policy.hf))
     assert strategy.engine is not None
     strategy.engine.close()
-    strategy.engine = None
+    strategy.serving.engine = None
 
 
 def check_reference(strategy: StrategyBase, policy: Policy) -> None:

@@ -12,7 +12,7 @@ from reward_samples import answered
 
 from lightrl.config import GRPOConfig
 from lightrl.metrics import Statistics
-from lightrl.models.load import load_tokenizer
+from lightrl.models.policy import load_tokenizer
 from lightrl.records import Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.scorer import Scorer

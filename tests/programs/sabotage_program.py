@@ -74,7 +74,7 @@ def check_behind_the_door(strategy, policy):
             dict(engine.model.named_parameters())[VICTIM].mul_(1.5)
 
     engine.load_weights = load_and_spoil
-    strategy._num_syncs = 0  # the canary is due
+    strategy.serving.num_syncs = 0  # the canary is due
     expect_failure(strategy, policy, "a logprob of the engine differs from the trainer's", "version 7")
     engine.load_weights = honest
     strategy.update_engine_weights(policy)

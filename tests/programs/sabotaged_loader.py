@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from lightrl.engines import sglang_loader
+from lightrl.engines.sglang import loader
 
 FAULT_FILE = "fault"  # beside the reports; holds the name of a function below
 
@@ -12,11 +12,11 @@ def load_bucket(model, named_tensors):
     head = json.loads(dict(named_tensors)["head"].cpu().numpy().tobytes())
     file = Path(head["report"]) / FAULT_FILE
     if not file.is_file():
-        return sglang_loader.load_bucket(model, named_tensors)
+        return loader.load_bucket(model, named_tensors)
     fault, real = globals()[file.read_text()], model.load_weights
     model.load_weights = lambda weights: real(fault(list(weights)))
     try:
-        return sglang_loader.load_bucket(model, named_tensors)
+        return loader.load_bucket(model, named_tensors)
     finally:
         del model.load_weights
 

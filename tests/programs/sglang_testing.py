@@ -57,7 +57,7 @@ def started(model, **options):
     from sabotaged_loader import load_bucket
 
     from lightrl.engines import create_engine
-    from lightrl.engines.sglang import SGLangEngine
+    from lightrl.engines.sglang.engine import SGLangEngine
 
     SGLangEngine.loader = f"{load_bucket.__module__}.{load_bucket.__name__}"
     engine = create_engine(

@@ -89,7 +89,7 @@ def check_model(strategy, build) -> None:
         assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
     for batch in everyones:
         loss_of(alone(batch)).backward()
-    for batch in strategy.share([mine]).batches:
+    for batch in strategy.group_batches([mine]).batches:
         strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
     wanted = dict(alone.named_parameters())
     for name, parameter in sorted(model.named_parameters()):

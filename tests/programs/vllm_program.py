@@ -124,7 +124,7 @@ if __name__ == "__main__":
     check_slices(strategy, policy)
     losses = [train(strategy, policy)]
     strategy.set_global_step(8)
-    strategy._num_syncs = 0  # the canary is due
+    strategy.serving.num_syncs = 0  # the canary is due
     strategy.update_engine_weights(policy)
     assert strategy.last_sync.canary < 1e-5
     second = generate(strategy)

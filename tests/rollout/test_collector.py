@@ -9,8 +9,7 @@ from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 from lightrl.builtin.model import tiny_model
 from lightrl.config import GRPOConfig
 from lightrl.metrics import Statistics
-from lightrl.models.load import load_policy, load_tokenizer
-from lightrl.models.policy import Policy
+from lightrl.models.policy import Policy, load_policy, load_tokenizer
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import NoVerdictError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward

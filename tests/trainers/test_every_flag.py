@@ -15,7 +15,7 @@ import torch
 
 from lightrl.algorithms import registry
 from lightrl.config import AlgorithmConfig, DistillationConfig, GRPOConfig, OverlongConfig
-from lightrl.models.load import load_policy
+from lightrl.models.policy import load_policy
 from lightrl.records import ScoredGroup
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import PolicyObjective
@@ -84,6 +84,8 @@ SAME_HERE = {"gspo_token"}  # as gspo while all tokens of a response have one ad
 _TEACHER = {"teacher_model": "teacher"}
 _COV = ("fraction=0.2", "low=0.01")
 OPTIONS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"algorithm.clip_low": 0.001}, {}),
+    ({"algorithm.clip_high": 0.001}, {}),
     ({"algorithm.kl_coef": 0.1}, {}),
     ({"algorithm.kl_estimator": "k1"}, {"algorithm.kl_coef": 0.1}),
     ({"algorithm.kl_estimator": "k2"}, {"algorithm.kl_coef": 0.1}),

@@ -1,6 +1,5 @@
 """GRPO on images, whole runs: alike on one process and on two ranks, and the engine sees what the trainer trains."""
 
-import importlib.util
 import json
 import math
 import re
@@ -16,10 +15,11 @@ from PIL import Image
 from tiny_vlm import FAMILIES, IMAGE, VIDEO, frames, save_tiny_vlm, tiny_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from lightrl.imports import is_installed
 from lightrl.testing import run_program, run_spmd
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
-NO_VLLM = importlib.util.find_spec("vllm") is None
+NO_VLLM = not is_installed("vllm")
 ENGINES = ["native", pytest.param("vllm", marks=pytest.mark.skipif(NO_VLLM, reason="vllm is not installed"))]
 COLORS = {"red": "R", "lime": "G", "blue": "B"}
 REWARD = '''

@@ -9,11 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.comm import Comm
-from lightrl.config import AlgorithmConfig
+from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
 from lightrl.records import PackedBatch, Prompt, Sample, TokenScores
 from lightrl.rewards import NO_REWARD
+from lightrl.trainers.loss_terms import Distillation, EntropyBonus, EntropyFraction, KLToReference, OffPolicyCorrection
 from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 
 
@@ -43,6 +44,19 @@ def test_one_update_is_the_plain_policy_gradient() -> None:
     # ratio 1: -(2 - 1) / 2; its gradient by the logprobs: -advantage / 2
     assert_close(loss.detach(), torch.tensor(-0.5), atol=1e-6, rtol=0)
     assert_close(logprobs.grad, torch.tensor([-1.0, 0.5, 0.0]), atol=1e-6, rtol=0)
+
+
+def test_a_plain_loss_has_no_optional_terms() -> None:
+    assert PolicyObjective(AlgorithmConfig())._terms == []
+    every = AlgorithmConfig(entropy_fraction=0.5, correction="tis", kl_coef=0.1, entropy_coef=0.1)
+    terms = PolicyObjective(every, distillation=DistillationConfig(), selects_tokens=True)._terms
+    assert [type(term) for term in terms] == [
+        EntropyFraction,
+        OffPolicyCorrection,
+        KLToReference,
+        EntropyBonus,
+        Distillation,
+    ]
 
 
 def test_the_kl_penalty_adds_its_mean() -> None:
@@ -181,6 +195,9 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
         ({"loss_args": ("clip_low=2",)}, "--algorithm.loss_args: clip_low is 2"),
         ({"loss_args": ("clip_low=much",)}, "--algorithm.loss_args: "),
         ({"loss": "sapo", "loss_args": ("tau_pos=0",)}, "--algorithm.loss_args: tau_pos is 0"),
+        ({"clip_low": 2.0}, "clip_low is 2"),
+        ({"clip_low": 0.1, "loss_args": ("clip_low=0.2",)}, "clip_low=0.2 set the same bound"),
+        ({"loss": "policy_gradient", "clip_high": 0.1}, "'policy_gradient' has no parameter clip_high"),
         (
             {"correction": "mis", "correction_args": ("level=word",)},
             "--algorithm.correction_args: Unknown level 'word'",

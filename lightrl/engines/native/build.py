@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from lightrl.config import StrategyOptions, engine_arguments
 from lightrl.engines.base import EngineGroup
 from lightrl.engines.native.engine import NativeEngine, eos_ids
-from lightrl.models.load import model_loader
-from lightrl.models.multimodal import MediaProcessor, takes_images
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.models.policy import model_loader
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def build_native_engine(
 
 def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcessor | None:
     """The processor that lies beside the source's weights; none for a model that was made of a config alone."""
-    if not takes_images(source.config) or not source.name_or_path:
+    if source.config.model_type not in FAMILIES or not source.name_or_path:
         return None
     return MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lightrl.engines.native.attention import NATIVE_ATTENTION, register
 from lightrl.engines.native.fused_forward import FusedForward
 from lightrl.engines.native.kv_cache import SlotCache
-from lightrl.models.multimodal import decoder_inputs, join_vision, takes_images
+from lightrl.models.multimodal import FAMILIES, decoder_inputs, join_vision
 from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ModelRunner:
         register()
         self.model = model
         # A vision tower attends to whole images, without a cache: it keeps its own attention.
-        self._caching: PreTrainedModel = model.get_decoder() if takes_images(model.config) else model
+        self._caching: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
         self._caching.set_attn_implementation(NATIVE_ATTENTION)
         self.device = device
         self.prefill_tokens = 0  # prompt tokens run so far, padding left out

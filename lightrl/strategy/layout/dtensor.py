@@ -171,7 +171,7 @@ def sharding_of(tensor: DTensor) -> Sharding | None:
             fields |= {"num_parts": size, "part": rank, "part_dim": dim}
         else:
             fields |= {"num_shards": size, "shard": rank}
-    return Sharding(**{"num_shards": 1, "shard": 0, **fields})
+    return Sharding(**{"num_shards": 1, "shard": 0, **fields}) if fields else None
 
 
 # ---- Buckets -----------------------------------------------------------------------------------------------------
@@ -230,8 +230,7 @@ def _gather(
 
 
 def _sharded_axis(tensor: DTensor) -> int:
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return axes[0] if axes else tensor.device_mesh.ndim - 1
+    return next(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def _padded_numel(tensor: Tensor, sharding: Sharding) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class UlyssesGroup:
-    """A lightrl.models.token_share.SequenceGroup over a process group."""
+    """A lightrl.models.token_split.SequenceGroup over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightrl.models.multimodal import takes_images
+from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import check_heads
 
 # transformers' names of the ways that we know. The norms of queries and keys see the heads of one rank only: theirs is
@@ -38,7 +38,7 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
     """Raises ValueError for a transformers config of a model that cannot be split so."""
     if tp_size == sp_size == 1:
         return
-    if takes_images(config):
+    if config.model_type in FAMILIES:
         raise ValueError(
             f"Model type {config.model_type!r} takes images: --tp_size and --sp_size split models of text alone. "
             "Leave both at 1."

@@ -39,3 +39,19 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
         attached.append(AccumulationByCalls())
         attach(optimizer, attached[0])
     return attached[0]
+
+
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
+    """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit."""
+    for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1.")
+    at_once = micro_train_batch_size * world_size
+    if train_batch_size % at_once:
+        low = train_batch_size // at_once * at_once
+        nearest = f"{low} or {low + at_once}" if low else f"{at_once}"
+        raise ValueError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro_train_batch_size} "
+            f"x world size {world_size} = {at_once}. Nearest valid train_batch_size: {nearest}."
+        )
+    return train_batch_size // at_once

@@ -23,6 +23,7 @@ from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.serving.residency import Residency
 
 _MEGABYTE = 1 << 20
 
@@ -51,15 +52,14 @@ class SavedTrainer(Protocol):
     @property
     def layout(self) -> PlainLayout: ...
 
+    @property
+    def residency(self) -> Residency: ...
+
     def find_trained(self, model: nn.Module) -> Trained | None: ...
 
     def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
-
-    def require_loaded(self, model: nn.Module) -> None: ...
-
-    def require_loaded_optimizer(self, optimizer: Optimizer) -> None: ...
 
 
 class Wanted(NamedTuple):
@@ -154,13 +154,13 @@ class TrainingStateSaver:
         """Writes everything that one model needs to continue; each rank writes files of its own name."""
         trainer, comm = self._trainer, self._trainer.comm
         trainer.after_forward_only(model)
-        trainer.require_loaded(model)
+        trainer.residency.require_parameters(model)
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         trained = trainer.find_trained(model)
         if trained is not None:
-            trainer.require_loaded_optimizer(trained.optimizer)
+            trainer.residency.require_optimizer(trained.optimizer)
             for hook in trainer.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
                 state |= hook.state(trained.optimizer)
@@ -228,7 +228,7 @@ class TrainingStateSaver:
         trained = trainer.find_trained(model)
         hooks = trainer.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
-            trainer.require_loaded_optimizer(trained.optimizer)
+            trainer.residency.require_optimizer(trained.optimizer)
         self._read_model(path, model, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
@@ -251,7 +251,7 @@ class TrainingStateSaver:
     def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
         trainer, layout = self._trainer, self._trainer.layout
         reader = TensorReader(path, "model")
-        trainer.require_loaded(model)
+        trainer.residency.require_parameters(model)
         trainer.after_forward_only(model)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
@@ -270,7 +270,7 @@ class TrainingStateSaver:
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if not state.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
-        self._trainer.require_loaded_optimizer(optimizer)
+        self._trainer.residency.require_optimizer(optimizer)
         optimizer.state.clear()
         for hook in self._trainer.hooks_of(optimizer):
             hook.restore(optimizer, state)

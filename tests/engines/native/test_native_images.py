@@ -11,7 +11,7 @@ from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.build import build_native_engine
 from lightrl.engines.native.engine import NativeEngine
-from lightrl.models.load import load_policy
+from lightrl.models.policy import load_policy
 from lightrl.records import Experience, Prompt, Sample
 
 CPU = torch.device("cpu")

@@ -1,12 +1,12 @@
 """The tests of this folder need the real SGLang; they run by scripts/test_sglang.sh."""
 
-import importlib.util
-
 import pytest
+
+from lightrl.imports import is_installed
 
 
 def pytest_collection_modifyitems(items):
-    missing = importlib.util.find_spec("sglang") is None
+    missing = not is_installed("sglang")
     for item in items:
         if "engines/real_sglang/" in str(item.path):
             item.add_marker(pytest.mark.sglang)

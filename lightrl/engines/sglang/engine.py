@@ -1,0 +1,421 @@
+"""SGLang as the engine: one sglang.Engine for each group of ranks, owned by the group's first rank.
+
+The other ranks of a group call the same methods and get the results, and the errors, from the owner. Its schedulers are
+processes of their own, which go on generating between calls. docs/engines_sglang.md says what it guards against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightrl.config import StrategyOptions, engine_arguments
+from lightrl.engines.base import (
+    AnyPrompt,
+    Completion,
+    EngineGroup,
+    EnginePart,
+    EnginePrompt,
+    InferenceEngine,
+    SamplingParams,
+    WeightSyncError,
+    as_prompt,
+)
+from lightrl.engines.native.engine import eos_ids
+from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
+from lightrl.engines.sglang.loader import LOADER
+from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
+from lightrl.engines.sglang.requests import Sample, SampleTasks, is_cut, media_features
+from lightrl.engines.sglang.sync import Route, WeightSender
+from lightrl.engines.weight_sync import raise_problems
+from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.imports import is_installed
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
+
+T = TypeVar("T")
+
+_MOST_CUT_TOKENS = 4096  # default of SGLang's sampling_mask_max_tokens
+_IDLE_TIMEOUT_S = 60.0
+_KNOWN_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, WeightSyncError, MemoryError)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error of the owner, for the other ranks."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traits:
+    """What the owner knows of the engine after its start."""
+
+    model_path: str
+    is_real_model: bool  # a folder or name that the model came from, not one made for its config
+    max_model_len: int
+    tells_cut_logprobs: bool  # of the distribution that top-p and top-k leave
+
+
+def build_sglang_engine(
+    *,
+    source: PreTrainedModel | None,
+    tokenizer: Any,
+    options: StrategyOptions,
+    device: torch.device,
+    group: EngineGroup,
+) -> SGLangEngine:
+    """source gives the architecture and, by its name, the folder; its weights come by the first weight sync."""
+    if source is None:
+        raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
+    return SGLangEngine(source, tokenizer, options, device, group)
+
+
+class SGLangEngine(InferenceEngine):
+    """See the contract. Draws hang on the engine's seed and on the order of requests, unless it is deterministic."""
+
+    sleep_levels = (1, 2)
+    wake_hint = "--engine_mem_fraction"
+    loader = LOADER  # what the schedulers load a bucket with
+
+    def __init__(
+        self,
+        source: PreTrainedModel,
+        tokenizer: Any,
+        options: StrategyOptions,
+        device: torch.device,
+        group: EngineGroup,
+    ) -> None:
+        self._options, self._device, self._group = options, device, group
+        self._skeleton = skeleton(source)
+        text_config = self._skeleton.config.get_text_config()
+        self.vocab_size = int(text_config.vocab_size)
+        self._eos_ids = eos_ids(source, tokenizer)
+        self._left: dict[int, int] = {}  # unfinished samples of each request, on every rank
+        self._next_request_id = 0
+        self._released: set[str] = set()  # tags of memory that was given up
+        self._process: SGLangProcess | None = None
+        self._samples: SampleTasks | None = None
+        self._folders: list[Path] = []
+        self._is_closed = False
+        context = getattr(text_config, "max_position_embeddings", None)
+        self._reports = self._new_folder()
+        try:
+            self._traits = self._together(lambda: self._start(source, context))
+            self._media = self._media_of(self._traits.model_path)
+        except Exception:
+            self.close()
+            raise
+        self.max_model_len = self._traits.max_model_len
+
+    # ---- Start and end -----------------------------------------------------------------------------------------
+
+    def _start(self, source: PreTrainedModel, context: int | None) -> _Traits:
+        size, is_cpu = self._group.size, self._device.type == "cpu"
+        _require_one_machine(size)
+        if not is_installed("sglang"):
+            raise ValueError("--engine sglang needs the package sglang, in an environment with the torch that it pins.")
+        environment = environment_for_start(os.environ, is_cpu=is_cpu, tp_size=size)
+        with kept_state(environment):  # importing it changes things, too
+            from sglang.srt.managers.io_struct import GenerateReqInput
+            from sglang.srt.server_args import ServerArgs
+        if is_cpu:
+            _require_cpu_platform()
+        arguments = server_arguments(
+            self._options,
+            model_path=self._model_path(source),
+            context_length=context,
+            is_cpu=is_cpu,
+            gpu=self._device.index or 0,
+            tp_size=size,
+            random_seed=engine_seed(self._options.seed, self._group.comm.rank, size),
+            nccl_port=free_port(),
+            known=getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__,
+        )
+        arguments["custom_weight_loader"] = [self.loader]
+        self._process = SGLangProcess(arguments, environment)
+        self._samples = SampleTasks(
+            self._process,
+            eos_ids=self._eos_ids,
+            vocab_size=self.vocab_size,
+            is_deterministic=bool(arguments.get("enable_deterministic_inference")),
+        )
+        length = self._process.manager.context_len - SPARE_PLACES
+        return _Traits(
+            model_path=arguments["model_path"],
+            is_real_model=len(self._folders) == 1,  # that of the reports
+            max_model_len=min(length, self._process.max_total_tokens - SPARE_PLACES),
+            tells_cut_logprobs=hasattr(GenerateReqInput, "return_sampling_mask"),
+        )
+
+    def _model_path(self, source: PreTrainedModel) -> str:
+        """The folder or hub name that the model came from, or a folder made for its config."""
+        name = str(source.name_or_path or "")
+        if name and (Path(name).is_dir() or not name.startswith(("/", ".", "~"))):
+            return name
+        folder = self._new_folder()
+        config = type(self._skeleton.config).from_dict(self._skeleton.config.to_dict())
+        config.architectures = [type(self._skeleton).__name__]
+        config.save_pretrained(folder)
+        return str(folder)
+
+    def _new_folder(self) -> Path:
+        self._folders.append(Path(tempfile.mkdtemp(prefix="lightrl-sglang-")))
+        return self._folders[-1]
+
+    def _media_of(self, model_path: str) -> MediaProcessor | None:
+        """The processor beside the model; none for a model of text, or one that was made of a config alone."""
+        if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
+            return None
+        media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
+        if media is not None:
+            self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
+        return media
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._process is not None:
+            self._process.close()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._left.clear()
+
+    # ---- Ranks -------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_owner(self) -> bool:
+        return self._group.rank == 0
+
+    @property
+    def _owned(self) -> SGLangProcess:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def _tasks(self) -> SampleTasks:
+        assert self._samples is not None
+        return self._samples
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What the owner's work returns, or its error, on every rank of the group."""
+        outcome: T | _Failure | None = None
+        error: Exception | None = None
+        if self._is_owner:
+            try:
+                outcome = work()
+            except Exception as raised:
+                error = raised
+                outcome = _Failure(type(raised).__name__, str(raised))
+        outcome = self._group.broadcast(outcome)
+        if error is not None:
+            raise error
+        if isinstance(outcome, _Failure):
+            raise _KNOWN_ERRORS.get(outcome.kind, RuntimeError)(outcome.message)
+        return outcome  # type: ignore[return-value]
+
+    def _require_open(self, action: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{action}() on a closed engine: make a new one.")
+
+    # ---- Requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
+        """Queues a request; every rank of the group checks it alike."""
+        self._require_open("submit")
+        if self._released:
+            raise RuntimeError(f"submit() while the engine's {', '.join(sorted(self._released))} sleep: wake() first.")
+        asked = as_prompt(prompt)
+        ids = self._expanded(asked)
+        self._check(ids, params)
+        request_id = self._next_request_id
+        self._next_request_id += 1
+        self._left[request_id] = params.n
+        if self._is_owner:
+            features = None if self._media is None else media_features(self._media, asked)
+            indices = range(params.first_sample, params.first_sample + params.n)
+            self._tasks.add([Sample(request_id, index, ids, params, features) for index in indices])
+        return request_id
+
+    def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        return len(self._expanded(prompt))
+
+    def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
+        if self._media is not None:
+            image_sizes = [(image.height, image.width) for image in prompt.images]
+            return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
+        if prompt.images or prompt.videos:
+            raise ValueError(
+                f"The sglang engine has no images or videos for {type(self._skeleton).__name__}: it takes them for "
+                f"{', '.join(FAMILIES)}, given the model's folder with its processor."
+            )
+        return prompt.token_ids
+
+    def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Each of these ends SGLang's scheduler, or is cut short without a word."""
+        if not ids:
+            raise ValueError("The prompt is empty: it needs at least one token.")
+        outside = [token for token in ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"The prompt has token ids {outside[:5]} outside the vocabulary of {self.vocab_size}.")
+        if is_cut(params):
+            self._check_cut(params)
+        if len(ids) + params.max_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"{len(ids)} prompt tokens + {params.max_new_tokens} new tokens are beyond the context of "
+                f"{self.max_model_len}: shorten one of them."
+            )
+
+    def _check_cut(self, params: SamplingParams) -> None:
+        """Other logprobs than those of the distribution that was sampled from are refused."""
+        if not self._traits.tells_cut_logprobs:
+            raise ValueError(
+                "This version of SGLang gives no logprobs of the distribution that top_p or top_k leave. Use top_p 1 "
+                "and top_k 0, or a newer sglang."
+            )
+        if (params.top_k or self.vocab_size) > _MOST_CUT_TOKENS:
+            raise ValueError(
+                f"SGLang gives logprobs of at most {_MOST_CUT_TOKENS} tokens that top_p or top_k leave: with top_p "
+                f"{params.top_p} give a top_k from 1 to that, not {params.top_k}."
+            )
+
+    def has_unfinished(self) -> bool:
+        return bool(self._left)
+
+    def step(self) -> list[Completion]:
+        """Starts what waits and returns what has finished; waits a moment for the first."""
+        self._require_open("step")
+        if not self._left:
+            return []
+        done = self._together(lambda: self._tasks.step())
+        for item in done:
+            self._left[item.request_id] -= 1
+            if not self._left[item.request_id]:
+                del self._left[item.request_id]
+        return done
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Stops the requests; a sample that ended by itself meanwhile comes with its own reason."""
+        self._require_open("abort")
+        chosen = set(self._left) if request_ids is None else set(request_ids) & set(self._left)
+        if not chosen:
+            return []
+        for request_id in chosen:
+            del self._left[request_id]
+        return self._together(lambda: self._tasks.abort(chosen))
+
+    # ---- Weights -----------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sends the weights in buckets; requests under way pause meanwhile and keep their keys and values."""
+        self._require_open("load_weights")
+        if "weights" in self._released:
+            raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
+        expected = ExpectedWeights(self._skeleton)
+        fitting = ((name, tensor) for name, tensor in weights if expected.accept(name, tensor))
+        sender = WeightSender(self._route(), version, is_busy=bool(self._left))
+        try:
+            for name, tensor in checkpoint_pairs(self._skeleton, fitting):
+                sender.add(name, tensor)
+        finally:
+            for _ in fitting:  # to the end whatever happened: the tensors may come out of collectives
+                pass
+            problems = sender.finish()
+        raise_problems(expected.problems() + problems, f"Weight sync to version {version}")
+        if self._samples is not None:
+            self._samples.version = version
+
+    def _route(self) -> Route:
+        return Route(
+            process=self._process,
+            group=self._group,
+            device=self._device,
+            loader=self.loader,
+            reports=self._reports,
+            max_bytes=int(self._options.sync_bucket_mb * 2**20),
+        )
+
+    # ---- Memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> int:
+        """Gives up the KV cache, with level 2 the weights too; the bytes are those that the devices got back."""
+        self._require_open("sleep")
+        if self._left:
+            raise RuntimeError(
+                f"sleep() with {len(self._left)} requests unfinished: step() until has_unfinished() is False, or "
+                "abort(), first."
+            )
+        tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self._has_backup else set())
+        new = sorted(tags - self._released)
+        before = self._free_bytes()
+        if new:
+            self._together(lambda: self._release(new))
+        self._released |= tags
+        return sum(self._group.gather(max(0, self._free_bytes() - before)))
+
+    @property
+    def _has_backup(self) -> bool:
+        """Whether released weights move to host memory, from where they come back as they were."""
+        return bool(engine_arguments(self._options).get("enable_weights_cpu_backup"))
+
+    def _release(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if not self._released:
+            self._owned.run(self._become_idle())
+        self._owned.run(self._owned.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None))
+
+    async def _become_idle(self) -> None:
+        """A scheduler that still clears up after its last request would fail its assertion, and end."""
+        give_up = time.monotonic() + _IDLE_TIMEOUT_S
+        while not (result := await self._owned.manager.flush_cache()).success:
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"SGLang did not become idle: {result.message}")
+            await asyncio.sleep(0.01)
+
+    def wake(self, part: EnginePart) -> None:
+        """Resumes what sleeps of the part, and nothing that does not: SGLang's scheduler would end."""
+        self._require_open("wake")
+        tags = sorted(self._released & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"}))
+        if tags:
+            self._together(lambda: self._resume(tags))
+            self._released -= set(tags)
+
+    def _resume(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        self._owned.run(self._owned.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None))
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+
+def _require_one_machine(size: int) -> None:
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    if local_rank + size > local_size:
+        raise ValueError(
+            f"--engine_tp_size {size} would spread an SGLang engine over machines of {local_size} ranks. Choose one "
+            f"that divides {local_size}."
+        )
+
+
+def _require_cpu_platform() -> None:
+    from sglang.srt.platforms import current_platform
+
+    if not current_platform.is_out_of_tree():
+        raise ValueError(
+            "SGLang's package runs on GPUs only. On a CPU it needs a platform plugin; tests/sglang_cpu of lightrl's "
+            "repository is one. Or use --engine native."
+        )

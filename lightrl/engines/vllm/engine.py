@@ -1,0 +1,435 @@
+"""vLLM's engine behind lightrl's contract: requests, weights and memory. build.py makes it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightrl.comm import Comm
+from lightrl.engines.base import (
+    AnyPrompt,
+    Completion,
+    EngineGroup,
+    EnginePart,
+    EnginePrompt,
+    InferenceEngine,
+    SamplingParams,
+    as_prompt,
+)
+from lightrl.engines.native.weights import drop_weights
+from lightrl.engines.vllm import host
+from lightrl.engines.weight_sync import raise_problems
+from lightrl.engines.weights.names import skeleton
+from lightrl.engines.weights.placement import Delivery, Landed, named_shapes
+from lightrl.models.multimodal import VIDEO_FPS
+from lightrl.records import FinishReason
+from lightrl.seeding import mix_seed
+
+logger = logging.getLogger(__name__)
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample under way; to vLLM it is a request of its own."""
+
+    request_id: int
+    sample_index: int
+    params: SamplingParams
+    prompt: EnginePrompt
+    prompt_ids: tuple[int, ...]  # as the model sees it, placeholders expanded
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"{self.request_id}-{self.sample_index}"
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            request_id=self.request_id,
+            sample_index=self.sample_index,
+            prompt_token_ids=self.prompt_ids,
+            output_token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=reason,
+        )
+
+
+class VLLMEngine(InferenceEngine):
+    """Steps vLLM's own engine. On a CPU its memory and its weights are managed here, on a GPU by vLLM's sleep mode."""
+
+    sleep_levels = (1, 2)
+    wake_hint = "--engine_mem_fraction"
+    _num_open: ClassVar[int] = 0  # engines of this process, which share vLLM's process groups
+    _made_default_group: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        source: PreTrainedModel,
+        eos_token_ids: tuple[int, ...],
+        takes_media: bool,
+        device: torch.device,
+        group: EngineGroup,
+        scratch: tempfile.TemporaryDirectory[str],
+    ) -> None:
+        from vllm import LLM
+
+        had_group = Comm().is_distributed
+        self._llm: Any = LLM(**arguments)
+        host.spare_process_group(self._llm)
+        VLLMEngine._num_open += 1
+        VLLMEngine._made_default_group |= not had_group
+        self._engine: Any = self._llm.llm_engine
+        self._device = device
+        self._group = group
+        self._scratch = scratch
+        self._shapes, self._tied = named_shapes(skeleton(source))
+        self._buffers = persistent_buffers(source)
+        self._eos = eos_token_ids
+        self.vocab_size = int(source.config.get_text_config().vocab_size)
+        self.max_model_len = int(self._engine.model_config.max_model_len)
+        if takes_media and not (hasattr(self._engine, "reset_encoder_cache") and hasattr(self._engine, "renderer")):
+            logger.warning("This version of vLLM cannot keep images right over weight syncs: text prompts only.")
+            takes_media = False
+        self.image_token_id = media_token(source, "image") if takes_media else None
+        self.video_token_id = media_token(source, "video") if takes_media else None
+        self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare: the canary covers them
+        # On a GPU the kernels may keep experts in a layout of their own, which a load in place would not give them.
+        self._packs_experts = device.type == "cuda" and host.reloads_experts(self._llm)
+        self._samples: dict[str, _Sample] = {}
+        self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a prompt that was measured, until submitted
+        self._unagreed = hashlib.sha256()  # of what was submitted since the last step
+        self._has_unagreed = False
+        self._next_request_id = 0
+        self._version = 0
+        self._num_loads = 0
+        self._asleep: set[EnginePart] = set()
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages of the weights and their bytes
+        self._is_closed = False
+
+    # ---- Requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
+        """Queues each of the n samples as a request of vLLM's, with a seed of its own."""
+        self._require_awake("submit")
+        asked = as_prompt(prompt)
+        rendered = self._render(asked)
+        prompt_ids = tuple(rendered["prompt_token_ids"])
+        self._check_prompt(prompt_ids, params)
+        samples = [
+            _Sample(self._next_request_id, params.first_sample + i, params, asked, prompt_ids) for i in range(params.n)
+        ]
+        try:
+            with refusals_as_value_errors(self._next_request_id):
+                for sample in samples:
+                    self._enter(sample, rendered)
+        except BaseException:
+            self._drop(samples)
+            raise
+        self._rendered.pop(id(asked), None)
+        self._unagreed.update(repr((prompt_ids, params)).encode())
+        self._has_unagreed = True
+        self._next_request_id += 1
+        return samples[0].request_id
+
+    def _enter(self, sample: _Sample, rendered: Mapping[str, Any]) -> None:
+        # Blocks of keys and values are shared only among requests of one load: older ones may still be in use by
+        # requests under way, and no reset of the prefix cache frees those.
+        salted = {**rendered, "cache_salt": f"load {self._num_loads}"}
+        self._engine.add_request(sample.key, salted, self._sampling_params(sample))
+        self._samples[sample.key] = sample
+
+    def _sampling_params(self, sample: _Sample) -> Any:
+        from vllm import SamplingParams as Theirs
+        from vllm.sampling_params import RequestOutputKind
+
+        params = sample.params
+        return Theirs(
+            n=1,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=mix_seed(params.seed, sample.sample_index, params.first_token),
+            max_tokens=params.max_new_tokens,
+            stop_token_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
+            ignore_eos=True,  # all end tokens are among stop_token_ids
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _check_prompt(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+        """vLLM would cut a response short where the context ends."""
+        name = f"Request {self._next_request_id}"
+        if not prompt_ids:
+            raise ValueError(f"{name} has an empty prompt: give it at least one token.")
+        outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"{name} has token ids {outside[:5]} outside the vocabulary of {self.vocab_size}.")
+        total = len(prompt_ids) + params.max_new_tokens
+        if total > self.max_model_len:
+            raise ValueError(
+                f"{name} asks for {len(prompt_ids)} prompt tokens + {params.max_new_tokens} new tokens = {total}, "
+                f"beyond max_model_len {self.max_model_len}: shorten one, or raise it by --engine_args."
+            )
+
+    def has_unfinished(self) -> bool:
+        return bool(self._samples)
+
+    def step(self) -> list[Completion]:
+        self._require_awake("step")
+        if not self._samples:
+            return []
+        self._agree_on_requests()
+        with host.torch_random_state_kept(self._device):
+            outputs = self._engine.step()
+        done = [item for output in outputs for item in self._take(output)]
+        if self._samples and not self._engine.has_unfinished_requests():
+            raise RuntimeError(f"vLLM has lost {len(self._samples)} samples: {', '.join(sorted(self._samples)[:5])}.")
+        return sorted(done, key=lambda item: (item.request_id, item.sample_index))
+
+    def _take(self, output: Any) -> Iterator[Completion]:
+        """Adds the new tokens of a sample; yields it if it is finished."""
+        sample = self._samples.get(output.request_id)
+        if sample is None:
+            return
+        (new,) = output.outputs
+        logprobs = [choice[token].logprob for token, choice in zip(new.token_ids, new.logprobs or (), strict=True)]
+        if any(math.isnan(value) for value in logprobs):
+            raise RuntimeError(
+                f"The model's logits are not finite (request {sample.request_id}, token {len(sample.tokens)}, weight "
+                f"version {self._version}): check the weights last loaded."
+            )
+        sample.tokens += new.token_ids
+        sample.logprobs += logprobs
+        sample.versions += [self._version] * len(logprobs)
+        if new.finish_reason is not None:
+            if new.finish_reason not in _FINISH_REASONS:
+                raise RuntimeError(f"vLLM gave up request {sample.request_id}: {new.finish_reason}.")
+            del self._samples[sample.key]
+            yield sample.completion(_FINISH_REASONS[new.finish_reason])
+
+    def _agree_on_requests(self) -> None:
+        """The ranks of a group decode in step: with different requests vLLM would mix them up and say nothing."""
+        if not self._has_unagreed:
+            return
+        digest, self._unagreed, self._has_unagreed = self._unagreed.hexdigest(), hashlib.sha256(), False
+        if len(set(self._group.gather(digest))) > 1:
+            raise RuntimeError(
+                f"The {self._group.size} ranks that share an engine submitted different requests. Every rank of a "
+                "group must submit the same ones in the same order: gather them first, as gather_and_generate does."
+            )
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        chosen = None if request_ids is None else set(request_ids)
+        stopped = [item for item in self._samples.values() if chosen is None or item.request_id in chosen]
+        self._drop(stopped)
+        found = [sample.completion("abort") for sample in stopped]
+        return sorted(found, key=lambda item: (item.request_id, item.sample_index))
+
+    def _drop(self, samples: list[_Sample]) -> None:
+        entered = [sample.key for sample in samples if self._samples.pop(sample.key, None) is not None]
+        if entered:
+            self._engine.abort_request(entered)
+
+    # ---- Prompts -----------------------------------------------------------------------------------------------
+
+    def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        if not prompt.images and not prompt.videos:
+            return len(prompt.token_ids)
+        if not self._samples and len(self._rendered) > 4096:  # measured, but never submitted
+            self._rendered.clear()
+        return len(self._render(prompt)["prompt_token_ids"])
+
+    def _render(self, prompt: EnginePrompt) -> Any:
+        """vLLM's own input: the ids with placeholders expanded and the processed pixels. Kept until it is submitted."""
+        asked: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+        if not prompt.images and not prompt.videos:
+            return asked
+        kept = self._rendered.get(id(prompt))
+        if kept is not None and kept[0] is prompt:
+            return kept[1]
+        media = {"image": list(prompt.images), "video": [_video(frames) for frames in prompt.videos]}
+        asked["multi_modal_data"] = {kind: items for kind, items in media.items() if items}
+        with refusals_as_value_errors(self._next_request_id):
+            (rendered,) = self._engine.renderer.render_cmpl([asked])
+        self._rendered[id(prompt)] = (prompt, rendered)
+        return rendered
+
+    # ---- Weights -----------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Each rank of a group gets whole tensors and keeps its slices."""
+        self._require_open("load_weights")
+        if "weights" in self._asleep:
+            raise RuntimeError("load_weights() while the weights sleep: call wake('weights') first.")
+        (problems,) = self._llm.apply_model(lambda model: self._deliver(model, weights))
+        self._num_loads += 1
+        self._version = version
+        self._reset_caches()
+        self._start_again()
+        raise_problems(problems, f"Weight sync to version {version}")
+
+    def _deliver(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        packs = self._packs_experts
+        landed = Landed(model, tp_rank=self._group.rank, tp_size=self._group.size, compare_experts=not packs)
+        taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+        buffers = [(name, buffer) for name, buffer in self._buffers.items() if landed.own_name(name) in taken]
+        shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
+        load: Any = self._reload if packs else model.load_weights
+        delivery = Delivery(load, landed, shapes, can_load_one=not packs)
+        delivery.run(chain(weights, buffers))
+        problems = delivery.problems + delivery.missing(self._tied) + landed.problems()
+        if delivery.loaded:
+            own = {name for name, _ in model.named_parameters()}
+            problems += [f"the engine's {name} got nothing" for name in sorted(own - delivery.loaded)]
+        if landed.unread and not self._num_loads:
+            logger.info(
+                "vLLM keeps %d parameters in a way that is not read back: %s", len(landed.unread), landed.unread
+            )
+        if not problems and self._device.type == "cpu":
+            host.repack_experts(model)
+        return problems
+
+    def _reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """The whole model at once; vLLM packs the experts anew at the end."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
+
+    def _reset_caches(self) -> None:
+        """Everything that older weights filled."""
+        self._engine.reset_prefix_cache()
+        if self.image_token_id is not None:
+            self._engine.reset_encoder_cache()  # nothing else clears it: images would keep the older encoder's outputs
+
+    def _start_again(self) -> None:
+        """Samples without a token join the requests of this load, whose blocks the new weights have filled."""
+        waiting = [sample for sample in self._samples.values() if not sample.tokens]
+        self._drop(waiting)
+        for sample in waiting:
+            self._enter(sample, self._render(sample.prompt))
+        for sample in waiting:
+            self._rendered.pop(id(sample.prompt), None)
+
+    # ---- Memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> int:
+        self._require_open("sleep")
+        if self._samples:
+            raise RuntimeError(f"sleep() with {len(self._samples)} samples under way: finish or abort() them first.")
+        self._rendered.clear()
+        self._asleep = {"weights", "kv_cache"}
+        if self._device.type == "cuda":
+            before, _ = torch.cuda.mem_get_info(self._device)
+            self._llm.sleep(level=level)
+            after, _ = torch.cuda.mem_get_info(self._device)
+            return max(0, after - before)
+        self._reset_caches()
+        freed = host.discard_pages(host.kv_storages(self._llm))
+        if level == 2:
+            (self._dropped,) = self._llm.apply_model(drop_weights)
+        return freed + sum(size for _, size in self._dropped)
+
+    def wake(self, part: EnginePart) -> None:
+        self._require_open("wake")
+        if part not in self._asleep:
+            return
+        if self._device.type == "cuda":
+            self._wake_on_gpu(part)
+        elif part == "weights":
+            for storage, size in self._dropped:
+                storage.resize_(size)
+            self._dropped = []
+        self._asleep.discard(part)
+
+    def _wake_on_gpu(self, part: EnginePart) -> None:
+        try:
+            self._llm.wake_up(tags=[part])
+        except RuntimeError as error:  # vLLM's allocator has no error of its own for this
+            if "out of memory" in str(error).lower():
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        """Gives up the worker, its memory and its process groups; the trainer's group stays."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._drop(list(self._samples.values()))
+        self._rendered.clear()
+        host.shut_down(self._llm)
+        del self._llm, self._engine
+        VLLMEngine._num_open -= 1
+        if not VLLMEngine._num_open:
+            host.leave_groups(made_default_group=VLLMEngine._made_default_group)
+            VLLMEngine._made_default_group = False
+        self._scratch.cleanup()
+
+    def _require_open(self, action: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{action}() on a closed engine: make a new one.")
+
+    def _require_awake(self, action: str) -> None:
+        """vLLM asleep would take requests and spin forever."""
+        self._require_open(action)
+        if self._asleep:
+            raise RuntimeError(f"{action}() while the engine sleeps: call wake() first.")
+
+
+@contextmanager
+def refusals_as_value_errors(request_id: int) -> Iterator[None]:
+    """What vLLM finds wrong with a request; its own exception is no ValueError in newer versions."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ValueError) and type(error).__name__ != "VLLMValidationError":
+            raise
+        raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
+
+
+def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
+    """The frames as they are: none are dropped, and their times are those that transformers assumes."""
+    count = len(frames)
+    return frames, {
+        "fps": VIDEO_FPS,
+        "duration": count / VIDEO_FPS,
+        "total_num_frames": count,
+        "frames_indices": list(range(count)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def media_token(source: PreTrainedModel, kind: str) -> int | None:
+    """The placeholder's id; configs name it in one of two ways."""
+    for name in (f"{kind}_token_id", f"{kind}_token_index"):
+        token = getattr(source.config, name, None)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def persistent_buffers(source: nn.Module) -> dict[str, Tensor]:
+    """What belongs to a model though it is not trained; some are parameters to vLLM."""
+    found = {}
+    for path, module in source.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found

@@ -1,0 +1,108 @@
+"""Sequence parallelism inside a model: the part of a pack that one rank runs, where a group of ranks splits every pack.
+
+Each rank of the group starts with the same pack and ends with the scores of all its tokens, so no loss knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class SequenceGroup(Protocol):
+    """Ranks that split the tokens of a pack; in attention, which needs all tokens, they split the heads instead."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank in the group."""
+        ...
+
+    def to_heads(self, part: Tensor) -> Tensor:
+        """Turns all heads of this rank's tokens, [1, heads, T / size, dim], into its heads of all tokens."""
+
+    def to_tokens(self, part: Tensor) -> Tensor:
+        """Turns this rank's heads of all tokens, [1, T, heads / size, dim], into all heads of its tokens."""
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sums over the ranks; the gradient reaches each summand as if every rank had the one loss."""
+
+
+class Tokens(Protocol):
+    """What a decoder needs of a PackedBatch, or of a rank's part of one."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """[t] int64."""
+        ...
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[t] or [3, t] int64."""
+        ...
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """The boundaries of the sequences of the whole pack, from 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSplit:
+    """The tokens of a pack that one rank runs."""
+
+    input_ids: Tensor  # [t] int64
+    position_ids: Tensor  # [t] or [3, t] int64
+    cu_seqlens: tuple[int, ...]  # of the whole pack with its padding
+
+
+def split_tokens(batch: Tokens, group: SequenceGroup) -> TokenSplit:
+    """Returns this rank's part of a pack.
+
+    The pack is padded to a multiple of the group's size by a sequence of its own, which nothing else attends to and
+    nothing scores.
+    """
+    num_tokens = batch.input_ids.shape[0]
+    padding = -num_tokens % group.size
+    length = (num_tokens + padding) // group.size
+    mine = slice(group.rank * length, (group.rank + 1) * length)
+    return TokenSplit(
+        input_ids=F.pad(batch.input_ids, (0, padding))[mine],
+        position_ids=F.pad(batch.position_ids, (0, padding))[..., mine],
+        cu_seqlens=(*batch.cu_seqlens, num_tokens + padding) if padding else batch.cu_seqlens,
+    )
+
+
+def apply_to_split(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, positions: Tensor, group: SequenceGroup
+) -> tuple[Tensor, ...]:
+    """Scores positions of a pack whose hidden states lie on several ranks; a collective.
+
+    Args:
+        score: takes m of this rank's hidden states, [m, H], and which of the positions they belong to, [m] int64 in
+            [0, N); returns tensors of shape [m].
+        hidden: [t, H], the hidden states of this rank's tokens.
+        positions: [N] int64, positions in the whole pack.
+
+    Returns:
+        What score returned, as tensors of shape [N] that are the same on every rank.
+    """
+    rows, which = held_positions(positions, hidden.shape[0], group)
+    return tuple(
+        group.total(part.new_zeros(len(positions)).index_copy(0, which, part)) for part in score(hidden[rows], which)
+    )
+
+
+def held_positions(positions: Tensor, num_held: int, group: SequenceGroup) -> tuple[Tensor, Tensor]:
+    """Returns the rows of this rank's hidden states that have one of the positions, and which positions these are."""
+    start = group.rank * num_held
+    which = ((positions >= start) & (positions < start + num_held)).nonzero()[:, 0]
+    return positions[which] - start, which

@@ -1,0 +1,225 @@
+"""Residency: which parts of a strategy's models are on the device and which wait in host memory.
+
+A storage moves in place, so that parameters, optimizers and views keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim.hooks import UpdateHook
+
+
+class OffloadedTrainer(Protocol):
+    """What residency needs of the trainer whose models move; a strategy is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def layout(self) -> PlainLayout: ...
+
+    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
+
+    def after_forward_only(self, model: nn.Module) -> None: ...
+
+
+class ModelResidency:
+    """One model's parameters, gradients, optimizer states and average, each on the device or in host memory."""
+
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer) -> None:
+        """Without a model there are only an optimizer's states; without an optimizer the model does not train."""
+        self.model = model
+        self.optimizer = optimizer
+        self._trainer = trainer
+        self._parameters = StorageOffloader()
+        self._gradients: StorageOffloader | None = None  # None: the gradients were left on the device
+        self._optimizer_states = StorageOffloader()
+        self._guard: RemovableHandle | None = None
+
+    def offload_parameters(self) -> int:
+        """Moves weights and buffers to host memory; returns the bytes freed, 0 if they are there already."""
+        if self.model is None:
+            return 0
+        self._trainer.after_forward_only(self.model)
+        freed = self._offload(self._parameters, self._trainer.layout.parameter_tensors(self.model))
+        if freed:
+            self._guard = self.model.register_forward_pre_hook(lambda *_: self.require_parameters(), prepend=True)
+        return freed
+
+    def load_parameters(self) -> int:
+        """Brings weights and buffers back to the device; returns the bytes loaded."""
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+        return self._parameters.restore()
+
+    def offload_gradients(self) -> int:
+        """Moves the gradients to host memory; returns the bytes freed."""
+        if self.model is None:
+            return 0
+        self._gradients = self._gradients or StorageOffloader()
+        return self._offload(self._gradients, self._trainer.layout.gradient_tensors(self.model))
+
+    def load_gradients(self, *, keep: bool) -> int:
+        """Brings offloaded gradients back and returns the bytes; keep=False drops them and returns 0."""
+        if self.model is None or self._gradients is None:
+            return 0
+        num_bytes = self._gradients.restore()
+        self._gradients = None
+        if keep:
+            return num_bytes
+        self._trainer.layout.drop_gradients(self.model)
+        return 0
+
+    def offload_optimizer(self) -> int:
+        """Moves the optimizer's states and the average of the weights to host memory; returns the bytes freed."""
+        if self.optimizer is None:
+            return 0
+        states = self._trainer.layout.optimizer_tensors(self.model, self.optimizer)
+        kept_by_hooks = [tensor for hook in self._trainer.hooks_of(self.optimizer) for tensor in hook.tensors()]
+        return self._offload(self._optimizer_states, [*states, *kept_by_hooks])
+
+    def load_optimizer(self) -> int:
+        """Brings the optimizer's states and the average back to the device; returns the bytes loaded."""
+        return self._optimizer_states.restore()
+
+    def require_parameters(self) -> None:
+        """Raises RuntimeError while the weights are offloaded: to read an emptied storage would crash the process."""
+        if self._parameters.is_offloaded:
+            raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+
+    def require_optimizer(self) -> None:
+        """Raises RuntimeError while the optimizer's states are offloaded."""
+        if self._optimizer_states.is_offloaded:
+            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
+
+    def _offload(self, offloader: StorageOffloader, tensors: list[Tensor]) -> int:
+        """Leaves alone what an option of the back end keeps in host memory anyway."""
+        device = self._trainer.device
+        return offloader.offload(tensor for tensor in tensors if tensor.device.type == device.type)
+
+
+class Residency:
+    """The residencies of all models of a strategy, and the calls that concern several of them."""
+
+    def __init__(self, trainer: OffloadedTrainer) -> None:
+        self._trainer = trainer
+        self._models: list[ModelResidency] = []
+        self.offloaded_bytes = 0  # on this rank, the last time that the trainer left the device to the engine
+
+    def add(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> ModelResidency:
+        """Returns the residency of a model, made at the first call; a model with an optimizer is a trained one."""
+        for entry in self._models:
+            if (model is not None and entry.model is model) or (optimizer is not None and entry.optimizer is optimizer):
+                entry.model = entry.model if model is None else model
+                entry.optimizer = entry.optimizer if optimizer is None else optimizer
+                return entry
+        self._models.append(ModelResidency(model, optimizer, self._trainer))
+        return self._models[-1]
+
+    def of_optimizer(self, optimizer: Optimizer) -> ModelResidency:
+        """Returns the residency of the model that this optimizer steps."""
+        return self.add(None, optimizer)
+
+    @property
+    def trained(self) -> list[ModelResidency]:
+        """The residencies of the models that have an optimizer."""
+        return [entry for entry in self._models if entry.optimizer is not None]
+
+    def require_parameters(self, model: nn.Module) -> None:
+        """Raises RuntimeError while this model's weights are offloaded."""
+        for entry in self._models:
+            if entry.model is model:
+                entry.require_parameters()
+
+    def require_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError while this optimizer's states are offloaded."""
+        for entry in self._models:
+            if entry.optimizer is optimizer:
+                entry.require_optimizer()
+
+    def offload_optimizers(self) -> int:
+        """Offloads the optimizer states of every trained model; returns the bytes freed on this rank."""
+        return sum(entry.offload_optimizer() for entry in self.trained)
+
+    def load_optimizers(self) -> int:
+        """Loads the optimizer states of every trained model; returns the bytes loaded on this rank."""
+        return sum(entry.load_optimizer() for entry in self.trained)
+
+    def offload_parameters(self, *, with_gradients: bool) -> int:
+        """Offloads the weights, and perhaps the gradients, of every trained model; returns the bytes freed."""
+        freed = sum(entry.offload_parameters() for entry in self.trained)
+        return freed + sum(entry.offload_gradients() for entry in self.trained if with_gradients)
+
+    def load_parameters(self, *, keep_gradients: bool) -> int:
+        """Loads the weights of every trained model, and its gradients or none of them; returns the bytes loaded."""
+        loaded = sum(entry.load_parameters() for entry in self.trained)
+        return loaded + sum(entry.load_gradients(keep=keep_gradients) for entry in self.trained)
+
+    def leave_device(self) -> None:
+        """Moves everything to host memory, the models that do not train too."""
+        freed = self.offload_optimizers() + self.offload_parameters(with_gradients=True)
+        freed += sum(entry.offload_parameters() for entry in self._models if entry.optimizer is None)
+        if freed:  # 0 where everything had left before
+            self.offloaded_bytes = freed
+
+    def return_to_device(self) -> None:
+        """Brings everything back to the device."""
+        for entry in self._models:
+            if entry.optimizer is None:
+                entry.load_parameters()
+        self.load_parameters(keep_gradients=True)
+        self.load_optimizers()
+
+
+class StorageOffloader:
+    """Frees the device memory behind tensors and restores it bit for bit; a second call of either changes nothing."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether a storage is in host memory now."""
+        return bool(self._kept)
+
+    @torch.no_grad()
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Copies the storages to host memory and empties them; returns the bytes freed."""
+        if self._kept:
+            return 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or storage.data_ptr() in self._kept:  # tied weights and views share a storage
+                continue
+            if not storage.resizable():  # a mapped file, as a loaded model may be in host memory: not ours to free
+                continue
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            host.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self._kept[storage.data_ptr()] = (storage, host)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        freed = sum(host.numel() for _, host in self._kept.values())
+        for storage, _ in self._kept.values():
+            storage.resize_(0)
+        return freed
+
+    @torch.no_grad()
+    def restore(self) -> int:
+        """Fills the storages again; returns the bytes brought back."""
+        for storage, host in self._kept.values():
+            storage.resize_(host.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        restored = sum(host.numel() for _, host in self._kept.values())
+        self._kept = {}
+        return restored

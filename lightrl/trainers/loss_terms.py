@@ -1,0 +1,169 @@
+"""Optional parts of the policy's loss. `optional_terms` builds those that a run asks for, in the order they act.
+
+A plain run has none: its loss is the policy loss, averaged by the aggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.corrections import Correction, OffPolicyTokens, corrected
+from lightrl.algorithms.entropy import entropy_bonus
+from lightrl.algorithms.kl import add_kl, distillation_advantages, distillation_terms, kl_terms
+from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
+from lightrl.config import AlgorithmConfig, DistillationConfig
+from lightrl.metrics import Statistics
+from lightrl.records import PackedBatch, TokenScores
+from lightrl.trainers.coefficients import Coefficients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """All that a term may read of one micro-batch."""
+
+    tokens: PolicyTokens
+    scores: TokenScores
+    batch: PackedBatch
+    statistics: Statistics
+
+
+class LossTerm:
+    """A part that changes the tokens before the policy loss, its terms after it, or both."""
+
+    def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
+        """Returns the tokens that the policy loss reads."""
+        return tokens
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Returns the policy loss with its terms changed."""
+        return loss
+
+
+class EntropyFraction(LossTerm):
+    """Keeps the policy loss of the tokens of highest entropy only, chosen over the whole update by TokenSelector."""
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Sets the terms of all other tokens to 0."""
+        return replace(loss, terms=torch.where(_packed(micro.batch.in_policy_loss), loss.terms, 0.0))
+
+
+class OffPolicyCorrection(LossTerm):
+    """Weighs the terms by the trainer's probability over the engine's, as a correction says."""
+
+    def __init__(self, correct: Callable[[OffPolicyTokens], Correction]) -> None:
+        self._correct = correct
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Multiplies the terms by the weights; the metrics describe the ratio before it was capped or rejected."""
+        tokens, statistics = micro.tokens, micro.statistics
+        correction = self._correct(
+            OffPolicyTokens(
+                logprobs=tokens.old_logprobs,
+                sampler_logprobs=micro.batch.sampler_logprobs,
+                mask=tokens.mask,
+                sequence_index=tokens.sequence_index,
+                num_sequences=tokens.num_sequences,
+            )
+        )
+        count = int(tokens.mask.sum())
+        for name, value in correction.statistics.items():
+            if name.endswith("_max"):
+                statistics.highest(f"correction/{name}", float(value))
+            elif name != "count":
+                label = name.removesuffix("_sum").removesuffix("_count")
+                statistics.mean(f"correction/{label}", float(value), count)
+        return corrected(loss, correction.weights)
+
+
+class KLToReference(LossTerm):
+    """Measures the KL to the reference model and, unless it is in the rewards, adds it to the loss."""
+
+    def __init__(self, config: AlgorithmConfig, coefficients: Coefficients, *, in_loss: bool) -> None:
+        self._config = config
+        self._coefficients = coefficients
+        self._in_loss = in_loss
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Adds the coefficient x the KL to the term of each token."""
+        kl = kl_terms(
+            policy=micro.scores.logprobs,
+            reference=_packed(micro.batch.ref_logprobs),
+            mask=micro.tokens.mask,
+            kind=self._config.kl_estimator,
+            gradient=self._config.kl_gradient,
+        )
+        micro.statistics.mean("kl", float(kl.detach().sum()), 0)  # PolicyLoss counts the tokens
+        return replace(loss, terms=add_kl(loss.terms, kl, coef=self._coefficients.kl)) if self._in_loss else loss
+
+
+class EntropyBonus(LossTerm):
+    """Rewards entropy, by a coefficient that may follow a target."""
+
+    def __init__(self, coefficients: Coefficients) -> None:
+        self._coefficients = coefficients
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Subtracts the coefficient x the entropy from the term of each token."""
+        if not self._coefficients.entropy:
+            return loss
+        bonus = entropy_bonus(micro.scores.entropy, micro.tokens.mask, coef=self._coefficients.entropy)
+        return replace(loss, terms=loss.terms + bonus)
+
+
+class Distillation(LossTerm):
+    """Follows a teacher by the reverse KL to it, in each token's advantage or as a term of the loss."""
+
+    def __init__(self, config: DistillationConfig) -> None:
+        self._config = config
+
+    def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
+        """Weighs the advantages of the rewards, and adds the teacher's judgement of each token if it goes there."""
+        config, advantages = self._config, self._config.reward_weight * tokens.advantages
+        if config.kind == "advantage":
+            teacher = _packed(batch.teacher_logprobs)
+            advantages = advantages + distillation_advantages(
+                tokens.old_logprobs, teacher, tokens.mask, coef=config.coef
+            )
+        return replace(tokens, advantages=advantages)
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Measures the reverse KL, and adds it to the terms if it goes there."""
+        tokens, teacher, mask = micro.tokens, _packed(micro.batch.teacher_logprobs), micro.tokens.mask
+        distance = torch.where(mask, tokens.logprobs.detach() - teacher, 0.0)
+        micro.statistics.mean("distillation/reverse_kl", float(distance.sum()), float(mask.sum()))
+        if self._config.kind != "loss":
+            return loss
+        terms = distillation_terms(tokens.logprobs, teacher, mask, old_logprobs=tokens.old_logprobs)
+        return replace(loss, terms=loss.terms + self._config.coef * terms)
+
+
+def optional_terms(
+    config: AlgorithmConfig,
+    coefficients: Coefficients,
+    *,
+    correct: Callable[[OffPolicyTokens], Correction] | None,
+    kl_in_loss: bool,
+    distillation: DistillationConfig | None,
+) -> list[LossTerm]:
+    """Builds the terms that the options ask for, in the order in which they act."""
+    terms: list[LossTerm] = []
+    if config.entropy_fraction < 1:
+        terms.append(EntropyFraction())
+    if correct is not None:
+        terms.append(OffPolicyCorrection(correct))
+    if config.kl_coef:
+        terms.append(KLToReference(config, coefficients, in_loss=kl_in_loss))
+    if config.entropy_coef or config.entropy_target:
+        terms.append(EntropyBonus(coefficients))
+    if distillation is not None:
+        terms.append(Distillation(distillation))
+    return terms
+
+
+def _packed(values: Tensor | None) -> Tensor:
+    assert values is not None, "the trainer packs what the terms of its objective read"
+    return values

@@ -1,0 +1,74 @@
+"""The arguments of vllm.LLM(), without vLLM."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from lightrl.config import StrategyOptions
+from lightrl.engines.vllm.arguments import llm_arguments, model_folder, user_arguments
+
+KNOWN = {
+    *("model", "load_format", "dtype", "tensor_parallel_size", "logprobs_mode", "max_num_seqs", "max_model_len"),
+    *("kv_cache_memory_bytes", "gpu_memory_utilization", "enable_sleep_mode", "distributed_executor_backend"),
+    *("limit_mm_per_prompt", "enforce_eager", "skip_tokenizer_init"),
+}
+
+
+def test_unknown_and_reserved_arguments_are_refused_by_name() -> None:
+    options = StrategyOptions(engine_args=("max_num_seqs=3", "kv_cache_memory_bytes=1048576"))
+    assert user_arguments(options, KNOWN) == {"max_num_seqs": 3, "kv_cache_memory_bytes": 1 << 20}
+    for given, text in (
+        ("max_num_sequences=3", "vLLM has no such argument. Did you mean max_num_seqs"),
+        ("gpu_memory_utilization=0.5", "use --engine_mem_fraction"),
+        ("dtype=half", "use --dtype"),
+        ("load_format=auto", "the engine decides it"),
+        ("logprobs_mode=raw_logprobs", "the engine decides it"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            user_arguments(StrategyOptions(engine_args=(given,)), KNOWN)
+
+
+def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.engines.vllm.arguments.known_arguments", lambda: KNOWN)
+    options = StrategyOptions(engine_mem_fraction=0.3, dtype="bfloat16", engine_args=("max_num_seqs=7",))
+    shared = {"model": "m", "tp_size": 2, "is_distributed": True, "takes_media": False}
+    cpu = llm_arguments(options, device=torch.device("cpu"), **shared)
+    gpu = llm_arguments(options, device=torch.device("cuda", 0), **shared)
+    for arguments in (cpu, gpu):
+        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["load_format"] == "dummy"
+        assert arguments["distributed_executor_backend"] == "external_launcher"
+        assert arguments["tensor_parallel_size"] == 2
+        assert arguments["max_num_seqs"] == 7  # the user's, over ours
+        assert arguments["dtype"] == "bfloat16"
+        assert set(arguments) <= KNOWN  # an older vLLM is not given what it does not know
+    assert cpu["kv_cache_memory_bytes"] == 256 << 20
+    assert "enable_sleep_mode" not in cpu
+    assert (gpu["gpu_memory_utilization"], gpu["enable_sleep_mode"]) == (0.3, True)
+    assert "kv_cache_memory_bytes" not in gpu
+    alone = llm_arguments(
+        options, device=torch.device("cpu"), model="m", tp_size=1, is_distributed=False, takes_media=True
+    )
+    assert "distributed_executor_backend" not in alone
+    assert alone["limit_mm_per_prompt"]["image"] > 1
+    assert alone["skip_tokenizer_init"] is False
+
+
+def test_the_folder_that_the_model_came_from_or_one_with_its_config(tmp_path: Path) -> None:
+    folder = save_tiny_model("tied", tmp_path / "model")
+    source = AutoModelForCausalLM.from_pretrained(folder)
+    scratch = tmp_path / "scratch"
+    assert model_folder(source, None, scratch) == folder
+    source.name_or_path = "org/some-model"
+    assert model_folder(source, None, scratch) == "org/some-model"
+    assert not scratch.exists()
+    made = AutoModelForCausalLM.from_config(TEXT_FAMILIES["untied"]())
+    made.__class__ = type("FSDPQwen2ForCausalLM", (type(made),), {"unshard": None})  # as fully_shard() leaves it
+    for name in ("", str(tmp_path / "gone")):
+        made.name_or_path = name
+        assert model_folder(made, None, scratch) == str(scratch)
+        assert json.loads((scratch / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]

@@ -1,0 +1,78 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_vlm import tiny_config
+from torch.testing import assert_close
+
+from lightrl.builtin.model import tiny_model
+from lightrl.models.policy import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model")
+    model, tokenizer = tiny_model()
+    model.generation_config.eos_token_id = [1, 5]
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_every_rank_gets_the_same_model_but_one_without_weights(folder: str) -> None:
+    real, empty = load_policy(folder, materialize=True), load_policy(folder, materialize=False)
+    assert [(n, p.shape) for n, p in real.named_parameters()] == [(n, p.shape) for n, p in empty.named_parameters()]
+    assert all(p.is_meta for p in empty.parameters())
+    assert empty.hf.lm_head.weight is empty.hf.model.embed_tokens.weight
+    assert empty.hf.generation_config.eos_token_id == real.hf.generation_config.eos_token_id == [1, 5]
+    source, _ = tiny_model()
+    for name, parameter in source.named_parameters():
+        assert_close(dict(real.hf.named_parameters())[name].detach(), parameter.detach(), atol=0, rtol=0)
+        assert parameter.dtype == torch.float32
+
+
+def test_a_reference_is_no_actor(folder: str) -> None:
+    assert load_policy(folder, materialize=True).is_actor
+    reference = load_policy(folder, materialize=True, is_reference=True)
+    assert not reference.is_actor
+    assert not reference.entropy
+
+
+def test_tokenizer_and_context(folder: str) -> None:
+    assert load_tokenizer(folder)("1+1=")["input_ids"] == [3, 12, 3, 13]
+    assert context_length(folder) == tiny_model()[0].config.max_position_embeddings
+
+
+def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path) -> None:
+    check_model_folder(folder)
+    check_model_folder("Qwen/Qwen2.5-0.5B")  # a name: transformers looks it up
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        check_model_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        check_model_folder(str(tmp_path))
+    for name in ("", "builtin:subtraction"):
+        with pytest.raises(ValueError, match="neither a folder, nor a Hugging Face name"):
+            check_model_folder(name)
+
+
+def test_damaged_weights_are_told(folder: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match="its weights cannot be read"):
+        load_policy(str(copy), materialize=True)
+
+
+def test_the_class_that_loads_a_model_follows_its_config() -> None:
+    assert model_loader(transformers.Qwen3Config()) is transformers.AutoModelForCausalLM
+    assert model_loader(tiny_config("qwen3_vl")) is transformers.AutoModelForImageTextToText
+    with pytest.raises(
+        ValueError, match="'llava' takes images in a way that lightrl does not know.* qwen2_5_vl, qwen3_vl"
+    ):
+        model_loader(transformers.LlavaConfig())

@@ -1,0 +1,72 @@
+"""Weight syncs that are spoilt, over whole strategies; see the program."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrl.engines.base import Completion, EnginePrompt
+from lightrl.strategy.serving.canary import Canary, _difference, _nan_to_inf
+from lightrl.testing import run_program, run_spmd
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "sabotage_program.py"
+
+
+def test_every_sabotage_is_caught_in_one_process() -> None:
+    assert "all checked" in run_program([sys.executable, str(PROGRAM), "single"], timeout_s=120)
+
+
+@pytest.mark.slow
+def test_every_sabotage_is_caught_on_two_ranks() -> None:
+    assert run_spmd(PROGRAM, "fsdp", world_size=2, timeout_s=180).count("all checked") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_every_sabotage_is_caught_where_zero_shards_the_parameters() -> None:
+    flags = ["--deepspeed.zero_stage", "3", "--deepspeed.param_persistence_threshold", "0"]
+    assert run_spmd(PROGRAM, "deepspeed", *flags, world_size=2, timeout_s=180).count("all checked") == 2
+
+
+def test_prompts_with_images_are_kept_first() -> None:
+    canary = Canary()
+    texts = [EnginePrompt(token_ids=(place,)) for place in range(3)]
+    picture = EnginePrompt(token_ids=(9,), images=("image",))
+    canary.keep([*texts, picture])
+    assert canary._prompts == [picture, texts[0]]
+    canary.keep([])  # a rank that had none this time
+    assert canary._prompts == [picture, texts[0]]
+
+
+def test_float32_is_judged_by_its_worst_token_and_bfloat16_by_the_mean() -> None:
+    completions = [
+        Completion(
+            request_id=0,
+            sample_index=0,
+            prompt_token_ids=(1,),
+            output_token_ids=(2,) * len(logprobs),
+            logprobs=logprobs,
+            versions=(0,) * len(logprobs),
+            finish_reason="length",
+        )
+        for logprobs in ((-1.0, -2.0, -3.0), (-1.0,), ())
+    ]
+    theirs = [torch.tensor([-1.0, -2.5, -3.0]), torch.tensor([-1.3]), torch.zeros(0)]
+    assert _difference(theirs, completions, torch.float32) == pytest.approx(0.5, abs=1e-6)
+    assert _difference(theirs, completions, torch.bfloat16) == pytest.approx(0.2, abs=1e-6)  # (0 + 0.5 + 0 + 0.3) / 4
+    assert _difference([torch.zeros(0)], completions[2:], torch.float32) == 0.0
+
+
+@pytest.mark.slow
+def test_the_built_in_model_runs_in_bfloat16(tmp_path: Path) -> None:
+    """Its logits are large, so that single tokens differ by more than half."""
+    script = str(PROGRAM.parents[2] / "scripts" / "train_grpo.py")
+    options = ["--dtype", "bfloat16", "--max_steps", "2", "--canary_every", "1", "--eval.every", "0"]
+    run_program([sys.executable, script, *options, "--output_dir", str(tmp_path / "run")], timeout_s=120)
+
+
+def test_a_nan_is_the_largest_difference() -> None:
+    assert _nan_to_inf(float(torch.tensor(float("nan")))) == float("inf")
+    assert _nan_to_inf(0.5) == 0.5

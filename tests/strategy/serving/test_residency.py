@@ -1,0 +1,122 @@
+"""Storages that leave the device and come back, and the trainer that makes room for the engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightrl.checkpoint import save_tensors
+from lightrl.config import StrategyOptions
+from lightrl.strategy.serving.residency import StorageOffloader
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing.strategy_checks import fresh, parameters, same, train
+from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
+
+GREEDY = {"max_tokens": 4, "temperature": 0.0}
+PROMPTS = [[5, 9, 33], [7]]
+
+
+def test_shared_storages_leave_once_and_come_back_bit_by_bit() -> None:
+    whole = torch.randn(3, 4)
+    before, half = whole.clone(), whole[:2]  # 48 bytes behind both
+    offloader = StorageOffloader()
+    assert (offloader.offload([whole, half, torch.empty(0)]), offloader.is_offloaded) == (48, True)
+    assert whole.untyped_storage().nbytes() == 0
+    assert offloader.offload([whole]) == 0
+    assert (offloader.restore(), offloader.restore()) == (48, 0)
+    assert torch.equal(whole, before)
+    assert torch.equal(half, before[:2])
+
+
+def test_a_mapped_file_stays(tmp_path: Path) -> None:
+    """As from_pretrained leaves the weights of a model that is not moved to another device."""
+    save_tensors(tmp_path / "file", {"weight": torch.ones(3)})
+    weight = load_file(tmp_path / "file")["weight"]
+    if weight.untyped_storage().resizable():
+        pytest.skip("this version of safetensors reads into memory of its own")
+    offloader = StorageOffloader()
+    assert offloader.offload([weight]) == 0
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+
+
+def with_engine(ema_decay: float = 0.0, **settings: Any) -> tuple[SingleStrategy, Any]:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, **settings))
+    strategy.setup_distributed()
+    policy, _ = fresh(strategy)
+    if ema_decay:
+        strategy.keep_average(policy, ema_decay)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    strategy.maybe_sleep_inference_engine()
+    return strategy, policy
+
+
+def test_every_call_says_how_many_bytes_moved() -> None:
+    strategy, policy = with_engine()
+    train(strategy, policy, 0)
+    size = sum(parameter.nbytes for parameter in policy.parameters())
+    buffers = sum(buffer.nbytes for buffer in policy.buffers())
+    assert (strategy.offload_optimizer(), strategy.offload_optimizer()) == (2 * size, 0)  # two moments
+    assert (strategy.load_optimizer(), strategy.load_optimizer()) == (2 * size, 0)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert strategy.offload_param_and_grad(offload_grad=True) == 2 * size + buffers
+    assert strategy.load_param_and_grad(load_grad=True) == 2 * size + buffers
+    assert all(bool((parameter.grad == 1).all()) for parameter in policy.parameters())
+    assert strategy.offload_param_and_grad() == size + buffers  # the gradients stay
+    assert all(bool((parameter.grad == 1).all()) for parameter in policy.parameters())
+    strategy.load_param_and_grad()
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine_sleep_level": 2}, {"ema_decay": 0.9}])
+def test_offload_while_generating_changes_no_number(settings: dict[str, Any]) -> None:
+    def run(offload: bool) -> tuple[list[Any], dict[str, Tensor], int]:
+        strategy, policy = with_engine(offload_while_generating=offload, **settings)
+        reference = strategy.prepare(tiny_policy(seed=4), is_rlhf=True)
+        found = []
+        for step in range(2):
+            items = strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS)
+            scores = strategy.forward(my_prompts(), model=reference)
+            found += [[item.output_token_ids for item in items], scores[0].logprobs.tolist()]
+            found.append(train(strategy, policy, step).loss)
+            strategy.set_global_step(step + 1)
+            strategy.update_engine_weights(policy)
+        found.append(strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS)[0].output_token_ids)
+        return found, parameters(strategy, policy), strategy.residency.offloaded_bytes
+
+    wanted, weights, none = run(False)
+    found, offloaded_weights, num_bytes = run(True)
+    assert found == wanted
+    same(offloaded_weights, weights)
+    size = sum(value.nbytes for value in weights.values())
+    # the policy, its two moments (and its average), and the reference
+    assert none == 0
+    assert num_bytes >= (5 if "ema_decay" in settings else 4) * size
+
+
+def my_prompts() -> list[Any]:
+    return [make_batch(samples(0)[:2])]
+
+
+def test_an_engine_that_stays_awake_keeps_the_trainer_away_until_it_sleeps() -> None:
+    strategy, policy = with_engine(offload_while_generating=True)
+    reference = strategy.prepare(tiny_policy(), is_rlhf=True)
+    strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS, sleep_engine=False)
+    for model in (policy, reference):
+        with pytest.raises(RuntimeError, match="weights are offloaded"):
+            strategy.forward(my_prompts(), model=model)
+    strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS, sleep_engine=False)
+    strategy.update_engine_weights(policy)  # brings the weights back, since it reads them
+    strategy.gather_and_generate(GREEDY, all_prompt_token_ids=PROMPTS, sleep_engine=False)
+    strategy.maybe_sleep_inference_engine()
+    train(strategy, policy, 0)
+
+
+def test_an_error_while_generating_brings_everything_back() -> None:
+    strategy, policy = with_engine(offload_while_generating=True)
+    before = parameters(strategy, policy)
+    with pytest.raises(ValueError, match="prompt 0 holds token id 999"):
+        strategy.gather_and_generate(GREEDY, all_prompt_token_ids=[[999]])
+    same(parameters(strategy, policy), before)

@@ -1,0 +1,73 @@
+"""The documents: the site builds without a warning, and every file that a page names exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightrl.testing import run_program
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "log.md"]  # the log names what was
+NAMED_FILE = re.compile(r"(?<![\w./:~-])((?:\w+/)+\w+\.(?:py|sh|sbatch|md|yaml))\b")
+EXAMPLES = {"path/to/file.py", "lightrl/x/y.py", "tests/x/test_y.py"}
+
+
+@pytest.fixture(scope="module")
+def docs_links() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_links", ROOT / "scripts" / "docs_links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exists(name: str, page: Path) -> bool:
+    return any((folder / name).is_file() for folder in (ROOT, ROOT / "lightrl", ROOT / "tests", page.parent))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = set(NAMED_FILE.findall(re.sub(r"\]\([^)]*\)|https?://\S+", "]", page.read_text()))) - EXAMPLES
+    assert [name for name in sorted(named) if not exists(name, page)] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in sorted(pages) if f" {page}\n" not in navigation] == []
+
+
+def test_every_package_has_a_reference() -> None:
+    folders = [path.parent.name for path in (ROOT / "lightrl").glob("*/__init__.py")]
+    modules = [path.stem for path in (ROOT / "lightrl").glob("*.py") if path.stem != "__init__"]
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    assert [name for name in sorted([*folders, *modules]) if f"::: lightrl.{name}\n" not in reference] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see [configs/](../configs) here", "see `configs` here"),
+        ("[grpo](../configs/grpo.yaml)", "`configs/grpo.yaml`"),
+        ("[its contract](../lightrl/engines/base.py)", "its contract (`lightrl/engines/base.py`)"),
+        ("[engines](engines.md), [site](https://a.org/../b)", "[engines](engines.md), [site](https://a.org/../b)"),
+    ],
+)
+def test_links_out_of_the_site_read_as_paths(docs_links: ModuleType, text: str, shown: str) -> None:
+    assert docs_links.outside_links_as_paths(text) == shown
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    run_program(command, timeout_s=240, cwd=ROOT)
+    assert "StrategyBase" in (tmp_path / "site" / "reference" / "strategy" / "index.html").read_text()

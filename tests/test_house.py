@@ -1,0 +1,73 @@
+"""The limits on the shape of the package, and the program that measures it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("house", ROOT / "benchmarks" / "house.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# Folders and files that are not there yet.
+LONG_FILES = {"lightrl/strategy/base.py", "lightrl/strategy/torch_native.py", "lightrl/config/sections.py"}
+LONG_FILES |= {"lightrl/testing/strategy_checks.py"}
+UNUSED_IN = ("lightrl/algorithms/", "lightrl/models/", "lightrl/strategy/", "lightrl/engines/", "lightrl/seeding.py")
+UNUSED_IN += ("lightrl/checkpoint.py", "lightrl/config/", "lightrl/trainers/", "lightrl/rewards/", "lightrl/data/")
+HAS_CYCLE = {"lightrl.strategy.base", "lightrl.strategy.canary"}
+
+
+def test_no_file_is_longer_than_a_reader_can_hold(house: ModuleType) -> None:
+    sizes = house.file_sizes()
+    assert {path: size for path, size in sizes.items() if size > house.MAX_FILE_LINES and path not in LONG_FILES} == {}
+
+
+def test_no_function_is_longer_than_one_explanation(house: ModuleType) -> None:
+    assert {name: size for name, size in house.function_sizes().items() if size > house.MAX_FUNCTION_LINES} == {}
+
+
+def test_no_modules_import_each_other_not_even_for_types(house: ModuleType) -> None:
+    assert [group for group in house.cycles(house.import_graph()) if not set(group) <= HAS_CYCLE] == []
+
+
+def test_every_definition_is_used_or_explained(house: ModuleType) -> None:
+    assert [name for name in house.unexplained_names() if not name.startswith(UNUSED_IN)] == []
+    assert [pattern for pattern, reason in house.allowed_names().items() if not reason] == []
+
+
+# ---- The measurements themselves
+
+
+def test_a_cycle_is_a_group_that_reaches_itself(house: ModuleType) -> None:
+    assert house.cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_equal_passages_are_reported_once(house: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "".join(f"    x{i} = {i}\n" for i in range(7))
+    (tmp_path / "lightrl").mkdir()
+    (tmp_path / "lightrl" / "one.py").write_text(f'def first():\n    """Says one thing."""\n{body}')
+    (tmp_path / "lightrl" / "two.py").write_text(f"import one\n\ndef second():\n{body}    # and more\n    return 1\n")
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    monkeypatch.setattr(house, "PACKAGE", tmp_path / "lightrl")
+    house.sources.cache_clear()
+    assert house.duplicates() == [house.Duplicate("lightrl/one.py:3", "lightrl/two.py:4", 7)]
+    house.sources.cache_clear()
+
+
+def test_the_table_has_its_place_on_the_page(house: ModuleType) -> None:
+    page = house.PAGE.read_text()
+    assert page.index(house.BEGIN) < page.index("| Figure | Now | Limit or goal |") < page.index(house.END)
