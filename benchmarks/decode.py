@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine against transformers' own `generate`, interleaved in one process.
+"""Compares the native engine's tokens per second with transformers' own `generate`, interleaved in one process.
 
 python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
 """
@@ -58,7 +58,7 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def long_tailed_lengths() -> list[int]:
-    """Log-normal with median 40, cut at LONGEST: the longest is several times the mean."""
+    """Draws log-normal lengths with median 40, at most LONGEST: the longest is several times the mean."""
     drawn = np.random.default_rng(0).lognormal(mean=np.log(40), sigma=1.0, size=NUM_REQUESTS)
     return [int(length) for length in np.clip(drawn, 1, LONGEST)]
 
@@ -74,7 +74,7 @@ def native_round(engine: NativeEngine, prompts: list[list[int]], lengths: list[i
 
 
 def generate_round(model: Any, prompts: list[list[int]], longest: int, n: int = 1) -> Callable[[], None]:
-    """One static batch, which runs until its longest answer is there."""
+    """Generates one static batch, which runs until its longest answer ends."""
     ids = torch.tensor(prompts).repeat_interleave(n, dim=0)
     mask = torch.ones_like(ids)
 
@@ -95,7 +95,7 @@ def generate_round(model: Any, prompts: list[list[int]], longest: int, n: int = 
 
 
 def interleave(rounds: int, *runs: Callable[[], None]) -> list[list[tuple[float, float]]]:
-    """(Wall, processor) seconds of each run in each round, after one round to warm up."""
+    """Returns the (wall, processor) seconds of each run in each round, after one round to warm up."""
     seconds: list[list[tuple[float, float]]] = [[] for _ in runs]
     for turn in range(rounds + 1):
         for place, run in enumerate(runs):
@@ -107,7 +107,7 @@ def interleave(rounds: int, *runs: Callable[[], None]) -> list[list[tuple[float,
 
 
 def report(label: str, num_tokens: int, native: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
-    """The processor ratio is the one to read on a machine that is not quiet."""
+    """Prints both ratios; on a busy machine read the one of processor time."""
     native_s, theirs_s = (statistics.median(wall for wall, _ in rounds) for rounds in (native, theirs))
     pairs = list(zip(native, theirs, strict=True))
     wall_ratio = statistics.median(b[0] / a[0] for a, b in pairs)

@@ -1,10 +1,10 @@
-"""Every engine and transformers' own `generate` on the same 64 requests x 64 tokens: tokens/s, weight sync, memory.
+"""Compares engines and transformers' own `generate` on 64 requests x 64 tokens: tokens/s, weight sync, memory.
 
 python benchmarks/engines.py --engines native vllm hf
 python benchmarks/engines.py --engines native hf sglang=.venv-sglang/bin/python
 
-Each engine lives in a process of its own (name=PYTHON starts it with another interpreter) and all take turns, so that a
-busy machine slows them alike. One thread each, float32, no end tokens, logprobs on (not for generate).
+Each engine has its own process (name=PYTHON starts it with another interpreter) and all take turns, so that a busy
+machine slows them equally. One thread each, float32, no end tokens, logprobs on (not for generate).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_TOKENS = 64
 
 
 def save_model(folder: str) -> None:
-    """A random Qwen3 of 0.7 M parameters; its head size is one that every engine takes on a CPU."""
+    """Builds a random Qwen3 of 0.7 M parameters with a head size that every engine supports on a CPU."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
 
 
 class Generate:
-    """transformers' generate of one static batch."""
+    """Runs transformers' generate on one static batch."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -82,7 +82,7 @@ class Generate:
 
 
 class Engine:
-    """One of lightrl's engines: generation, then a weight sync with its proof, then sleep."""
+    """Runs one of lightrl's engines: generation, then a weight sync with its proof, then sleep."""
 
     def __init__(self, name: str, folder: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -111,7 +111,7 @@ class Engine:
         return {"seconds": seconds}
 
     def phases(self) -> dict[str, float]:
-        """Seconds of a sync, and resident memory awake, asleep, and with the weights awake."""
+        """Returns the seconds of a sync, and the resident memory awake, asleep, and with the weights awake."""
         memory = {"awake": resident_mb()}
         self.strategy.maybe_sleep_inference_engine()
         memory["asleep"] = resident_mb()
@@ -125,7 +125,7 @@ class Engine:
 
 
 def resident_mb() -> float:
-    """Of this process and its children."""
+    """Returns the resident memory of this process and its children."""
     total = 0.0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -138,7 +138,7 @@ def resident_mb() -> float:
 
 
 def work(name: str, folder: str) -> None:
-    """A worker: one line of JSON for every line that it is sent."""
+    """Runs a worker that answers every line with a line of JSON."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an engine prints goes to stderr
     subject: Any = Generate(folder) if name == "hf" else Engine(name, folder)

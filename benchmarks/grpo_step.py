@@ -38,9 +38,9 @@ def run_lightrl(num_steps: int) -> dict[str, Any]:
     starts: list[float] = []
 
     class Timed(GRPOTrainer):
-        def step(self, prompts: Any) -> Any:
+        def step(self) -> Any:
             starts.append(time.perf_counter())
-            return super().step(prompts)
+            return super().step()
 
     config = GRPOConfig(
         strategy="single",

@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 PAGE = ROOT / "docs" / "architecture.md"
+REGISTRY = "lightrl/algorithms/registry.py"
 ALLOWED_NAMES = Path(__file__).with_name("unused_names.txt")
 BEGIN, END = "<!-- made by `make house` -->", "<!-- end of what `make house` makes -->"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, DUPLICATE_LINES = 450, 60, 6
@@ -176,14 +177,14 @@ def unused_names() -> list[str]:
 
 
 def _names_in_strings() -> set[str]:
-    """Returns the names that the package imports by a string, such as lightrl.strategy.fsdp:FSDPStrategy."""
-    strings = (
-        node.value
-        for tree in sources().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
-    return {match[1] for match in map(re.compile(r"[\w.]+:(\w+)").fullmatch, strings) if match}
+    """Returns the names that the package imports by a string: package.module:name, or a name of the registry."""
+    names = set()
+    for path, tree in sources().items():
+        pattern = re.compile(r"(?:[\w.]+:)?(\w+)" if path == REGISTRY else r"[\w.]+:(\w+)")
+        strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        matches = (pattern.fullmatch(value) for value in strings if isinstance(value, str))
+        names |= {match[1] for match in matches if match}
+    return names
 
 
 def unexplained_names() -> list[str]:

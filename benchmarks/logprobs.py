@@ -1,9 +1,9 @@
-"""Log-probability and entropy of chosen tokens, forward and backward: tiles against the full log-softmax.
+"""Compares tiled log-probabilities and entropies, forward and backward, with the full log-softmax.
 
     python benchmarks/logprobs.py [--positions 2048 --hidden 256 --vocab 151936 --threads 2 --rounds 3]
 
-Each measurement runs in a process of its own, so that its peak memory is its own; the ways take turns. "extra peak" is
-what the process grew by over its inputs, the gradients of hidden states and weight included.
+Each measurement runs in its own process, so that peaks of memory do not mix; the two take turns. "extra peak" is how
+much the process grew beyond its inputs, including the gradients of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forward_backward(way: str, hidden: Tensor, weight: Tensor, targets: Tensor, 
 
 
 def memory_mib(field: str) -> float:
-    """VmRSS (now) or VmHWM (peak) of this process."""
+    """Returns VmRSS (now) or VmHWM (peak) of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 

@@ -1,9 +1,9 @@
-"""Forward and backward of one padded batch against the same samples packed without padding.
+"""Compares forward and backward of a padded batch with the same samples packed without padding.
 
     python benchmarks/packing.py [--model toy|mid --num 32 --threads 2 --rounds 5]
 
-The lengths are log-normal, as those of sampled responses are; the two ways take turns. Both score the same response
-tokens with the same loss, and the largest difference of a log-probability is shown with the times.
+The lengths are log-normal, like those of sampled responses; the two take turns. Both score the same response tokens
+with the same loss, and the largest difference of a log-probability is printed with the times.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def make_sample(position: int, length: int, vocab_size: int, generator: torch.Ge
 
 
 def padded_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """The scores of the pack's response tokens by one right-padded batch and the full log-softmax."""
+    """Scores the pack's response tokens with one right-padded batch and the full log-softmax."""
     bounds = torch.tensor(batch.cu_seqlens)
     rows = torch.bucketize(torch.arange(batch.cu_seqlens[-1]), bounds[1:], right=True)
     ids = torch.zeros(len(batch.keys), int(bounds.diff().max()), dtype=torch.int64)
@@ -84,7 +84,7 @@ def padded_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 
 def timed(model: torch.nn.Module, score: Callable[[], Tensor]) -> tuple[float, float]:
-    """Seconds and CPU seconds of a forward and a backward."""
+    """Returns the seconds and CPU seconds of a forward and a backward."""
     model.zero_grad()
     wall, cpu = time.perf_counter(), time.process_time()
     (-score().mean()).backward()

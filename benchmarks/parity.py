@@ -1,4 +1,4 @@
-"""Every strategy against one plain PyTorch process: the largest differences after 20 steps in float32.
+"""Prints the largest differences of every strategy from one plain PyTorch process after 20 steps in float32.
 
     python benchmarks/parity.py [--world 2] [--steps 20]
 

@@ -1,4 +1,4 @@
-"""Every recipe of configs/ on the built-in task, on this machine's CPU: held-out accuracy before and after.
+"""Runs every recipe of configs/ on the built-in task and prints the held-out accuracy before and after.
 
     python benchmarks/recipes.py [--recipes grpo dapo ...] [--seed 0]
 
@@ -26,7 +26,7 @@ def recipe_names() -> list[str]:
 
 
 def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
-    """What the run logged, step by step."""
+    """Returns what the run logged at each step."""
     script = ROOT / "scripts" / f"train_{'ppo' if recipe.startswith('ppo') else 'grpo'}.py"
     with tempfile.TemporaryDirectory() as name:
         flags = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--output_dir", f"{name}/run"]

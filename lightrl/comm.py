@@ -1,17 +1,14 @@
-"""Ranks and collectives. Works the same in a world of one, where no process group exists.
+"""Comm: ranks and collectives, the same in a world of one, where no process group exists.
 
 Tensors on a GPU go over the data group (NCCL); numbers, objects and decisions over a gloo control group beside it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
-import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -21,7 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-logger = logging.getLogger(__name__)
+from lightrl.rank_board import RankBoard, describe
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old name warns at every call.
@@ -40,7 +37,7 @@ _PEER_LOST = (
 
 
 class UnknownReductionError(ValueError, AssertionError):
-    """An all_reduce operation that does not exist; also an AssertionError for code written against that."""
+    """An all_reduce operation that does not exist; also an AssertionError for code that expects one."""
 
 
 class RankError(RuntimeError):
@@ -51,12 +48,12 @@ _current: Comm | None = None
 
 
 def current() -> Comm:
-    """The world this process has joined, or a world of one."""
+    """Returns the world that this process has joined, or a world of one."""
     return _current or Comm()
 
 
 class Comm:
-    """This process's place in the world, and every collective that lightrl uses outside a model's own."""
+    """The rank of this process, and every collective that lightrl uses outside a model's own."""
 
     def __init__(
         self,
@@ -73,29 +70,39 @@ class Comm:
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.world = dist.get_world_size() if self.is_distributed else 1
         self._control = control_group
-        self._store = store
+        self._board = RankBoard(store, self.rank, self.world) if store is not None else None
         self._owns_group = owns_group
-        self._phases = ["start"]
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     # ---- phases and errors -------------------------------------------------------------------------------------
 
     @property
     def phase_name(self) -> str:
-        return self._phases[-1]
+        """The innermost phase that this rank is in."""
+        return self._board.phase if self._board is not None else "start"
 
-    @contextmanager
-    def phase(self, name: str, *, local: bool = False) -> Iterator[None]:
+    def phase(self, name: str, *, local: bool = False) -> AbstractContextManager[None]:
         """Names what this rank is doing, so that a time-out or a failure elsewhere can say it.
 
-        local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends.
-        Otherwise the failing rank tells the others through the store before it raises, and they find its traceback
-        there when their collective breaks.
+        In a process of its own it does nothing: an error there needs no help to be seen.
+
+        Args:
+            name: what the body does.
+            local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends.
+                Otherwise the failing rank posts its traceback before it raises, and the others read it there when
+                their collective breaks.
         """
-        self._enter(name)
+        if self._board is None:
+            return nullcontext()
+        return self._watched_phase(self._board, name, local)
+
+    @contextmanager
+    def _watched_phase(self, board: RankBoard, name: str, local: bool) -> Iterator[None]:
+        board.enter(name)
         error: Exception | None = None
         try:
             yield
@@ -103,120 +110,72 @@ class Comm:
             error = raised
         try:
             if local:
-                self._raise_everywhere(error)
+                self._raise_everywhere(board, error)
             elif error is not None:
-                self._publish_or_explain(error)
+                self._publish_or_explain(board, error)
                 raise error
         finally:
-            self._phases.pop()
-            self._tell_phase()
+            board.leave()
 
-    def _enter(self, name: str) -> None:
-        self._phases.append(name)
-        self._tell_phase()
-
-    def _tell_phase(self) -> None:
-        self._tell(f"lightrl/phase/{self.rank}", f"{self.phase_name}|{time.time():.1f}")
-
-    def _tell(self, key: str, text: str) -> None:
-        if self._store is not None:
-            with suppress(RuntimeError):  # the store's host is gone: the error that this rank has says more
-                self._store.set(key, text)
-
-    def _raise_everywhere(self, error: Exception | None) -> None:
+    def _raise_everywhere(self, board: RankBoard, error: Exception | None) -> None:
         try:
             has_failed = self.any(error is not None)
         except RankError as lost:  # another rank never came to the end of the body
             if error is None:
                 raise
-            self._tell(f"lightrl/error/{self.rank}", _describe(error))
+            board.post_error(error)
             raise error from lost
         if not has_failed:
             return
-        text = None if error is None else _describe(error)
-        failures = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
+        text = None if error is None else describe(error)
+        errors = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
         if error is not None:
             raise error
-        raise RankError(self._other_rank_failed(failures))
+        raise RankError(board.describe_errors(errors))
 
-    def _other_rank_failed(self, failures: Mapping[int, str]) -> str:
-        reports = "\n".join(f"--- rank {rank} ---\n{report}" for rank, report in sorted(failures.items()))
-        return f"rank {', '.join(map(str, sorted(failures)))} failed in phase {self.phase_name!r}:\n{reports}"
-
-    def _publish_or_explain(self, error: Exception) -> None:
-        """Tells the other ranks why this one leaves, or raises with what they told if they left first."""
-        if self._store is None or isinstance(error, RankError):
+    def _publish_or_explain(self, board: RankBoard, error: Exception) -> None:
+        """Posts why this rank leaves, or raises with what the others posted if they left first."""
+        if isinstance(error, RankError):
             return
         if not _is_lost_peer(error):
-            self._tell(f"lightrl/error/{self.rank}", _describe(error))
+            board.post_error(error)
             return
-        failures = self._published_errors()
-        if failures:
-            raise RankError(self._other_rank_failed(failures)) from error
-        raise RankError(f"{error}\n{self._where_is_everyone()}") from error
-
-    def _published_errors(self) -> dict[int, str]:
-        """What other ranks said before they left; a short wait, since a broken connection travels faster."""
-        assert self._store is not None
-        for _ in range(10):
-            keys = {rank: f"lightrl/error/{rank}" for rank in range(self.world) if rank != self.rank}
-            failures = {
-                rank: self._store.get(key).decode() for rank, key in keys.items() if self._store_has(self._store, key)
-            }
-            if failures:
-                return failures
-            time.sleep(0.1)
-        return {}
-
-    @staticmethod
-    def _store_has(store: Store, key: str) -> bool:
-        try:
-            return bool(store.check([key]))
-        except RuntimeError:  # the store's host is gone too
-            return False
-
-    def _where_is_everyone(self) -> str:
-        if self._store is None:
-            return ""
-        lines = [f"rank {self.rank} was in phase {self.phase_name!r}. Last word of the others:"]
-        now = time.time()
-        for rank in range(self.world):
-            key = f"lightrl/phase/{rank}"
-            if rank != self.rank and self._store_has(self._store, key):
-                name, since = self._store.get(key).decode().rsplit("|", 1)
-                lines.append(f"rank {rank} is in phase {name!r} since {now - float(since):.0f} s")
-        return "\n".join(lines)
+        errors = board.errors_of_others()
+        text = board.describe_errors(errors) if errors else f"{error}\n{board.describe_phases()}"
+        raise RankError(text) from error
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Adds rank, phase and the others' phases to a collective that broke."""
+        """Adds rank, phase and the others' phases to the error of a collective that broke."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, RankError) or not _is_lost_peer(error):
                 raise
-            failures = self._published_errors() if self._store is not None else {}
-            if failures:
-                raise RankError(self._other_rank_failed(failures)) from error
+            errors = self._board.errors_of_others() if self._board is not None else {}
+            if self._board is not None and errors:
+                raise RankError(self._board.describe_errors(errors)) from error
             raise RankError(
                 f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} "
-                f"(time-out {self.timeout.total_seconds():.0f} s): {error}\n{self._where_is_everyone()}"
+                f"(time-out {self.timeout.total_seconds():.0f} s): {error}\n"
+                f"{self._board.describe_phases() if self._board is not None else ''}"
             ) from error
 
     # ---- decisions ---------------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if it is true on one."""
-        return bool(self._agreed_int(int(flag), "max"))
+        """Returns True on every rank if the flag is true on one."""
+        return bool(self._reduced_int(int(flag), "max"))
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank only if it is true on all."""
-        return bool(self._agreed_int(int(flag), "min"))
+        """Returns True on every rank if the flag is true on all."""
+        return bool(self._reduced_int(int(flag), "min"))
 
     def max_int(self, value: int) -> int:
-        return self._agreed_int(value, "max")
+        """Returns the largest of all ranks' values on every rank."""
+        return self._reduced_int(value, "max")
 
-    def _agreed_int(self, value: int, op: str) -> int:
+    def _reduced_int(self, value: int, op: str) -> int:
         if self.world == 1:
             return value
         number = torch.tensor(value, dtype=torch.int64)
@@ -226,7 +185,7 @@ class Comm:
 
     def barrier(self) -> None:
         """Waits for every rank, on the control group."""
-        self._agreed_int(0, "max")
+        self._reduced_int(0, "max")
 
     # ---- tensors, numbers, dicts -------------------------------------------------------------------------------
 
@@ -252,17 +211,17 @@ class Comm:
 
     def _reduce_leaves(self, leaves: list[Any], op: str) -> list[Any]:
         tensors = [_as_tensor(leaf) for leaf in leaves]
-        kinds = sorted({(tensor.device.type, str(tensor.dtype)) for tensor in tensors})
-        out: list[Any] = list(leaves)
-        for kind in kinds:
-            places = [i for i, tensor in enumerate(tensors) if (tensor.device.type, str(tensor.dtype)) == kind]
-            flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])  # a copy: the input is never written
+        kinds = [(tensor.device.type, str(tensor.dtype)) for tensor in tensors]
+        reduced: list[Any] = list(leaves)
+        for kind in sorted(set(kinds)):
+            same = [i for i, other in enumerate(kinds) if other == kind]
+            flat = torch.cat([tensors[i].detach().reshape(-1) for i in same])  # a copy: the input is never written
             if self.world > 1:
                 with self._explained("all_reduce"):
                     dist.all_reduce(flat, op=_reduce_op(op), group=self._group_for(flat))
-            for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
-                out[i] = part.reshape(tensors[i].shape) if isinstance(leaves[i], Tensor) else part.item()
-        return out
+            for i, part in zip(same, flat.split([tensors[i].numel() for i in same]), strict=True):
+                reduced[i] = part.reshape(tensors[i].shape) if isinstance(leaves[i], Tensor) else part.item()
+        return reduced
 
     def all_gather(self, data: T) -> T:
         """Concatenates along dim 0 in rank order; lengths may differ. Numbers become a tensor [world]."""
@@ -283,7 +242,7 @@ class Comm:
         return cast(T, torch.cat([chunk[:length] for chunk, length in zip(chunks, lengths, strict=True)]))
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites tensor on every rank with that of the source."""
+        """Overwrites the tensor on every rank with that of the source rank."""
         if self.world > 1:
             with self._explained("broadcast"):
                 dist.broadcast(tensor, src=source, group=self._group_for(tensor))
@@ -291,7 +250,7 @@ class Comm:
     # ---- objects -----------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """One item from every rank (of the group), in rank order, over gloo."""
+        """Returns the items of all ranks (of the group) in rank order; they travel over gloo."""
         if self.world == 1:
             return [item]
         chosen = group or self._control
@@ -301,6 +260,7 @@ class Comm:
         return items
 
     def broadcast_object(self, item: T, source: int = 0) -> T:
+        """Returns the source rank's item on every rank."""
         if self.world == 1:
             return item
         box: list[Any] = [item if self.rank == source else None]
@@ -309,7 +269,7 @@ class Comm:
         return cast(T, box[0])
 
     def exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
-        """outgoing[r] goes to rank r; returns what the ranks sent here, in rank order. Only what moves is moved."""
+        """Sends outgoing[r] to rank r; returns what the ranks sent here, in rank order, and moves nothing else."""
         if len(outgoing) != self.world:
             raise ValueError(f"exchange needs one list per rank: {len(outgoing)} lists for {self.world} ranks.")
         if self.world == 1:
@@ -335,24 +295,24 @@ class Comm:
         """Splits the world into gloo groups of `size` consecutive ranks and returns this rank's; None for size 1."""
         if size < 1 or self.world % size:
             raise ValueError(f"Groups of {size} ranks do not divide a world of {self.world}.")
-        mine = None
-        if size > 1:
-            for start in range(0, self.world, size):  # every rank makes every group, or new_group hangs
-                ranks = list(range(start, start + size))
-                group = dist.new_group(ranks, timeout=self.timeout, backend="gloo")
-                mine = group if self.rank in ranks else mine
-        return mine
+        if size == 1:
+            return None
+        starts = range(0, self.world, size)
+        groups: list[dist.ProcessGroup] = [  # every rank makes every group, or new_group hangs
+            dist.new_group(list(range(start, start + size)), timeout=self.timeout, backend="gloo") for start in starts
+        ]
+        return groups[self.rank // size]
 
     def close(self) -> None:
-        """Leaves the process group if connect() made it; who this rank was stays known."""
+        """Leaves the process group if connect() made it; rank and world stay readable."""
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
-        self._control = self._store = None
+        self._control = self._board = None
 
 
 def connect(device: torch.device, timeout: timedelta) -> Comm:
-    """Joins the world that torchrun describes, re-uses one that exists, or is a world of one without either."""
+    """Joins the world that torchrun describes, uses an existing one again, or makes a world of one without either."""
     global _current
     _current = _connect(device, timeout)
     return _current
@@ -364,14 +324,18 @@ def _connect(device: torch.device, timeout: timedelta) -> Comm:
         return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store)
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
-        if os.environ.get("WORLD_SIZE", "1") != "1" or "RANK" in os.environ:
-            raise RuntimeError(
-                f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
-                "or set them all; without any of them lightrl runs as one process."
-            )
+        _require_one_process(missing)
         return Comm(device=device, timeout=timeout)
     store = _join(device, timeout)
     return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store, owns_group=True)
+
+
+def _require_one_process(missing: list[str]) -> None:
+    if os.environ.get("WORLD_SIZE", "1") != "1" or "RANK" in os.environ:
+        raise RuntimeError(
+            f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
+            "or set them all; without any of them lightrl runs as one process."
+        )
 
 
 def _join(device: torch.device, timeout: timedelta) -> Store:
@@ -395,7 +359,7 @@ def _join(device: torch.device, timeout: timedelta) -> Store:
 
 
 def backend_for(device: torch.device) -> str:
-    """Both on a GPU: with offload to the host, FSDP's collectives are of CPU tensors."""
+    """Returns the process group's back ends; on a GPU both, as FSDP's collectives are of CPU tensors in an offload."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -406,10 +370,6 @@ def _control_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def _reduce_op(op: str) -> Any:
     return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _is_lost_peer(error: BaseException) -> bool:

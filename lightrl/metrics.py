@@ -1,4 +1,4 @@
-"""Numbers of a step: sums with their counts until they are reduced over ranks, seconds per phase, memory."""
+"""The numbers of a step: sums with their counts until they are reduced over ranks, seconds per phase, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GB = 1e9
 
 
 class Reducer(Protocol):
-    """The two collectives that a reduction over ranks needs."""
+    """The collective that a reduction over ranks needs."""
 
     def all_gather_object(
         self, item: dict[str, tuple[str, float, float]]
@@ -23,7 +23,7 @@ class Reducer(Protocol):
 
 
 class Statistics:
-    """Named statistics of one step on one rank. A key may be known to some ranks only."""
+    """Named statistics of one step on one rank. A name may be known to some ranks only."""
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[str, float, float]] = {}  # name: (kind, numerator or extremum, denominator)
@@ -38,13 +38,13 @@ class Statistics:
         _, before, _ = self._values.get(name, ("sum", 0.0, 0.0))
         self._values[name] = ("sum", before + float(value), 0.0)
 
-    def highest(self, name: str, value: float) -> None:
-        """Keeps the largest over calls and ranks."""
+    def maximum(self, name: str, value: float) -> None:
+        """Keeps the maximum over calls and ranks, which for a number that all ranks share is that number."""
         _, before, _ = self._values.get(name, ("max", float("-inf"), 0.0))
         self._values[name] = ("max", max(before, float(value)), 0.0)
 
     def reduce(self, comm: Reducer) -> dict[str, float]:
-        """The step's numbers over all ranks, sorted by name; clears them here."""
+        """Returns the step's numbers over all ranks, sorted by name, and starts anew."""
         gathered = comm.all_gather_object(self._values)
         self._values = {}
         names = sorted({name for values in gathered for name in values})
@@ -52,24 +52,22 @@ class Statistics:
 
 
 def _combine(parts: list[tuple[str, float, float]]) -> float:
-    kind = parts[0][0]
+    kind, values = parts[0][0], [value for _, value, _ in parts]
     if kind == "max":
-        return max(value for _, value, _ in parts)
-    total = sum(value for _, value, _ in parts)
-    if kind == "sum":
-        return total
-    count = sum(denominator for _, _, denominator in parts)
-    return total / count if count else 0.0
+        return max(values)
+    count = sum(count for _, _, count in parts) if kind == "mean" else 1.0
+    return sum(values) / count if count else 0.0
 
 
 class Stopwatch:
-    """Seconds per phase of a step."""
+    """Adds up the seconds of each phase of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
+        """Adds the seconds of the body, the device's work included, to a phase."""
         started = time.perf_counter()
         try:
             yield
@@ -79,12 +77,13 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> Mapping[str, float]:
+        """Returns the seconds per phase and starts anew."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
 
 def memory_in_use() -> dict[str, float]:
-    """GB: this process's resident memory, and what torch has allocated and reserved on its GPU."""
+    """Returns this process's resident memory, and what torch has allocated and reserved on its GPU, in GB."""
     used = {"memory/host_gb": _resident_bytes() / _GB}
     if torch.cuda.is_available():
         used["memory/device_gb"] = torch.cuda.memory_allocated() / _GB
@@ -94,8 +93,10 @@ def memory_in_use() -> dict[str, float]:
 
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else _peak_bytes()
+
+
+def _peak_bytes() -> int:
     import resource  # noqa: PLC0415  (only where /proc is missing; absent on Windows)
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

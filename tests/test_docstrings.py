@@ -15,10 +15,9 @@ BROKEN_START = re.compile(
     r"(Of|Else|Those|With|Without|As|By|From|For|In|On|To|Where|Which|That|Also|Not|So|It|They|The same)\b"
 )
 NOT_YET = (
-    "lightrl/algorithms", "lightrl/builtin", "lightrl/config", "lightrl/data", "lightrl/engines", "lightrl/models",
+    "lightrl/algorithms", "lightrl/builtin", "lightrl/config", "lightrl/engines",
     "lightrl/rewards", "lightrl/rollout", "lightrl/strategy", "lightrl/testing", "lightrl/trainers",
-    "lightrl/checkpoint.py", "lightrl/comm.py", "lightrl/imports.py", "lightrl/metrics.py", "lightrl/records.py",
-    "lightrl/seeding.py",
+    "lightrl/checkpoint.py", "lightrl/comm.py", "lightrl/imports.py", "lightrl/metrics.py",
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ def test_means_are_of_sums_over_calls() -> None:
     statistics.mean("never", 0.0, 0)
     statistics.add("tokens", 3)
     statistics.add("tokens", 4)
-    statistics.highest("longest", 2)
-    statistics.highest("longest", 1)
+    statistics.maximum("longest", 2)
+    statistics.maximum("longest", 1)
     assert statistics.reduce(Comm()) == {"loss": 2.0, "longest": 2.0, "never": 0.0, "tokens": 7.0}  # (6 + 0) / (2 + 1)
     assert statistics.reduce(Comm()) == {}
 

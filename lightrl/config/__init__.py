@@ -1,59 +1,86 @@
-"""Every knob, once. The dataclasses are the flags, the --help, the YAML keys and the file saved with the run.
+"""Every option of every run, declared once. Importing this loads no torch, so that a mistake in a flag shows at once.
 
-Imports no torch: a mistake on the command line is told before anything slow is loaded.
+options.py: how an option is declared, checked, read and written. strategy.py: what a strategy and its engine read.
+sections.py: the groups that trainers read. runs.py: the config of each kind of run.
 """
 
-from lightrl.config.offline import DPOConfig, OfflineConfig, RMConfig, SFTConfig
-from lightrl.config.parsing import (
+from lightrl.config.options import (
     as_dict,
+    changed_options,
+    check_options,
+    engine_arguments,
     exit_with_user_error,
+    named_values,
+    nearest_multiples,
+    nearest_name,
+    option,
     option_names,
     parse_config,
-    tell_user_error,
+    print_user_error,
+    section,
     to_yaml,
 )
-from lightrl.config.runs import BUILTIN_MODEL, GRPOConfig, PPOConfig, RolloutConfig, RunConfig, describe_batches
+from lightrl.config.runs import (
+    BUILTIN_MODEL,
+    DPOConfig,
+    GRPOConfig,
+    OfflineConfig,
+    PPOConfig,
+    RewardConfig,
+    RMConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    SFTConfig,
+    describe_batches,
+)
 from lightrl.config.sections import (
     AlgorithmConfig,
-    CheckpointConfig,
     CriticConfig,
     DataConfig,
-    DeepSpeedConfig,
     DistillationConfig,
-    DistributedConfig,
     DynamicSamplingConfig,
     EvalConfig,
     ExampleDataConfig,
     ExampleEvalConfig,
-    FSDPConfig,
     JudgeConfig,
     LogConfig,
     LoraConfig,
     MarginPairDataConfig,
-    NativeEngineConfig,
-    OptimConfig,
     OverlongConfig,
     PairDataConfig,
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
-    check_deepspeed,
+)
+from lightrl.config.strategy import (
+    CheckpointConfig,
+    CriticTrainingConfig,
+    DeepSpeedConfig,
+    DistributedConfig,
+    EngineConfig,
+    FSDPConfig,
+    NativeEngineConfig,
+    OptimConfig,
+    ParallelConfig,
+    StrategyOptions,
+    TrainingConfig,
     lr_scales,
 )
-from lightrl.config.strategy_options import StrategyOptions
-from lightrl.config.values import engine_arguments, named_values, nearest_multiples, nearest_name
 
 __all__ = [
     "BUILTIN_MODEL",
     "AlgorithmConfig",
     "CheckpointConfig",
     "CriticConfig",
+    "CriticTrainingConfig",
     "DPOConfig",
     "DataConfig",
     "DeepSpeedConfig",
     "DistillationConfig",
     "DistributedConfig",
     "DynamicSamplingConfig",
+    "EngineConfig",
     "EvalConfig",
     "ExampleDataConfig",
     "ExampleEvalConfig",
@@ -70,15 +97,20 @@ __all__ = [
     "PPOAlgorithmConfig",
     "PPOConfig",
     "PairDataConfig",
+    "ParallelConfig",
     "RMConfig",
     "ResponseDataConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RolloutLogConfig",
     "RunConfig",
     "SFTConfig",
+    "SamplingConfig",
     "StrategyOptions",
+    "TrainingConfig",
     "as_dict",
-    "check_deepspeed",
+    "changed_options",
+    "check_options",
     "describe_batches",
     "engine_arguments",
     "exit_with_user_error",
@@ -86,8 +118,10 @@ __all__ = [
     "named_values",
     "nearest_multiples",
     "nearest_name",
+    "option",
     "option_names",
     "parse_config",
-    "tell_user_error",
+    "print_user_error",
+    "section",
     "to_yaml",
 ]

@@ -1,21 +1,22 @@
-"""Which rank trains on which sample, so that ranks have about equally many tokens and none waits long for another."""
+"""Assigns samples to ranks, so that ranks have about equally many tokens and none waits long for another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_TOLERANCE = 1.05  # of the largest load over the mean: evener than this is not worth moving samples for
+_TOLERANCE = 1.05  # largest load over the mean load; below it, no sample is worth moving
 
 
 def assign_to_ranks(lengths: Sequence[int], owners: Sequence[int], world: int) -> list[int]:
-    """The rank for each sample, the same on every rank that asks.
+    """Returns the rank of each sample; every rank gets the same result.
 
-    Of three assignments, from the one that moves nothing to the one that moves most, it is the first within 5 % of
-    even, or else the evenest.
+    Three assignments are compared, from the one that moves nothing to the one that moves most. The first within 5 % of
+    even wins; if none is, the evenest.
 
     Args:
         lengths: tokens of each sample.
         owners: the rank that holds each sample now.
+        world: the number of ranks.
     """
     _check_assignment(lengths, owners, world)
     present = list(owners)
@@ -29,7 +30,7 @@ def assign_to_ranks(lengths: Sequence[int], owners: Sequence[int], world: int) -
 
 
 def imbalance(lengths: Sequence[int], ranks: Sequence[int], world: int) -> float:
-    """The tokens of the fullest rank over the mean of all ranks: 1 is even, world is all on one. 1 without tokens."""
+    """Returns the tokens of the fullest rank over the mean of all: 1 is even, world is all on one rank."""
     _check_assignment(lengths, ranks, world)
     loads = [0] * world
     for length, rank in zip(lengths, ranks, strict=True):
@@ -38,13 +39,13 @@ def imbalance(lengths: Sequence[int], ranks: Sequence[int], world: int) -> float
 
 
 def _move_overflow(lengths: Sequence[int], owners: Sequence[int], world: int) -> list[int]:
-    """A sample stays while its owner is empty or has room for it, the longest first; the rest are dealt out."""
-    share = sum(lengths) / world
+    """Lets a sample stay while its owner is empty or has room, longest first; deals out the rest."""
+    fair_load = sum(lengths) / world
     ranks, loads = list(owners), [0] * world
     overflow = []
     for sample in _longest_first(lengths):
         owner = owners[sample]
-        if loads[owner] == 0 or loads[owner] + lengths[sample] <= share:
+        if loads[owner] == 0 or loads[owner] + lengths[sample] <= fair_load:
             loads[owner] += lengths[sample]
         else:
             overflow.append(sample)
@@ -53,7 +54,7 @@ def _move_overflow(lengths: Sequence[int], owners: Sequence[int], world: int) ->
 
 
 def _deal_anew(lengths: Sequence[int], owners: Sequence[int], world: int) -> list[int]:
-    """Longest processing time first (Graham 1969): never more than 4/3 of the best that can be had."""
+    """Deals out all samples, longest first (Graham 1969): the largest load is at most 4/3 of the optimum."""
     ranks = list(owners)
     _deal(_longest_first(lengths), lengths, owners, ranks, [0] * world)
     return ranks
@@ -62,7 +63,7 @@ def _deal_anew(lengths: Sequence[int], owners: Sequence[int], world: int) -> lis
 def _deal(
     samples: Sequence[int], lengths: Sequence[int], owners: Sequence[int], ranks: list[int], loads: list[int]
 ) -> None:
-    """Gives each sample in turn to the emptiest rank: its owner if that is one of them, else the lowest."""
+    """Gives each sample in turn to the emptiest rank: to its owner if that is one of them, otherwise to the lowest."""
     for sample in samples:
         lightest = min(loads)
         owner = owners[sample]

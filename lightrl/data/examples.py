@@ -1,4 +1,4 @@
-"""From records to Examples: answers that stand in the data set, rendered, tokenised, and masked to what is trained."""
+"""Builds Examples from records: renders and tokenises the answers of a data set, and masks what is not trained."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ Messages = list[Record]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFields:
-    """Where the parts of an example stand in a record."""
+    """The fields of a record that hold the parts of an example."""
 
     prompt: str = "prompt"
     response: str = "response"
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str = "margin"
-    media: tuple[str, ...] = ("images", "videos")  # refused: only text is trained on here
+    media: tuple[str, ...] = ("images", "videos")  # refused: these trainers learn from text alone
 
 
 class ExampleBuilder:
-    """Turns records into examples for one tokenizer; a record that cannot be used is an error that says where it is.
+    """Turns records into examples for one tokenizer; the error for an unusable record names its file and line.
 
     Args:
-        chat_template: whether a prompt that is a string becomes one user message: "auto" if the tokenizer has a
+        tokenizer: renders messages by its chat template.
+        fields: the names of the fields.
+        chat_template: whether a prompt that is a string becomes one user message; "auto": if the tokenizer has a
             template. Messages are always rendered by the template.
-        train_on: every assistant turn of a conversation, or its last one alone.
+        train_on: "all" trains every assistant turn of a conversation, "last" only the last one.
     """
 
     def __init__(
@@ -49,19 +51,19 @@ class ExampleBuilder:
         self._fields = fields
         self._train_on = train_on
         self._renders_strings = chat_template == "always" or (chat_template == "auto" and bool(tokenizer.chat_template))
-        self._special_ids = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     # ---- Records -----------------------------------------------------------------------------------------------
 
     def responses(self, records: Sequence[LocatedRecord]) -> list[Example]:
-        """Of each record the response to its prompt, or what the assistant says in its messages."""
+        """Returns the response of each record to its prompt, or the assistant's turns in its messages."""
         return [
             Example(index=index, where=where, answers=(self._response(record, where),))
             for index, (record, where) in enumerate(records)
         ]
 
     def pairs(self, records: Sequence[LocatedRecord]) -> list[Example]:
-        """Of each record the chosen and the rejected answer."""
+        """Returns the chosen and the rejected answer of each record."""
         return [self._pair(index, record, where) for index, (record, where) in enumerate(records)]
 
     def _response(self, record: Record, where: str) -> Answer:
@@ -92,7 +94,7 @@ class ExampleBuilder:
         )
 
     def _answer(self, record: Record, where: str, field: str, train_on: Literal["all", "last"]) -> Answer:
-        """The field is a string, the messages that follow the prompt, or a whole conversation."""
+        """Encodes a field that holds a string, the messages that follow the prompt, or a whole conversation."""
         value, prompt = record[field], record.get(self._fields.prompt)
         if isinstance(value, list):
             answer = _messages(value, where, field)
@@ -116,22 +118,22 @@ class ExampleBuilder:
         return self._conversation(_messages(prompt, where, self._fields.prompt) + answer, where, train_on)
 
     def _refuse_media(self, record: Record, where: str) -> None:
-        found = [field for field in self._fields.media if field and record.get(field)]
-        if found:
+        named = [field for field in self._fields.media if field and record.get(field)]
+        if named:
             raise ValueError(
-                f"{where}: {found[0]!r} names images or videos, and only text is trained on here. Leave them out."
+                f"{where}: {named[0]!r} names images or videos, and only text is trained on here. Leave them out."
             )
 
     # ---- Text to tokens ----------------------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, where: str, train_on: Literal["all", "last"]) -> Answer:
-        """Cuts the rendered text where an assistant turn begins and where it ends; what is behind the last is left."""
+        """Cuts the rendered text at the beginning and end of each trained turn; drops what follows the last turn."""
         if not self._tokenizer.chat_template:
             raise ValueError(
                 f"{where}: messages are rendered by a chat template, and the tokenizer has none. Use a model that has "
                 "one, or give prompt and response as strings."
             )
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ValueError(f"{where}: no message is the assistant's, so there is nothing to learn.")
         if not all(messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns):
@@ -141,12 +143,12 @@ class ExampleBuilder:
         done = 0
         for turn in turns if train_on == "all" else turns[-1:]:
             before = self._render(messages[:turn], where, add_generation_prompt=True)
-            # What stands behind the end of the turn, such as a line break, is the template's and not the model's.
+            # Whatever follows the end of the turn, such as a line break, is the template's and not the model's.
             after = self._render(messages[: turn + 1], where).rstrip()
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
                     f"{where}: the chat template renders the assistant's turn {turn} otherwise when more follows, so "
-                    "what to train cannot be told. Use --data.train_on last."
+                    "the text to train on is unknown. Use --data.train_on last."
                 )
             parts += [text[done : len(before)], after[len(before) :]]
             done = len(after)
@@ -162,14 +164,14 @@ class ExampleBuilder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
-        """Parts are in turn given and trained; the last one gets an end token unless the template gave it one."""
+        """Tokenises parts of which every second one is trained; adds an end token unless the template ends with one."""
         pieces = self._tokens_of_parts(parts, tokenize)
         end = self._tokenizer.eos_token_id
         if end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
             pieces[-1].append(end)
         if not pieces[0]:
             raise ValueError(f"{where}: the prompt has no tokens, and a response needs something before it.")
-        mask = [place % 2 == 0 for place, piece in enumerate(pieces[1:]) for _ in piece]
+        mask = [index % 2 == 0 for index, piece in enumerate(pieces[1:]) for _ in piece]
         return Answer(
             prompt_ids=tuple(pieces[0]),
             response_ids=tuple(token for piece in pieces[1:] for token in piece),
@@ -177,7 +179,7 @@ class ExampleBuilder:
         )
 
     def _tokens_of_parts(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-        """Of the whole text, cut; where a token would cross a cut, of each part alone, as the model will meet them."""
+        """Cuts the tokens of the whole text; tokenises each part alone, as the model will, if a token crosses a cut."""
         whole = tokenize("".join(parts))
         pieces, text, done = [], "", 0
         for part in parts[:-1]:
@@ -193,7 +195,7 @@ class ExampleBuilder:
 def keep_fitting(
     examples: Sequence[Example], *, max_tokens: int, too_long: Literal["error", "skip"]
 ) -> tuple[list[Example], int]:
-    """The examples all of whose answers have at most max_tokens, and the number of those left out."""
+    """Returns the examples all of whose answers have at most max_tokens, and how many were left out."""
     fitting = []
     for example in examples:
         longest = max(answer.num_tokens for answer in example.answers)
@@ -214,7 +216,7 @@ def _messages(value: Any, where: str, field: str) -> Messages:
     if not isinstance(value, list) or not value:
         raise ValueError(f'{where}: {field!r} must be a list of messages, each {{"role": ..., "content": ...}}.')
     return [
-        require_message(message, f"{where}: {field}[{place}]", takes_parts=False) for place, message in enumerate(value)
+        require_message(message, f"{where}: {field}[{index}]", takes_parts=False) for index, message in enumerate(value)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Images and videos on disk: their sizes at the start of a run, their pixels when a prompt is used."""
+"""Reads images and videos from disk: their sizes at the start of a run, their pixels when a prompt is used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KEPT_BYTES = 512 << 20  # of encoded prompts
 
 
 class MediaError(ValueError):
-    """A file that is missing or unreadable; the message names it."""
+    """Raised for a file that is missing or unreadable; the message names it."""
 
 
-def media_folder(source: str) -> Path:
-    """What relative paths in a data set start from: the folder of its file."""
+def media_folder(source: str | Path) -> Path:
+    """Returns the folder that relative paths in a data set start from: the folder of its file."""
     path = Path(source)
     if path.is_dir():
         return path
@@ -31,7 +31,7 @@ def media_folder(source: str) -> Path:
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """Height and width, of the file's header alone."""
+    """Returns height and width, from the file's header alone."""
     with _opened(path, "image") as image:
         width, height = image.size
         is_transposed = image.getexif().get(_ORIENTATION_TAG) in _TRANSPOSED
@@ -39,7 +39,7 @@ def image_size(path: str) -> tuple[int, int]:
 
 
 def video_size(path: str) -> tuple[int, int, int]:
-    """Frames, height and width."""
+    """Returns the number of frames, the height and the width."""
     if Path(path).suffix == ".npy":
         frames, height, width, _ = _mapped_frames(path).shape
         return frames, height, width
@@ -50,7 +50,7 @@ def video_size(path: str) -> tuple[int, int, int]:
 
 
 def read_image(path: str) -> Any:
-    """A PIL image in RGB, the way up that its EXIF data say."""
+    """Reads a PIL image in RGB, turned the way up that its EXIF data say."""
     from PIL import ImageOps  # noqa: PLC0415  (optional)
 
     with _opened(path, "image") as image:
@@ -61,7 +61,7 @@ def read_image(path: str) -> Any:
 
 
 def read_video(path: str) -> Any:
-    """A uint8 array [frames, height, width, 3]."""
+    """Reads a uint8 array [frames, height, width, 3]."""
     if Path(path).suffix == ".npy":
         return np.array(_mapped_frames(path))
     from PIL import ImageSequence  # noqa: PLC0415  (optional)
@@ -75,12 +75,12 @@ def read_video(path: str) -> Any:
 
 
 def read_media(prompt: Prompt) -> tuple[list[Any], list[Any]]:
-    """The images and the videos of a prompt."""
+    """Reads the images and the videos of a prompt."""
     return [read_image(path) for path in prompt.images], [read_video(path) for path in prompt.videos]
 
 
 class PromptEncoder:
-    """Prompts as the model takes them; what was used last is kept, since several passes use it."""
+    """Encodes prompts as the model takes them, and keeps those used last, since several passes use them."""
 
     def __init__(self, processor: MediaProcessor, kept_bytes: int = _KEPT_BYTES) -> None:
         self.processor = processor
@@ -89,18 +89,19 @@ class PromptEncoder:
         self._num_bytes = 0
 
     def __call__(self, prompt: Prompt) -> EncodedPrompt:
+        """Reads the prompt's files unless it is kept."""
         key = (prompt.token_ids, prompt.images, prompt.videos)
-        found = self._kept.pop(key, None)
-        if found is None:
+        encoded = self._kept.pop(key, None)
+        if encoded is None:
             try:
-                found = self.processor.encode(prompt.token_ids, *read_media(prompt))
+                encoded = self.processor.encode(prompt.token_ids, *read_media(prompt))
             except MediaError as error:
                 raise MediaError(f"Prompt {prompt.index}: {error}.") from error
-            self._num_bytes += _num_bytes(found)
-        self._kept[key] = found
+            self._num_bytes += _num_bytes(encoded)
+        self._kept[key] = encoded
         while self._num_bytes > self._kept_bytes and len(self._kept) > 1:
             self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
-        return found
+        return encoded
 
 
 def _num_bytes(encoded: EncodedPrompt) -> int:
@@ -119,7 +120,7 @@ def _require_video_suffix(path: str) -> None:
 
 
 def _opened(path: str, kind: str) -> Any:
-    """A PIL image that has read its header only."""
+    """Opens a PIL image; only its header is read."""
     try:
         from PIL import Image  # noqa: PLC0415  (optional)
     except ImportError as error:
@@ -132,7 +133,7 @@ def _opened(path: str, kind: str) -> Any:
 
 
 def _mapped_frames(path: str) -> Any:
-    """The array of a .npy file, mapped and not read. Never a pickled object: it could run code."""
+    """Maps the array of a .npy file without reading it. Pickled objects are refused, since they could run code."""
     _require_file(path, "video")
     try:
         frames = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -146,8 +147,8 @@ def _mapped_frames(path: str) -> Any:
     return frames
 
 
-def resolved(paths: Any, folder: Path) -> tuple[str, ...]:
-    """A path or a list of paths as absolute ones; ValueError if it is neither."""
+def absolute_paths(paths: Any, folder: Path) -> tuple[str, ...]:
+    """Returns a path or a list of paths as absolute paths; raises ValueError for anything else."""
     listed: Sequence[Any] = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list | tuple) or not all(isinstance(path, str) and path for path in listed):
         raise ValueError(f"is {paths!r}: it must be a path or a list of paths")

@@ -42,7 +42,7 @@ TokenMasks = Mapping[Key, Sequence[bool]]
 
 DUMMY_KEY: Key = (-1, -1)
 _MASKS = ("loss_masks", "selected", "in_policy_loss")
-_SORTED_CUTS_MAY_EXCEED = 1.05  # how much worse a balance we take for having similar lengths together
+_SORTED_CUTS_MAY_EXCEED = 1.05  # largest load that is accepted, over the best, to keep similar lengths together
 
 
 class TokenColumns(TypedDict, total=False):
@@ -171,14 +171,16 @@ def _per_token(samples: Sequence[Sample], column: Any, name: str) -> Tensor:
 def split_micro_batches(
     items: Sequence[_Item], *, max_tokens: int | None, max_samples: int | None, min_num: int = 1
 ) -> list[list[_Item]]:
-    """Cuts samples into as few micro-batches as the limits allow, of like size, largest first.
+    """Cuts samples into as few micro-batches as the limits allow, of similar size, largest first.
 
     The result depends on the set of samples, not on their order. It has at least min_num entries, so that ranks can
     agree on a number; where there are fewer samples than that, the last entries are empty.
 
     Args:
-        max_tokens: prompt and response tokens of a micro-batch; None is no limit.
-        max_samples: samples of a micro-batch; None is no limit.
+        items: samples, or examples.
+        max_tokens: prompt and response tokens of a micro-batch; None: no limit.
+        max_samples: samples of a micro-batch; None: no limit.
+        min_num: the number of micro-batches to return at least.
     """
     _check_limits(items, max_tokens, max_samples)
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
@@ -193,7 +195,7 @@ def split_micro_batches(
 def _evenest(
     ordered: list[_Item], fewest: list[list[_Item]], num: int, max_tokens: int | None, max_samples: int | None
 ) -> list[list[_Item]]:
-    """Returns num micro-batches of like size, of similar lengths if that costs little."""
+    """Returns num micro-batches of similar size, with similar lengths together if that costs little."""
 
     def fits(batches: list[list[_Item]]) -> bool:
         return all(_fits(batch, max_tokens, max_samples) for batch in batches)
@@ -236,15 +238,15 @@ def _fits(batch: Sequence[_Item], max_tokens: int | None, max_samples: int | Non
 
 
 def _first_fit(ordered: list[_Item], max_tokens: int | None, max_samples: int | None) -> list[list[_Item]]:
-    """First-fit decreasing: near the fewest bins that hold everything."""
+    """Fills micro-batches by first-fit decreasing, which comes near the fewest that hold everything."""
     batches: list[list[_Item]] = []
     loads: list[int] = []
     for item in ordered:
-        for place, batch in enumerate(batches):
-            has_room = max_tokens is None or loads[place] + item.num_tokens <= max_tokens
+        for index, batch in enumerate(batches):
+            has_room = max_tokens is None or loads[index] + item.num_tokens <= max_tokens
             if has_room and (max_samples is None or len(batch) < max_samples):
                 batch.append(item)
-                loads[place] += item.num_tokens
+                loads[index] += item.num_tokens
                 break
         else:
             batches.append([item])
@@ -253,34 +255,34 @@ def _first_fit(ordered: list[_Item], max_tokens: int | None, max_samples: int | 
 
 
 def _halved_until(batches: list[list[_Item]], num: int) -> list[list[_Item]]:
-    """Splits the largest batch that can be split until there are num of them; the parts keep within any limit."""
+    """Splits the largest batch again and again until there are num; the halves stay within any limit."""
     parts = list(batches)
     while len(parts) < num:
-        place = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: (_num_tokens(parts[i]), -i))
-        whole = parts.pop(place)
+        largest = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: (_num_tokens(parts[i]), -i))
+        whole = parts.pop(largest)
         parts += [whole[0::2], whole[1::2]]
     return parts
 
 
 def _balanced(ordered: list[_Item], num: int) -> list[list[_Item]]:
-    """Longest first, each to the batch with the fewest tokens."""
+    """Adds each sample, longest first, to the batch with the fewest tokens."""
     batches: list[list[_Item]] = [[] for _ in range(num)]
     loads = [0] * num
     for item in ordered:
-        place = min(range(num), key=lambda i: (loads[i], len(batches[i]), i))
-        batches[place].append(item)
-        loads[place] += item.num_tokens
+        lightest = min(range(num), key=lambda i: (loads[i], len(batches[i]), i))
+        batches[lightest].append(item)
+        loads[lightest] += item.num_tokens
     return batches
 
 
 def _cut_in_order(ordered: list[_Item], num: int) -> list[list[_Item]]:
-    """Cuts the samples, sorted by length, at num - 1 places as near as can be to equal shares of the tokens."""
+    """Cuts the samples, sorted by length, into num runs with as equal token counts as the cuts allow."""
     batches: list[list[_Item]] = []
     start, tokens_left = 0, _num_tokens(ordered)
     for batches_left in range(num, 0, -1):
-        last_start = len(ordered) - batches_left + 1  # leaves one sample to each of the others
-        share, load, stop = tokens_left / batches_left, 0, start
-        while stop < last_start and (stop == start or load + ordered[stop].num_tokens / 2 <= share):
+        last_start = len(ordered) - batches_left + 1  # leaves at least one sample for each of the others
+        fair_load, load, stop = tokens_left / batches_left, 0, start
+        while stop < last_start and (stop == start or load + ordered[stop].num_tokens / 2 <= fair_load):
             load += ordered[stop].num_tokens
             stop += 1
         stop = len(ordered) if batches_left == 1 else stop

@@ -1,4 +1,4 @@
-"""From a data set on disk, on the hub or built in to Prompts: records are loaded, then rendered and tokenised."""
+"""Reads a data set, from disk, from the hub or built in, and renders and tokenises its records as Prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
-from lightrl.data.media import image_size, resolved, video_size
+from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
@@ -17,38 +17,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Record = dict[str, Any]
-LocatedRecord = tuple[Record, str]  # and where it stands, for error messages
+LocatedRecord = tuple[Record, str]  # the record and its file and line, for error messages
 ChatTemplateUse = Literal["auto", "always", "never"]
 
 _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
-    "addition": train_problems,
-    "addition-heldout": heldout_problems,
-    "addition-answers": lambda: with_responses(train_problems()),
-    "addition-answers-heldout": lambda: with_responses(heldout_problems()),
-    "addition-pairs": lambda: with_pairs(train_problems()),
-    "addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
+    "builtin:addition": train_problems,
+    "builtin:addition-heldout": heldout_problems,
+    "builtin:addition-answers": lambda: with_responses(train_problems()),
+    "builtin:addition-answers-heldout": lambda: with_responses(heldout_problems()),
+    "builtin:addition-pairs": lambda: with_pairs(train_problems()),
+    "builtin:addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
 }
-HELD_OUT = {f"builtin:{name}": f"builtin:{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
+HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
 _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
-    + " or ".join(f"builtin:{name}" for name in _BUILTIN_TASKS)
+    + " or ".join(_BUILTIN_TASKS)
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFields:
-    """Where the images and videos of a record stand, and the model that takes them."""
+    """The fields of a record that name images and videos, and the model that takes them."""
 
     image_field: str = "images"  # empty reads none
     video_field: str = "videos"
-    folder: Path = Path()  # relative paths start here
+    folder: str | Path = ""  # relative paths start in this folder, or in the folder of this data file
     processor: MediaProcessor | None = None  # None: the model takes none, so that one in the data is an error
 
 
 def load_records(source: str) -> list[LocatedRecord]:
-    """Reads every record of a data set. `source` is what --train_data and --eval_data accept."""
-    if source.startswith("builtin:"):
-        records = _load_builtin(source)
+    """Reads every record of a data set.
+
+    Args:
+        source: whatever --train_data and --eval_data accept.
+    """
+    if source in _BUILTIN_TASKS:
+        records = _locate(_BUILTIN_TASKS[source](), source)
+    elif source.startswith("builtin:"):
+        names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
+        raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
     elif source.startswith("hf:"):
         records = _load_from_hub(source)
     else:
@@ -68,34 +75,41 @@ def build_prompts(
     chat_template: ChatTemplateUse = "auto",
     media: MediaFields | None = None,
 ) -> list[Prompt]:
-    """Renders and tokenises the records; a record that cannot be used is an error that says where it stands.
+    """Renders and tokenises the records; the error for a record that cannot be used names its file and line.
 
     Args:
         prompt_field: holds a string or a list of messages; a record without it may have `messages`.
         max_prompt_tokens: the room that the model's context leaves beside the new tokens.
-        chat_template: whether a string becomes one user message: "auto" if the tokenizer has a template. A list of
-            messages is always rendered by the template.
-        media: where images and videos stand; None reads none.
+        chat_template: whether a string becomes one user message; "auto": if there is a template. A list of messages is
+            always rendered by the template.
+        media: the images and videos to read; None reads none.
     """
     if not records:
         raise ValueError("There are no records to build prompts from: the data set is empty.")
     if chat_template not in get_args(ChatTemplateUse):
         raise ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")
-    renderer = media.processor.processor if media and media.processor else tokenizer
+    renderer: Any = media.processor.processor if media and media.processor else tokenizer
+    renders_text = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
+    media_fields = () if media is None else (media.image_field, media.video_field)
     prompts = []
     for index, (record, where) in enumerate(records):
         field, value = _find_prompt(record, where, prompt_field)
-        text, token_ids = _tokenize(value, where, field, tokenizer, chat_template, renderer)
-        others = {name: other for name, other in record.items() if name not in (field, answer_field)}
+        if renders_text or not isinstance(value, str):
+            text = _render(value, where, field, renderer, takes_parts=renderer is not tokenizer)
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            text, token_ids = value, tokenize_raw(value, tokenizer)
+        if not token_ids:
+            raise ValueError(f"{where}: {field!r} has no tokens. It must hold text that the tokenizer knows.")
         prompt = Prompt(
             index=index,
             text=text,
-            token_ids=token_ids,
-            messages=_as_messages(value),
+            token_ids=tuple(token_ids),
+            messages=({"role": "user", "content": value},) if isinstance(value, str) else tuple(value),
             answer=record.get(answer_field),
-            fields=others,
+            fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
-        if media is not None:
+        if media is not None and (media.processor or any(record.get(name) is not None for name in media_fields)):
             prompt = _with_media(prompt, record, where, media)
         if prompt.num_tokens > max_prompt_tokens:
             raise ValueError(
@@ -104,13 +118,6 @@ def build_prompts(
             )
         prompts.append(prompt)
     return prompts
-
-
-def _load_builtin(source: str) -> list[LocatedRecord]:
-    name = source.removeprefix("builtin:")
-    if name not in _BUILTIN_TASKS:
-        raise ValueError(f"Unknown built-in task {name!r}. Choose one of {', '.join(_BUILTIN_TASKS)}.")
-    return _locate(_BUILTIN_TASKS[name](), source)
 
 
 def _load_from_disk(path: Path) -> list[LocatedRecord]:
@@ -197,10 +204,12 @@ def _import_datasets(source: str) -> Any:
 
 
 def _train_split(loaded: Any, path: Path) -> Iterable[Record]:
-    """The data set itself, or of a dictionary of splits the one named train, or the only one."""
+    """Returns the data set itself, or of a dictionary of splits the one named train, or the only one."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits and len(splits) != 1:
-        raise ValueError(f"{path} has the splits {', '.join(splits)} and none is train: give one's own directory.")
+        raise ValueError(
+            f"{path} has the splits {', '.join(splits)} and none is train: give the directory of one split."
+        )
     chosen: Iterable[Record] = splits["train"] if "train" in splits else next(iter(splits.values()))
     return chosen
 
@@ -219,23 +228,23 @@ def _require_object(value: Any, where: str) -> Record:
 
 def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, Any]:
     # Columnar formats have every field in every record, and None where it was left out.
-    for field in (prompt_field, "messages"):
-        if record.get(field) is not None:
-            return field, record[field]
-    raise ValueError(
-        f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field that "
-        "holds the prompt by --data.prompt_field."
-    )
-
-
-def _as_messages(value: Any) -> tuple[dict[str, Any], ...]:
-    return ({"role": "user", "content": value},) if isinstance(value, str) else tuple(value)
+    field = prompt_field if record.get(prompt_field) is not None else "messages"
+    value = record.get(field)
+    if value is None:
+        raise ValueError(
+            f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field "
+            "that holds the prompt by --data.prompt_field."
+        )
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
+    return field, value
 
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
-    """The prompt with the paths of its images and videos, all of them looked at."""
-    images = _paths(record, where, media.image_field, media.folder)
-    videos = _paths(record, where, media.video_field, media.folder)
+    """Adds the paths of the record's images and videos to its prompt, after a look at each file."""
+    folder = media_folder(media.folder)
+    images = _paths(record, where, media.image_field, folder)
+    videos = _paths(record, where, media.video_field, folder)
     if media.processor is None:
         if not images and not videos:
             return prompt
@@ -258,47 +267,35 @@ def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, .
     if value is None:
         return ()
     try:
-        return resolved(value, folder)
+        return absolute_paths(value, folder)
     except ValueError as error:
         raise ValueError(f"{where}: {field!r} {error}.") from error
 
 
-def _tokenize(
-    value: Any,
-    where: str,
-    field: str,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: ChatTemplateUse,
-    renderer: Any,
-) -> tuple[str, tuple[int, ...]]:
-    """The rendered text and its tokens, with one BOS at most and no EOS that the text does not have.
+def _render(value: Any, where: str, field: str, renderer: Any, *, takes_parts: bool) -> str:
+    """Returns the text that the chat template makes of a string or of messages.
 
-    renderer has the chat template: a vision-language model's processor, else the tokenizer.
+    Args:
+        renderer: has the template: a vision-language model's processor, or the tokenizer.
+        takes_parts: whether the content of a message may be a list of parts.
     """
-    has_template = bool(renderer.chat_template)
-    takes_parts = renderer is not tokenizer
     if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
-        if chat_template == "never" or (chat_template == "auto" and not has_template):
-            return value, _require_tokens(tokenize_raw(value, tokenizer), where, field)
-        messages = [{"role": "user", "content": value}]
+        messages: list[Record] = [{"role": "user", "content": value}]
     else:
         messages = _require_messages(value, where, field, takes_parts)
-    if not has_template:
+    if not renderer.chat_template:
         raise ValueError(
             f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
             "has one, or give the prompt as a string with --data.chat_template never."
         )
     try:
-        text = str(renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
-    return text, _require_tokens(tokenizer(text, add_special_tokens=False)["input_ids"], where, field)
 
 
 def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a text that no chat template rendered, to be gone on from."""
+    """Tokenises a text that no chat template rendered, so that the model can continue it."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
     token_ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
     # A tokenizer that ends each text with EOS would have the model answer after the end.
@@ -306,12 +303,6 @@ def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if adds_eos and token_ids and token_ids[-1] == tokenizer.eos_token_id:
         token_ids.pop()
     return token_ids
-
-
-def _require_tokens(token_ids: Sequence[int], where: str, field: str) -> tuple[int, ...]:
-    if not token_ids:
-        raise ValueError(f"{where}: {field!r} has no tokens. It must hold text that the tokenizer knows.")
-    return tuple(token_ids)
 
 
 def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> list[Record]:
@@ -323,7 +314,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
     if not value:
         raise ValueError(f"{where}: {field!r} is an empty list. It must hold at least one message.")
     messages = [
-        require_message(message, f"{where}: {field}[{place}]", takes_parts) for place, message in enumerate(value)
+        require_message(message, f"{where}: {field}[{index}]", takes_parts) for index, message in enumerate(value)
     ]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -334,7 +325,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
 
 
 def require_message(message: Any, where: str, takes_parts: bool) -> Record:
-    """A message whose content is a string, or for a vision-language model a list of parts."""
+    """Returns a message whose content is a string or, for a vision-language model, a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content = message.get("content")
         if isinstance(content, str):

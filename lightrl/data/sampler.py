@@ -1,4 +1,4 @@
-"""Which sample is used when, and on which rank. An order depends on the seed, the epoch and the length alone."""
+"""Decides which sample is used when, and on which rank. An order depends on seed, epoch and length alone."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lightrl.seeding import mix_seed
 
 Item = TypeVar("Item")
 
-_SHUFFLE_STREAM = 0x5348554646  # keeps these draws apart from what else is drawn from the same seed
+_SHUFFLE_STREAM = 0x5348554646  # keeps these draws apart from all others of the same seed
 
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch: 0 .. length - 1, sorted by a hash of each."""
+    """Returns the order of an epoch: 0 .. length - 1, sorted by a hash of each."""
     epoch_seed = mix_seed(_SHUFFLE_STREAM, seed, epoch)
     return sorted(range(length), key=lambda index: (mix_seed(epoch_seed, index), index))
 
 
 def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
-    """This rank's part of the step's global batch: place p lives on rank p % world. Uneven and empty parts are fine."""
+    """Returns this rank's part of a global batch: index i belongs to rank i % world. Parts may be uneven or empty."""
     _check_rank(rank, world)
     return list(items[rank::world])
 
 
 class PromptSampler:
-    """Draws the global batch of each step, alike on every rank: epoch after epoch, each a new order without repeats.
+    """Draws the global batch of each step, the same on every rank, epoch after epoch in a new order without repeats.
 
-    A batch may span epochs, and hold an index twice only then. The state is one count, so a run goes on exactly where
-    it stopped, at any world size and with any batch size.
+    A batch may span epochs; only then can it hold an index twice. The state is one count, so a run continues exactly
+    where it stopped, at any world size and with any batch size.
     """
 
     def __init__(self, num_prompts_in_data: int, batch_size: int, seed: int) -> None:
@@ -44,49 +44,49 @@ class PromptSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.num_drawn = 0
-        self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation), the last one used
+        self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation) used last
 
     @property
     def epoch(self) -> int:
-        """How many epochs are complete."""
+        """Number of complete epochs."""
         return self.num_drawn // self.num_prompts_in_data
 
     def next_batch(self) -> list[int]:
-        """The data indices of the step's global batch."""
+        """Returns the data indices of the step's global batch."""
         return self.draw(self.batch_size)
 
     def draw(self, count: int) -> list[int]:
-        """The data indices of the next count prompts."""
-        drawn = [self._index_at(place) for place in range(self.num_drawn, self.num_drawn + count)]
+        """Returns the data indices of the next count prompts."""
+        drawn = [self._data_index(draw) for draw in range(self.num_drawn, self.num_drawn + count)]
         self.num_drawn += count
         return drawn
 
-    def _index_at(self, place: int) -> int:
-        epoch, place_in_epoch = divmod(place, self.num_prompts_in_data)
+    def _data_index(self, draw: int) -> int:
+        epoch, index = divmod(draw, self.num_prompts_in_data)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, permutation(self.num_prompts_in_data, self.seed, epoch))
-        return self._order[1][place_in_epoch]
+        return self._order[1][index]
 
     def state_dict(self) -> dict[str, int]:
-        """All that load_state_dict needs, as plain integers."""
+        """Returns what load_state_dict() needs, as plain integers."""
         return {"num_drawn": self.num_drawn, "num_prompts_in_data": self.num_prompts_in_data, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on after the last batch of the sampler whose state this is; refused if its order was another one."""
-        own = self.state_dict()
-        if set(state) != set(own):
-            raise ValueError(f"The sampler's state has the keys {sorted(state)}: it must have {sorted(own)}.")
+        """Continues behind the last batch of a saved sampler; raises ValueError if its order was a different one."""
+        mine = self.state_dict()
+        if set(state) != set(mine):
+            raise ValueError(f"The sampler's state has the keys {sorted(state)}: it must have {sorted(mine)}.")
         for name in ("num_prompts_in_data", "seed"):
-            if state[name] != own[name]:
+            if state[name] != mine[name]:
                 raise ValueError(
-                    f"The saved sampler had {name} {state[name]}, this one has {own[name]}: the order of the prompts "
-                    "would be another. Resume with the same data and seed, or start a new run."
+                    f"The saved sampler had {name} {state[name]}, this one has {mine[name]}: the order of the prompts "
+                    "would differ. Resume with the same data and seed, or start a new run."
                 )
         self.num_drawn = state["num_drawn"]
 
 
 class DistributedEvalSampler(Sampler[int]):
-    """Gives every sample to exactly one rank, in order, without padding: ranks may differ by one, or have none."""
+    """Gives every sample to exactly one rank, in order and without padding; ranks may differ by one, or have none."""
 
     def __init__(self, data_source_len: int, *, rank: int, world: int) -> None:
         _check_rank(rank, world)
@@ -100,15 +100,15 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 class ResumableSampler(Sampler[int]):
-    """One rank's part of each epoch, from any place in it. Call set_epoch before every pass, or passes repeat.
+    """Yields one rank's part of each epoch, from any sample on. Call set_epoch() before every pass, or passes repeat.
 
-    All ranks together walk one global order, so an interrupted epoch goes on exactly, at another world size too.
+    All ranks together walk one global order, so an interrupted epoch continues exactly, even at another world size.
 
     Args:
         drop_last: True leaves out the last (remaining % world) samples, so that all ranks have equally many. False
             gives every sample to exactly one rank; ranks then differ by up to one, which training must allow for.
-        consumed_samples: how many samples all ranks together have used of the epoch that is started first: the one
-            that set_epoch names first, or epoch 0. Later epochs are whole.
+        consumed_samples: how many samples all ranks together have used of the first epoch: the one that set_epoch()
+            names first, or epoch 0. Later epochs are whole.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ResumableSampler(Sampler[int]):
         if not 0 <= consumed_samples <= data_source_len:
             raise ValueError(
                 f"consumed_samples is {consumed_samples}: it counts samples of one epoch over all ranks, so it must be "
-                f"between 0 and the {data_source_len} of the data. Take off the epochs that are complete."
+                f"between 0 and the {data_source_len} of the data. Subtract the complete epochs."
             )
         self._data_source_len = data_source_len
         self._rank = rank
@@ -139,7 +139,7 @@ class ResumableSampler(Sampler[int]):
         self._is_started = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Names the epoch of the next pass; every rank must name the same."""
+        """Sets the epoch of the next pass; every rank must set the same."""
         if self._is_started and epoch != self._epoch:
             self._consumed_samples = 0
         self._epoch = epoch
@@ -163,4 +163,4 @@ class ResumableSampler(Sampler[int]):
 
 def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank} of a world of {world}: it must be at least 0 and below the world's size.")
+        raise ValueError(f"rank is {rank} of a world of {world}: it must be at least 0 and below the world size.")

@@ -1,4 +1,4 @@
-"""What an inference engine is to the rest of lightrl. One file per engine implements it; nothing else knows which."""
+"""InferenceEngine: what an engine is to the rest of lightrl, which does not know which engine it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrl.comm import Comm
 from lightrl.records import FinishReason
 
 T = TypeVar("T")
-EnginePart = Literal["weights", "kv_cache"]  # what wakes up by itself
+EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
 
 
 class WeightSyncError(ValueError):
@@ -22,7 +22,7 @@ class WeightSyncError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """What one request starts from."""
+    """The input of one request."""
 
     token_ids: tuple[int, ...]  # ONE placeholder per image or video, however many tokens the model makes of it
     images: tuple[Any, ...] = ()  # PIL images, in the order of their placeholders
@@ -33,7 +33,7 @@ AnyPrompt = EnginePrompt | Sequence[int]
 
 
 def as_prompt(prompt: AnyPrompt) -> EnginePrompt:
-    """Plain token ids are a prompt too."""
+    """Returns a prompt from plain token ids, or the prompt that it was given."""
     if isinstance(prompt, EnginePrompt):
         return prompt
     return EnginePrompt(token_ids=tuple(int(token) for token in prompt))
@@ -49,20 +49,21 @@ class EngineGroup:
 
     @property
     def rank(self) -> int:
+        """This rank within the group."""
         return self.comm.rank % self.size
 
     def broadcast(self, item: T) -> T:
-        """The first rank's item on every rank of the group."""
+        """Returns the first rank's item on every rank of the group."""
         return self.gather(item if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def gather(self, item: T) -> list[T]:
-        """Every rank's item, in rank order."""
+        """Returns every rank's item, in rank order."""
         return [item] if self.size == 1 else self.comm.all_gather_object(item, self.handle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The draw of token t of sample i depends on (seed, i, t) alone."""
+    """The sampling settings of one request. The draw of token t of sample i depends on (seed, i, t) alone."""
 
     max_new_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy
@@ -76,6 +77,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k) >= 0
+        if not in_range or not 0 < self.top_p <= 1:
+            self._refuse()
+
+    def _refuse(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1.")
         if self.temperature < 0:
@@ -84,8 +90,7 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1.")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: it must be 0 (off) or above.")
-        if self.n < 1:
-            raise ValueError(f"n is {self.n}: it must be at least 1.")
+        raise ValueError(f"n is {self.n}: it must be at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class InferenceEngine(ABC):
     result, whether its engine runs on every rank or only on the first.
     """
 
-    max_model_len: int  # prompt + new tokens
+    max_model_len: int  # prompt and new tokens
     vocab_size: int
     image_token_id: int | None = None  # placeholder of an image in a prompt; None: takes no images
     video_token_id: int | None = None
@@ -135,8 +140,8 @@ class InferenceEngine(ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Consumes (HF name, full tensor) pairs to the end and drops every cache that older weights filled.
 
-        WeightSyncError names any parameter that is missing, unknown, misshapen, or that the engine does not hold
-        afterwards as it was given. Requests under way go on with the keys and values that they have.
+        Raises WeightSyncError that names any parameter that is missing, unknown, misshapen, or that the engine does not
+        hold afterwards as it was given. Requests under way go on with the keys and values that they have.
         """
 
     @abstractmethod
@@ -149,14 +154,14 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything; the engine cannot be used after."""
+        """Frees everything; the engine cannot be used afterwards."""
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
-        """Places that the prompt takes in the context; more than its ids where an image becomes several tokens."""
+        """Returns the prompt's length in the context: more than its ids where an image becomes several tokens."""
         return len(prompt.token_ids)
 
     def generate(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Completion]:
-        """Runs the prompts to their end: n completions a prompt, flattened in the order given."""
+        """Runs the prompts to their end; returns n completions per prompt, flattened in the order given."""
         order = {self.submit(prompt, param): i for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))}
         done: list[Completion] = []
         while self.has_unfinished():

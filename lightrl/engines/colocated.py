@@ -1,11 +1,11 @@
-"""The one state machine around an engine: what of it is awake, its weight version, its requests, and every guard."""
+"""ColocatedEngine: the state machine around an engine, with its weight version, its requests, and every guard."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -40,7 +40,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What a weight sync did on this rank."""
+    """The result of a weight sync on this rank."""
 
     version: int
     num_bytes: int
@@ -49,17 +49,30 @@ class SyncReport:
 
     @property
     def gb_per_s(self) -> float:
+        """The rate of the transfer."""
         return self.num_bytes / 1e9 / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the caller submitted. An engine's own request may be a later part of it."""
+    """What the caller submitted. The engine's own request may be a later part of it."""
 
     request_id: int  # the caller's
     prompt: EnginePrompt
     params: SamplingParams
     partial: Completion | None = None  # what was generated of it before
+
+    def rest(self, partial: Completion) -> tuple[EnginePrompt, SamplingParams]:
+        """Returns the request that makes the engine go on after the partial completion."""
+        num_done = len(partial.output_token_ids)
+        params = replace(
+            self.params,
+            n=1,
+            first_sample=partial.sample_index,
+            first_token=self.params.first_token + num_done,
+            max_new_tokens=self.params.max_new_tokens - num_done,
+        )
+        return replace(self.prompt, token_ids=self.prompt.token_ids + partial.output_token_ids), params
 
 
 class ColocatedEngine:
@@ -77,28 +90,30 @@ class ColocatedEngine:
 
     @property
     def status(self) -> EngineStatus:
+        """Whether the engine can generate now."""
         return EngineStatus.WAKEUP if self._phase is _Phase.AWAKE else EngineStatus.SLEEPED
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the next generation would be refused for want of weights, as after a sleep of level 2."""
+        """Whether a weight sync must come before the next generation, as after a sleep of level 2."""
         return self.version is None
 
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Completion]:
-        """n completions a prompt, flattened in the order given; checked first, so that a bad prompt costs nothing."""
+        """Returns n completions per prompt in the order given. A bad prompt is refused before anything is submitted."""
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters.")
         self._require_ready()
         if self.has_unfinished():
             raise RuntimeError("The engine still has requests of an earlier call. Abort them first.")
-        asked = [as_prompt(prompt) for prompt in prompts]
-        for place, (prompt, param) in enumerate(zip(asked, params, strict=True)):
-            self._check_prompt(f"prompt {place}", prompt, param)
+        requests = [(as_prompt(prompt), param) for prompt, param in zip(prompts, params, strict=True)]
+        for index, (prompt, param) in enumerate(requests):
+            self._check_prompt(f"prompt {index}", prompt, param)
+        done: list[Completion] = []
         try:
-            order = {self._start(prompt, param): i for i, (prompt, param) in enumerate(zip(asked, params, strict=True))}
-            done: list[Completion] = []
+            for prompt, param in requests:
+                self._start(prompt, param)
             while self.has_unfinished():
                 done.extend(self.step())
         except BaseException:
@@ -107,41 +122,43 @@ class ColocatedEngine:
         wanted = sum(param.n for param in params)
         if len(done) != wanted:
             raise RuntimeError(f"{type(self.engine).__name__} gave {len(done)} completions for {wanted} samples.")
-        return sorted(done, key=lambda item: (order[item.request_id], item.sample_index))
+        return sorted(done, key=lambda item: (item.request_id, item.sample_index))
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams, partial: Completion | None = None) -> int:
-        """Queues a request and returns its id. partial, of an aborted sample, makes that sample go on where it stopped.
+        """Queues a request and returns its id; ids count up.
 
-        A resumed sample is one sample: give the parameters that the request began with.
+        A partial completion, of an aborted sample, makes that sample go on where it stopped. It is still one sample:
+        give the parameters that the request began with.
         """
         self._require_ready()
-        asked = as_prompt(prompt)
-        self._check_prompt(f"the prompt of request {self._next_request_id}", asked, params)
-        return self._start(asked, params, partial)
+        checked = as_prompt(prompt)
+        self._check_prompt(f"the prompt of request {self._next_request_id}", checked, params)
+        return self._start(checked, params, partial)
 
     def step(self) -> list[Completion]:
         """Runs one scheduling step; returns the samples that it finished."""
         self._require_ready()
         ended, self._ended = self._ended, []
         finished = self.engine.step()
-        found = ended + [self._as_asked(item) for item in finished]
+        completions = ended + [self._as_requested(item) for item in finished]
         for item in finished:
             self._num_left[item.request_id] -= 1
             if not self._num_left[item.request_id]:
                 del self._running[item.request_id], self._num_left[item.request_id]
-        return found
+        return completions
 
     def has_unfinished(self) -> bool:
+        """Whether step() has something to return, now or later."""
         return bool(self._ended) or self.engine.has_unfinished()
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
         """Stops the requests (None: all); returns what each unfinished sample has, with the reason "abort".
 
-        A sample that an engine on its own processes had ended by then comes with the reason why.
+        An engine that runs in its own processes may have ended a sample by then: it comes with the reason why.
         """
         chosen = None if request_ids is None else set(request_ids)
         own = [key for key, item in self._running.items() if chosen is None or item.request_id in chosen]
-        stopped = [self._as_asked(item) for item in self.engine.abort(None if chosen is None else own)]
+        stopped = [self._as_requested(item) for item in self.engine.abort(None if chosen is None else own)]
         for key in own:
             del self._running[key], self._num_left[key]
         ended = [item for item in self._ended if chosen is None or item.request_id in chosen]
@@ -155,55 +172,31 @@ class ColocatedEngine:
         return request.request_id
 
     def _enter(self, request: _Request) -> None:
-        prompt, params, partial = request.prompt, request.params, request.partial
-        if partial is not None:
-            done = len(partial.output_token_ids)
-            prompt = replace(prompt, token_ids=prompt.token_ids + partial.output_token_ids)
-            params = replace(
-                params,
-                n=1,
-                first_sample=partial.sample_index,
-                first_token=params.first_token + done,
-                max_new_tokens=params.max_new_tokens - done,
-            )
-        own_id = self.engine.submit(prompt, params)
-        self._running[own_id], self._num_left[own_id] = request, params.n
+        prompt, params = request.prompt, request.params
+        if request.partial is not None:
+            prompt, params = request.rest(request.partial)
+        engine_id = self.engine.submit(prompt, params)
+        self._running[engine_id], self._num_left[engine_id] = request, params.n
 
-    def _as_asked(self, item: Completion) -> Completion:
-        """The engine's completion as one of the caller's request, checked, with what was generated of it before."""
+    def _as_requested(self, item: Completion) -> Completion:
+        """Checks the engine's completion and makes it one of the caller's request."""
         lengths = (len(item.output_token_ids), len(item.logprobs), len(item.versions))
         if len(set(lengths)) > 1:
             raise RuntimeError(
                 f"{type(self.engine).__name__}: a completion has tokens, logprobs and versions of lengths {lengths}."
             )
         request = self._running[item.request_id]
-        item = self._without_placeholders(replace(item, request_id=request.request_id))
-        partial = request.partial
-        if partial is None:
-            return item
-        return replace(
-            item,
-            prompt_token_ids=item.prompt_token_ids[: len(item.prompt_token_ids) - len(partial.output_token_ids)],
-            output_token_ids=partial.output_token_ids + item.output_token_ids,
-            logprobs=partial.logprobs + item.logprobs,
-            versions=partial.versions + item.versions,
-        )
+        item = replace(item, request_id=request.request_id)
+        if self._placeholder_ids:
+            item = _cut_before(self._placeholder_ids, item)
+        return item if request.partial is None else _joined(request.partial, item)
 
-    def _without_placeholders(self, item: Completion) -> Completion:
-        """Cut before the first sampled image or video placeholder: a trainer would look for the image behind it."""
-        special = {self.engine.image_token_id, self.engine.video_token_id} - {None}
-        place = next((i for i, token in enumerate(item.output_token_ids) if token in special), None)
-        if place is None:
-            return item
-        return replace(
-            item,
-            output_token_ids=item.output_token_ids[:place],
-            logprobs=item.logprobs[:place],
-            versions=item.versions[:place],
-            finish_reason="length",
-        )
+    @property
+    def _placeholder_ids(self) -> set[int | None]:
+        """The token ids that stand for an image or a video; empty where the model takes none."""
+        return {self.engine.image_token_id, self.engine.video_token_id} - {None}
 
-    # ---- Guards ------------------------------------------------------------------------------------------------
+    # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
 
     def _require_ready(self) -> None:
         if self._phase is not _Phase.AWAKE:
@@ -214,32 +207,18 @@ class ColocatedEngine:
             raise RuntimeError("The engine has no weights yet. Call update_engine_weights(actor) before generating.")
 
     def _check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
-        """Each of these would hang or kill one engine or another."""
+        """Raises ValueError for a prompt that would hang or kill one engine or another."""
         engine, ids = self.engine, prompt.token_ids
-        if not ids:
-            raise ValueError(f"{name} is empty: it needs at least one token.")
-        if min(ids) < 0 or max(ids) >= engine.vocab_size:
-            bad = next(token for token in ids if not 0 <= token < engine.vocab_size)
-            raise ValueError(f"{name} holds token id {bad}, outside the model's vocabulary of {engine.vocab_size}.")
-        self._check_media(name, "image", prompt.images, ids, engine.image_token_id)
-        self._check_media(name, "video", prompt.videos, ids, engine.video_token_id)
+        if not ids or min(ids) < 0 or max(ids) >= engine.vocab_size:
+            raise ValueError(_describe_bad_ids(name, ids, engine.vocab_size))
+        if prompt.images or prompt.videos or self._placeholder_ids:
+            _check_media(name, "image", prompt.images, ids, engine.image_token_id)
+            _check_media(name, "video", prompt.videos, ids, engine.video_token_id)
         length = engine.num_prompt_tokens(prompt)
         if length + params.max_new_tokens > engine.max_model_len:
             raise ValueError(
                 f"{name} has {length} tokens; with max_new_tokens {params.max_new_tokens} that is "
                 f"beyond the context of {engine.max_model_len}. Shorten it or lower max_new_tokens."
-            )
-
-    def _check_media(
-        self, name: str, kind: str, items: Sequence[object], ids: tuple[int, ...], token_id: int | None
-    ) -> None:
-        if items and token_id is None:
-            raise ValueError(f"{name} comes with {kind}s, which this engine's model does not take.")
-        count = 0 if token_id is None else ids.count(token_id)
-        if count != len(items):
-            raise ValueError(
-                f"{name} has {count} {kind} placeholders (token id {token_id}) and {len(items)} {kind}s. It needs one "
-                f"placeholder for each {kind}."
             )
 
     # ---- Weights -----------------------------------------------------------------------------------------------
@@ -254,9 +233,13 @@ class ColocatedEngine:
     ) -> SyncReport:
         """Loads (HF name, full tensor) pairs and stamps what follows with the version.
 
-        A sleeping engine wakes up to hold weights only. expected proves that the pairs are the trainer's. Requests
-        under way go on with the new weights: recompute_kv computes what they have anew, else they keep the keys and
-        values of the older weights.
+        A sleeping engine wakes up to hold weights only, and requests under way go on with the new weights.
+
+        Args:
+            weights: the pairs, consumed to the end.
+            version: the number that the tokens generated from now on carry.
+            expected: the trainer's fingerprints, which prove that the pairs are the trainer's; None proves nothing.
+            recompute_kv: False lets requests under way keep the keys and values of the older weights.
         """
         started = time.perf_counter()
         self._wake_to(_Phase.WEIGHTS_AWAKE)
@@ -273,12 +256,12 @@ class ColocatedEngine:
     def _set_aside(self) -> list[_Request]:
         """Takes every sample under way out of the engine; each becomes a request of its own.
 
-        An engine that goes on by itself may find that some ended meanwhile: the next step() gives them.
+        In an engine that runs by itself some may have ended meanwhile: the next step() returns them.
         """
-        asked = {item.request_id: item for item in self._running.values()}
+        requests = {item.request_id: item for item in self._running.values()}
         stopped = self.abort()
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
-        return [replace(asked[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
+        return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
 
     # ---- Sleep -------------------------------------------------------------------------------------------------
 
@@ -291,8 +274,7 @@ class ColocatedEngine:
             return 0
         if self.has_unfinished():
             self.abort()
-        if self._phase is _Phase.WEIGHTS_AWAKE:  # engines sleep as a whole, from awake only
-            self._wake_to(_Phase.AWAKE)
+        self.wake()  # engines sleep as a whole, from awake only
         if level == 2:
             self.version = None
         self.freed_bytes = self.engine.sleep(level)
@@ -301,6 +283,7 @@ class ColocatedEngine:
         return self.freed_bytes
 
     def wake(self) -> None:
+        """Makes the engine ready to generate: first the weights wake up, then the KV cache."""
         self._wake_to(_Phase.AWAKE)
 
     def _wake_to(self, phase: _Phase) -> None:
@@ -312,26 +295,73 @@ class ColocatedEngine:
             self._phase = _Phase.AWAKE
 
     def _wake_part(self, part: EnginePart) -> None:
-        """Tries again once, since the trainer's cached memory is given back only when asked."""
         try:
             self.engine.wake(part)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            logger.warning("no memory to wake the engine's %s (%s); clearing caches and trying again", part, error)
-            clear_caches()
-            try:
-                self.engine.wake(part)
-            except (torch.OutOfMemoryError, MemoryError) as again:
-                hint = self.engine.wake_hint or "--engine_mem_fraction"
-                raise RuntimeError(
-                    f"There is no memory to wake the engine's {part}: {again}. Lower {hint}, or let the trainer hold "
-                    "less while the engine runs."
-                ) from again
+            self._wake_after_clearing(part, error)
+
+    def _wake_after_clearing(self, part: EnginePart, error: BaseException) -> None:
+        """Tries once more, since the trainer's cached memory is given back only when asked for."""
+        logger.warning("no memory to wake the engine's %s (%s); clearing caches and trying again", part, error)
+        clear_caches()
+        try:
+            self.engine.wake(part)
+        except (torch.OutOfMemoryError, MemoryError) as again:
+            hint = self.engine.wake_hint or "--engine_mem_fraction"
+            raise RuntimeError(
+                f"There is no memory to wake the engine's {part}: {again}. Lower {hint}, or let the trainer hold "
+                "less while the engine runs."
+            ) from again
 
     def close(self) -> None:
+        """Forgets every request and frees the engine."""
         self._running.clear()
         self._num_left.clear()
         self._ended.clear()
         self.engine.close()
+
+
+def _joined(partial: Completion, item: Completion) -> Completion:
+    """Puts what was generated before in front of what was generated now."""
+    return replace(
+        item,
+        prompt_token_ids=item.prompt_token_ids[: len(item.prompt_token_ids) - len(partial.output_token_ids)],
+        output_token_ids=partial.output_token_ids + item.output_token_ids,
+        logprobs=partial.logprobs + item.logprobs,
+        versions=partial.versions + item.versions,
+    )
+
+
+def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Completion:
+    """Cuts before the first sampled image or video placeholder: a trainer would look for the image behind it."""
+    end = next((i for i, token in enumerate(item.output_token_ids) if token in placeholder_ids), None)
+    if end is None:
+        return item
+    return replace(
+        item,
+        output_token_ids=item.output_token_ids[:end],
+        logprobs=item.logprobs[:end],
+        versions=item.versions[:end],
+        finish_reason="length",
+    )
+
+
+def _describe_bad_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> str:
+    if not ids:
+        return f"{name} is empty: it needs at least one token."
+    bad = next(token for token in ids if not 0 <= token < vocab_size)
+    return f"{name} holds token id {bad}, outside the model's vocabulary of {vocab_size}."
+
+
+def _check_media(name: str, kind: str, items: Sequence[object], ids: tuple[int, ...], token_id: int | None) -> None:
+    if items and token_id is None:
+        raise ValueError(f"{name} comes with {kind}s, which this engine's model does not take.")
+    count = 0 if token_id is None else ids.count(token_id)
+    if count != len(items):
+        raise ValueError(
+            f"{name} has {count} {kind} placeholders (token id {token_id}) and {len(items)} {kind}s. It needs one "
+            f"placeholder for each {kind}."
+        )
 
 
 def clear_caches() -> None:

@@ -1,7 +1,7 @@
-"""Proof that the tensors handed to an engine are the trainer's: each name once, each with the trainer's values.
+"""WeightProof: the tensors handed to an engine are the trainer's, each name once, each with the trainer's values.
 
-The trainer takes a fingerprint of each parameter from its own shards, on another way than the tensors travel. What
-happens behind the engine's door is checked by the engine (load_weights) and by the canary (strategy/serving/canary.py).
+The trainer takes a fingerprint of each parameter from its own shards, and the tensors travel on another path. What
+happens inside the engine is checked by the engine (load_weights) and by the canary (strategy/serving/canary.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Of a whole tensor or of one shard."""
+    """Returns the fingerprint of a whole tensor or of one shard."""
     total = squares = 0.0
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):
         values = chunk.double()
@@ -37,7 +37,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def is_same(first: Fingerprint, second: Fingerprint) -> bool:
-    """Up to the order of summation; a NaN equals nothing."""
+    """Returns whether two fingerprints agree up to the order of summation; a NaN equals nothing."""
     if first.numel != second.numel:
         return False
     # |sum| <= sqrt(numel * squares): the scale against which rounding is judged
@@ -46,16 +46,17 @@ def is_same(first: Fingerprint, second: Fingerprint) -> bool:
 
 
 class WeightProof:
-    """Watches the pairs on their way to the engine and says afterwards which are not the trainer's."""
+    """Watches the pairs on their way to the engine and reports afterwards which are not the trainer's."""
 
     def __init__(self, expected: Mapping[str, Fingerprint] | None) -> None:
-        """expected: of every parameter of the trainer; None counts bytes only."""
+        """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
         self._seen: set[str] = set()
         self._problems: list[str] = []
         self.num_bytes = 0
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the pairs unchanged and compares each with what is expected."""
         for name, tensor in weights:
             self.num_bytes += tensor.numel() * tensor.element_size()
             if self._expected is not None:
@@ -72,15 +73,14 @@ class WeightProof:
         self._seen.add(name)
 
     def finish(self, version: int) -> None:
-        """WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
-        missing = [] if self._expected is None else sorted(set(self._expected) - self._seen)
-        raise_problems(
-            self._problems + [f"{name} was not sent" for name in missing], f"Weight sync to version {version}"
-        )
+        """Raises WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
+        missing = sorted(set(self._expected or ()) - self._seen)
+        problems = self._problems + [f"{name} was not sent" for name in missing]
+        raise_problems(problems, f"Weight sync to version {version}")
 
 
 def raise_problems(problems: list[str], what: str) -> None:
-    """WeightSyncError with the first of the problems, if there are any."""
+    """Raises WeightSyncError with the first of the problems, if there are any."""
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise WeightSyncError(f"{what} failed: {'; '.join(problems[:_SHOWN])}{more}.")

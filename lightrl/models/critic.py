@@ -1,4 +1,4 @@
-"""The critic: a language model's body with one value per token in place of its words, or a second head on a policy."""
+"""The critic: a language model's body with a head for one value per token, or a second head on a policy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 HEAD_FILE = "value_head.safetensors"
 _BODY, _HEAD = "body.", "value_head."
-_REWARD_HEAD = "score.weight"  # of transformers' models for sequence classification, as reward models are
+_REWARD_HEAD = "score.weight"  # the head's name in transformers' sequence classifiers, as reward models are
 
 
 class ValueHead(nn.Linear):
-    """From a hidden state to one number, in float32 whatever the body computes in."""
+    """Maps a hidden state to one number, in float32 whatever the body computes in."""
 
     computes_in_float32 = True
 
@@ -36,27 +36,32 @@ class ValueHead(nn.Linear):
         super().__init__(hidden_size, 1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N, H] to [N]."""
+        """Maps [N, H] to [N]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return torch.mv(hidden.float(), self.weight[0].float()) + self.bias.float()
 
 
 class Critic(nn.Module):
-    """Values packs of sequences. Its names in a checkpoint are body.* and value_head.*."""
+    """A critic that values packs of sequences. Its names in a checkpoint are body.* and value_head.*.
+
+    Attributes:
+        sequence_group: ranks that split the tokens of every pack among them; None: each rank runs whole packs.
+    """
 
     is_actor = False
 
     def __init__(self, body: PreTrainedModel, value_head: ValueHead) -> None:
-        """Takes over a model from transformers that has no output embedding, such as AutoModel gives."""
+        """Takes over a model from transformers that has no output embedding, as AutoModel makes it."""
         super().__init__()
         self.body = body
         self.value_head = value_head
-        self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
+        self.sequence_group: SequenceGroup | None = None
         self._takes_images = body.config.model_type in FAMILIES
         use_packed_attention(body.get_decoder())
         disable_dropout(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:
+        """Returns the values of the states of a pack."""
         hidden = packed_hidden_states(
             self.body.get_decoder(), batch, self._embeddings(batch) if self._takes_images else None, self.sequence_group
         )
@@ -64,15 +69,16 @@ class Critic(nn.Module):
         return StateValues(values=values, final_values=final_values)
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
-        # As for a policy: every rank runs the vision tower.
+        # Every rank runs the vision tower, as for a policy.
         vision = batch.vision or blank_vision(self.body.config, batch.input_ids.device)
         return decoder_inputs(self.body, batch.input_ids[None], vision)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Forwards to the body."""
         self.body.gradient_checkpointing_enable(**kwargs)
 
     def save_pretrained(self, path: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-        """A Hugging Face folder of the body with the head beside it, which load_critic reads."""
+        """Writes the body as a Hugging Face folder, with the head beside it; load_critic() reads both."""
         body = {name.removeprefix(_BODY): value for name, value in state_dict.items() if name.startswith(_BODY)}
         self.body.save_pretrained(path, state_dict=body)
         save_value_head(
@@ -81,13 +87,14 @@ class Critic(nn.Module):
 
 
 class ActorCritic(Policy):
-    """A policy with a value head on its own body. The head is no part of the Hugging Face model."""
+    """A policy with a value head on its body. The head is not part of the Hugging Face model."""
 
     def __init__(self, hf_model: PreTrainedModel, value_head: ValueHead) -> None:
         super().__init__(hf_model)
         self.value_head = value_head
 
     def forward(self, batch: PackedBatch) -> ScoresAndValues:
+        """Returns scores of the response tokens and values of the states, from one pass of the body."""
         hidden = self.hidden_states(batch)
         scores = self.scores(hidden, batch)
         values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
@@ -97,12 +104,13 @@ class ActorCritic(Policy):
 
 
 def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: SequenceGroup | None) -> tuple[Tensor, Tensor]:
-    """[N] before each response token is chosen, [S] behind the last; one call, since a sharded head is gathered by it.
+    """Returns the values of the states that choose response tokens, [N], and of each final state, [S].
 
-    The state in which a token is chosen is the place that predicts it.
+    The state that chooses a token is the position that predicts it; a final state is a sequence's last token. One call
+    of the head serves both, since each call of a sharded head gathers it.
     """
-    ends = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
-    positions = torch.cat([batch.score_index, ends])
+    last_tokens = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
+    positions = torch.cat([batch.score_index, last_tokens])
     if group is None:
         values = head(hidden[positions])
     else:
@@ -116,10 +124,11 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
 
 
 def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, trust_remote_code: bool = False) -> Critic:
-    """A critic in float32 from a policy's folder, a reward model's, or a critic's own.
+    """Loads a critic in float32 from the folder of a policy, a reward model or a critic.
 
-    A folder without a value head gets a new one. materialize=False builds it on the meta device, for ranks that get its
-    weights later.
+    Args:
+        materialize: False builds it on the meta device, for ranks that receive its weights later.
+        init_std: standard deviation of a new head, for a folder that has none.
     """
     if materialize:
         body = _load_body(path, trust_remote_code)
@@ -132,7 +141,11 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
 
 
 def load_value_head(path: str, config: Any, *, materialize: bool, init_std: float, seed: int) -> ValueHead:
-    """The folder's own head or its reward model's score; a new one of this deviation (0: all values are 0) if none."""
+    """Loads a critic's head or a reward model's score; draws a new one if the folder has neither.
+
+    Args:
+        init_std: standard deviation of a new head; 0 makes all values 0.
+    """
     text = config.get_text_config()
     hidden_size = getattr(text, "word_embed_proj_dim", None) or text.hidden_size
     with torch.device("cpu" if materialize else "meta"):
@@ -143,27 +156,27 @@ def load_value_head(path: str, config: Any, *, materialize: bool, init_std: floa
         head.weight.normal_(std=init_std, generator=torch.Generator().manual_seed(seed % 2**63))
         head.bias.zero_()
         for name, value in _saved_head(path).items():
-            own: Tensor = getattr(head, name)
-            if value.shape != own.shape:
+            target: Tensor = getattr(head, name)
+            if value.shape != target.shape:
                 raise ValueError(
                     f"{path}: its value head's {name} has shape {list(value.shape)}, but a critic of this model needs "
-                    f"{list(own.shape)}. Give a model with one score per token."
+                    f"{list(target.shape)}. Give a model with one score per token."
                 )
-            own.copy_(value)
+            target.copy_(value)
     return head
 
 
 def save_value_head(path: str | Path, state: Mapping[str, Tensor]) -> None:
-    """Beside a Hugging Face model; its loaders pass over the file."""
+    """Writes a value head beside a Hugging Face model, whose loaders ignore the file."""
     save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, Path(path) / HEAD_FILE)
 
 
 def _load_body(path: str, trust_remote_code: bool) -> PreTrainedModel:
     with _without_load_report():  # it would name the output embedding, which is left out on purpose
-        body, found = AutoModel.from_pretrained(
+        body, report = AutoModel.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"--critic_model {path} lacks weights: {', '.join(missing[:5])}. Give a whole model.")
     loaded: PreTrainedModel = body
@@ -182,9 +195,9 @@ def _without_load_report() -> Iterator[None]:
 
 
 def _saved_head(path: str) -> dict[str, Tensor]:
-    own = _file_of(path, HEAD_FILE)
-    if own is not None:
-        return load_file(own)
+    head = _file_of(path, HEAD_FILE)
+    if head is not None:
+        return load_file(head)
     index = _file_of(path, "model.safetensors.index.json")
     name = "model.safetensors"
     if index is not None:
@@ -197,12 +210,14 @@ def _saved_head(path: str) -> dict[str, Tensor]:
 
 
 def _file_of(path: str, name: str) -> str | None:
-    """Where a folder, or a name on the hub, keeps the file; None if it has none."""
-    found: str | None = cached_file(
+    """Returns the local path of a file of a folder or a name on the hub; None if it has no such file."""
+    # The keywords are private: they make a missing file None in place of an error. They can go once a public option
+    # does that: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
+    local_path: str | None = cached_file(
         path,
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return found
+    return local_path

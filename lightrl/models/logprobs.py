@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, and the entropy, without ever building a [tokens, vocabulary] matrix.
+"""Log-probabilities of chosen tokens, and their entropy, without ever building a [tokens, vocabulary] matrix.
 
-The logits are made a tile at a time, once in forward and once more in backward.
+The logits are computed one tile at a time, once in forward and once more in backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def chosen_logprobs(
     logit_scale: float = 1.0,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and entropy, under softmax of the logits hidden @ weight.T + bias.
+    """Returns each target's log-probability, and the entropy, under softmax of the logits hidden @ weight.T + bias.
 
     The logits are multiplied by logit_scale, then capped as softcap * tanh(logits / softcap), then divided by the
     temperature. Both results are at least float32 and have gradients for hidden, weight and bias.
@@ -39,8 +39,8 @@ def chosen_logprobs(
         weight: [V, H].
         targets: [N] int64 in [0, V).
         bias: [V].
-        softcap: None does not cap.
-        with_entropy: False leaves the entropy out: it is then NaN, so that nothing can take it for a value.
+        softcap: largest absolute logit; None: no cap.
+        with_entropy: False leaves the entropy NaN, so that nothing can take it for a value.
 
     Returns:
         The log-probabilities, [N], and the entropies, [N].
@@ -63,7 +63,7 @@ def chosen_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogitTransform:
-    """What stands between the output of the matrix product and the softmax."""
+    """The steps between the output of the matrix product and the softmax."""
 
     scale: float
     softcap: float | None
@@ -71,21 +71,20 @@ class _LogitTransform:
 
     @property
     def slope_at_zero(self) -> float:
-        """Derivative of a final logit by the output of the product, where nothing caps it."""
+        """Derivative of a final logit with respect to the product, where nothing caps it."""
         return self.scale / self.temperature
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The final logits of a tile, [rows, columns], in dtype."""
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
+        """Returns the final logits of a tile, [rows, columns], in dtype."""
         factor = self.slope_at_zero if self.softcap is None else self.scale / self.softcap
-        no_bias = hidden.new_zeros(1)  # beta = 0 leaves it unread; the product is scaled on its way out at no cost
-        beta = 0.0 if bias is None else factor
-        logits = torch.addmm(no_bias if bias is None else bias, hidden, weight.T, beta=beta, alpha=factor).to(dtype)
+        # The product is scaled on its way out at no cost; beta = 0 leaves the bias unread.
+        summand, beta = (hidden.new_zeros(1), 0.0) if bias is None else (bias[columns], factor)
+        logits = torch.addmm(summand, hidden, weight[columns].T, beta=beta, alpha=factor).to(dtype)
         return logits if self.softcap is None else logits.tanh_().mul_(self.softcap / self.temperature)
 
-    def slope_of_cap(self, logits: Tensor) -> Tensor | None:
-        """Derivative of the cap at each final logit, 1 - tanh^2; None where there is no cap."""
-        if self.softcap is None:
-            return None
+    def slope_of_cap(self, logits: Tensor) -> Tensor:
+        """Derivative of the cap at each final logit, 1 - tanh^2."""
+        assert self.softcap is not None
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
@@ -107,8 +106,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
             summary = _RowSummary(targets[rows], dtype, with_entropy)
             for columns in _slices(weight.shape[0], _tile(hidden)[1]):
-                tile_bias = None if bias is None else bias[columns]
-                summary.add(transform.logits(hidden[rows], weight[columns], tile_bias, dtype), columns.start)
+                summary.add(transform.logits(hidden[rows], weight, bias, columns, dtype), columns.start)
             logsumexp[rows], chosen[rows] = summary.logsumexp(), summary.chosen
             if with_entropy:
                 entropy[rows] = summary.entropy()
@@ -124,32 +122,23 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return (None,) * 6
-        slope = ctx.transform.slope_at_zero
-        grad_logprobs, grad_entropy = (None if grad is None else grad * slope for grad in grads)
+        slope, dtype = ctx.transform.slope_at_zero, logsumexp.dtype
+        per_row = [targets, logsumexp, entropy, *(None if grad is None else grad * slope for grad in grads)]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = logsumexp.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         for columns in _slices(weight.shape[0], _tile(hidden)[1]):
-            tile_weight = weight[columns]
-            tile_bias = None if bias is None else bias[columns]
-            weight_sum = torch.zeros_like(tile_weight, dtype=dtype) if needs_weight else None
+            weight_sum = torch.zeros_like(weight[columns], dtype=dtype) if needs_weight else None
             bias_sum = torch.zeros_like(bias[columns], dtype=dtype) if needs_bias else None
             for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
-                logits = ctx.transform.logits(hidden[rows], tile_weight, tile_bias, dtype)
-                slope_of_cap = ctx.transform.slope_of_cap(logits)
-                grad = _logit_gradient(
-                    logits,
-                    targets[rows] - columns.start,
-                    logsumexp[rows],
-                    entropy[rows],
-                    None if grad_logprobs is None else grad_logprobs[rows],
-                    None if grad_entropy is None else grad_entropy[rows],
-                )
+                logits = ctx.transform.logits(hidden[rows], weight, bias, columns, dtype)
+                slope_of_cap = None if ctx.transform.softcap is None else ctx.transform.slope_of_cap(logits)
+                parts: list[Any] = [None if part is None else part[rows] for part in per_row]
+                grad = _logit_gradient(logits, columns.start, *parts)
                 grad = (grad if slope_of_cap is None else grad.mul_(slope_of_cap)).to(hidden.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] += grad @ tile_weight
+                    grad_hidden[rows] += grad @ weight[columns]
                 if weight_sum is not None:
                     weight_sum += grad.T @ hidden[rows]
                 if bias_sum is not None:
@@ -164,7 +153,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 class _RowSummary:
-    """What a few rows of logits come to, gathered one tile of the vocabulary at a time."""
+    """Statistics of a few rows of logits, gathered one tile of the vocabulary at a time."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
         self.targets = targets
@@ -175,12 +164,9 @@ class _RowSummary:
         self.moment = torch.zeros_like(self.chosen)  # sum of exp(logit - maximum) * (logit - maximum)
 
     def add(self, logits: Tensor, first_column: int) -> None:
-        """Takes in a tile of logits, which it overwrites."""
-        place = self.targets - first_column
-        is_inside = (place >= 0) & (place < logits.shape[1])
-        here = logits.gather(1, place.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        self.chosen = torch.where(is_inside, here, self.chosen)
-
+        """Adds a tile of logits, which it overwrites."""
+        column, is_inside = _locate(self.targets, first_column, logits.shape[1])
+        self.chosen = torch.where(is_inside, logits.gather(1, column[:, None])[:, 0], self.chosen)
         maximum = torch.maximum(self.maximum, logits.amax(1))
         shift = self.maximum - maximum
         scale = shift.exp()
@@ -202,13 +188,14 @@ class _RowSummary:
 
 def _logit_gradient(
     logits: Tensor,
-    place: Tensor,
+    first_column: int,
+    targets: Tensor,
     logsumexp: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient of a tile's final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
+    """Returns the gradient of a tile's final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
 
     Overwrites the logits.
     """
@@ -217,20 +204,24 @@ def _logit_gradient(
         assert grad_logprobs is not None
         grad = logp.exp_().mul_(-grad_logprobs[:, None])
     else:
-        probs = logp.exp()
         constant = -grad_entropy * entropy
         if grad_logprobs is not None:
             constant = constant - grad_logprobs
-        grad = probs.mul_(logp.mul_(-grad_entropy[:, None]).add_(constant[:, None]))
+        grad = logp.exp().mul_(logp.mul_(-grad_entropy[:, None]).add_(constant[:, None]))
     if grad_logprobs is not None:
-        is_inside = (place >= 0) & (place < logits.shape[1])
-        at_target = torch.where(is_inside, grad_logprobs, 0)[:, None]
-        grad.scatter_add_(1, place.clamp(0, logits.shape[1] - 1)[:, None], at_target)
+        column, is_inside = _locate(targets, first_column, grad.shape[1])
+        grad.scatter_add_(1, column[:, None], torch.where(is_inside, grad_logprobs, 0)[:, None])
     return grad
 
 
+def _locate(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Returns each target's column in a tile, clamped to the tile, and whether it lies in the tile."""
+    column = targets - first_column
+    return column.clamp(0, num_columns - 1), (column >= 0) & (column < num_columns)
+
+
 def _tile(hidden: Tensor) -> tuple[int, int]:
-    """Rows and columns of a tile of logits."""
+    """Returns the rows and columns of a tile of logits."""
     return _CPU_TILE if hidden.device.type == "cpu" else _ACCELERATOR_TILE
 
 

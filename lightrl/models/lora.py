@@ -1,6 +1,6 @@
 """LoRA (arXiv:2106.09685) by peft: small adapters inside a model, which train in place of its weights.
 
-Whoever reads a model's weights for others (an engine, an export) gets them merged, under the plain names.
+Engines and exports get the weights with the adapters merged, under the plain names.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from transformers.pytorch_utils import Conv1D
 from lightrl.config import LoraConfig
 from lightrl.seeding import mix_seed
 
-_ADAPTER = "default"  # peft's name for the only adapter of a model; it stands in the names of parameters
+_ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 _WEIGHTS = "adapter_model.safetensors"
-_STREAM = 11  # of the seed: what the adapters are drawn by
+_STREAM = 11  # keeps the draw of adapters apart from all others of the same seed
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What is added to one weight: scale * up @ down."""
+    """The summand of one weight: scale * up @ down."""
 
     down: nn.Parameter  # [rank, inputs]
     up: nn.Parameter  # [outputs, rank]
@@ -36,7 +36,7 @@ class Adapter:
     is_transposed: bool  # the weight is [inputs, outputs]
 
     def delta(self, down: Tensor, up: Tensor) -> Tensor:
-        """In the shape of the weight, from the two as whole tensors."""
+        """Returns the summand in the shape of the weight, from both factors as whole tensors."""
         product = up @ down * self.scale
         return product.T if self.is_transposed else product
 
@@ -45,12 +45,13 @@ class Adapter:
 
 
 def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: Sequence[str] = ()) -> None:
-    """Puts adapters into the model in place; of all its parameters only they, and those of `trained`, require grad.
+    """Puts adapters into the model in place; from then on only they, and the modules in `trained`, require grad.
 
-    A model on the meta device gets adapters there. Nothing changes where the options turn LoRA off.
+    A model on the meta device gets adapters there. Nothing changes if the options turn LoRA off.
 
     Args:
-        model: as transformers made it, not the wrapper around it. What the wrapper adds, such as a value head, trains.
+        model: as transformers made it, without the wrapper. Parameters of the wrapper, such as a value head, train.
+        seed: of new adapters, whatever was drawn before.
         trained: modules of the model that train whole, such as ("score",).
     """
     if not options.is_on:
@@ -65,7 +66,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     config.exclude_modules = list(trained) or None
     is_meta = next(model.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix_seed(seed, _STREAM))  # the same adapters, whatever was drawn before
+        torch.manual_seed(mix_seed(seed, _STREAM))
         try:
             inject_adapter_in_model(config, model, _ADAPTER, low_cpu_mem_usage=is_meta)
         except ValueError as error:  # no module has such a name
@@ -82,7 +83,10 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
 
 
 def options_beside(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
-    """For another model that trains with this one: adapters of --lora.path do not fit it, but new ones alike do."""
+    """Returns the options of a second model that trains beside an adapted one.
+
+    Adapters of --lora.path do not fit it, so it gets new ones of the same rank.
+    """
     host = host_of(adapted)
     if not options.path or host is None:
         return options
@@ -91,7 +95,7 @@ def options_beside(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
 
 
 def require_peft(options: LoraConfig) -> None:
-    """Says what to install, if the options need it."""
+    """Raises ImportError, with the package to install, if the options need peft and it is missing."""
     if options.is_on and importlib.util.find_spec("peft") is None:
         raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
 
@@ -103,7 +107,7 @@ def _new_config(options: LoraConfig, model: nn.Module) -> Any:
     settings: dict[str, Any] = {
         "r": options.rank,
         "lora_alpha": options.alpha or 2 * options.rank,
-        # peft's own all-linear takes in the experts of a mixture, which are one tensor and cannot be merged here.
+        # peft's own all-linear includes the experts of a mixture, which are one tensor and cannot be merged here.
         "target_modules": _inner_linear_layers(model) if targets == ("all-linear",) else list(targets),
         "use_rslora": options.use_rslora,
     }
@@ -126,7 +130,7 @@ def _read_config(path: str) -> Any:
 
 
 def _inner_linear_layers(model: nn.Module) -> list[str]:
-    """Names of all linear layers but the output head."""
+    """Returns the names of all linear layers except the output head."""
     head = _head_of(model)
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     return [name for name, module in linear if module is not head]
@@ -138,7 +142,7 @@ def _head_of(model: Any) -> nn.Module | None:
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Only what can be merged, and whose weight nothing reads but the layer itself."""
+    """Raises ValueError for a layer that cannot be merged, or whose weight is also read outside it."""
     from peft.tuners.lora import Linear
 
     head = _head_of(model)
@@ -151,55 +155,60 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
-    own = {_file_name(name): parameter for name, parameter in trained_parameters(model)}
-    found = load_file(folder / _WEIGHTS)
-    missing, unknown = sorted(set(own) - set(found)), sorted(set(found) - set(own))
+    parameters = {_file_name(name): parameter for name, parameter in trained_parameters(model)}
+    saved = load_file(folder / _WEIGHTS)
+    missing, unknown = sorted(set(parameters) - set(saved)), sorted(set(saved) - set(parameters))
     if missing or unknown:
         raise ValueError(
             f"--lora.path {folder} does not fit the model: missing {missing[:3] or 'nothing'}, "
             f"unknown {unknown[:3] or 'nothing'}."
         )
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
 
 
 # ---- Looking -----------------------------------------------------------------------------------------------------
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that peft put in the place of others; without importing peft."""
+    """Yields the layers into which peft has put adapters, without importing peft.
+
+    The names are those of peft's LoraLayer; they are read here and in adapters_of() since peft offers no iterator over
+    adapters with their scale: https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+    """
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
 
 
 def host_of(model: nn.Module) -> nn.Module | None:
-    """The module that add_adapters was given: the model or one inside it; None where there are no adapters."""
+    """Returns the module that add_adapters() was given: the model or one inside it; None without adapters."""
     return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
 
 
 def has_adapters(model: nn.Module) -> bool:
+    """Whether add_adapters() was called for the model or one inside it."""
     return next(_layers(model), None) is not None
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """By the plain name of the weight that each is added to."""
-    found = {}
+    """Returns the adapters by the plain name of the weight that each is added to."""
+    adapters = {}
     for name, layer in _layers(model):
         if list(layer.lora_A) != [_ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
             raise ValueError(f"{name} is not a plain LoRA layer with one adapter called {_ADAPTER!r}, not merged.")
-        found[f"{name}.weight"] = Adapter(
+        adapters[f"{name}.weight"] = Adapter(
             layer.lora_A[_ADAPTER].weight,
             layer.lora_B[_ADAPTER].weight,
             float(layer.scaling[_ADAPTER]),
             bool(layer.fan_in_fan_out),
         )
-    return found
+    return adapters
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) without the adapters, and as if they were not there; tied ones once."""
+    """Returns (name, parameter) of everything but the adapters, under the plain names; tied parameters once."""
     named = list(model.named_parameters())
     if not has_adapters(model):
         return named
@@ -207,7 +216,7 @@ def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of what an adapter's file holds: the adapters, and what trains beside them; sorted by name."""
+    """Returns (name, parameter), sorted by name, of what trains: the adapters, and whole modules beside them."""
     return sorted((name, item) for name, item in model.named_parameters() if item.requires_grad)
 
 
@@ -216,7 +225,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _file_name(name: str) -> str:
-    """A parameter's name in an adapter's file."""
+    """Returns a parameter's name in an adapter's file."""
     return _PEFT_PREFIX + (name.replace(f".{_ADAPTER}.", ".") if _is_adapter(name) else name)
 
 
@@ -225,11 +234,13 @@ def _file_name(name: str) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it had adapters; nothing changes for one that has none."""
+    """Runs the model as it was before it had adapters; changes nothing for a model that has none."""
     layers = [layer for _, layer in _layers(model)]
     try:
         for layer in layers:
-            # Not enable_adapters(), which would also turn requires_grad off and on, and back ends hold on to that.
+            # Not enable_adapters(), which would also change requires_grad, on which back ends depend. The private flag
+            # can go once peft has a switch that leaves requires_grad alone; 0.21.2 has none:
+            # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
             layer._disable_adapters = True
         yield
     finally:
@@ -238,13 +249,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters(nn.Module):
-    """Stands for the model as it was before it had adapters: a reference to compare with that takes no memory."""
+    """The model as it was before it had adapters: a reference that takes no memory of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model without its adapters."""
         with without_adapters(self.model):
             return self.model(*args, **kwargs)
 
@@ -253,8 +265,8 @@ def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> Non
     """Writes the folder that PeftModel.from_pretrained loads.
 
     Args:
-        model: what add_adapters was given: host_of().
-        tensors: whole ones, by the names of trained_parameters().
+        model: the module that add_adapters() was given: host_of().
+        tensors: whole tensors, by the names of trained_parameters().
     """
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[_ADAPTER].save_pretrained(folder)

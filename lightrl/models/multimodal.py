@@ -1,6 +1,6 @@
-"""Images and videos of vision-language models: from one placeholder each to token ids, patches and positions.
+"""Images and videos of vision-language models: turns one placeholder each into token ids, patches and positions.
 
-The one place that knows how a family lays an image out. The trainer, the native engine and the data set's check use it.
+Only this module knows how a family lays an image out. Trainers, the native engine and the check of a data set use it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from lightrl.records import EncodedPrompt, VisionInputs
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-VIDEO_FPS = 2.0  # frames are taken as they are given, and as two a second
+VIDEO_FPS = 2.0  # all frames of a video are used; they are taken to be half a second apart
 
 ImageSize = tuple[int, int]  # height, width
 VideoSize = tuple[int, int, int]  # frames, height, width
@@ -24,14 +24,14 @@ VideoSize = tuple[int, int, int]  # frames, height, width
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """What an image or video becomes."""
+    """The tokens that an image or video becomes."""
 
-    num_features: int  # tokens
-    num_frames: int = 1  # as it was given
+    num_features: int  # one token each
+    num_frames: int = 1  # of the video before processing
 
 
 class MediaProcessor:
-    """A model's own preprocessing, piece by piece: the tokens of an image are counted before its pixels are read."""
+    """A model's own preprocessing in two steps: it counts the tokens of an image before its pixels are read."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         """Takes the processor that transformers has for the model, and the model's config."""
@@ -39,14 +39,16 @@ class MediaProcessor:
         self.config = config
         self.image_token_id = int(config.image_token_id)
         self.video_token_id = int(config.video_token_id)
-        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames; vLLM follows it.
-        own = getattr(type(processor), "replace_video_token", None)
-        self._keeps_video_markers = own is not None and own is not getattr(ProcessorMixin, "replace_video_token", None)
+        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames; vLLM does the same.
+        # The older rule can go when pyproject.toml asks for transformers 5.10:
+        # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/qwen3_vl/processing_qwen3_vl.py
+        replace = getattr(type(processor), "replace_video_token", None)
+        self._keeps_video_markers = replace not in (None, getattr(ProcessorMixin, "replace_video_token", None))
         self._per_feature = int(config.vision_config.spatial_merge_size) ** 2  # patches that become one token
 
     @classmethod
     def load(cls, path: str, *, trust_remote_code: bool = False) -> MediaProcessor | None:
-        """Of a model's folder or name; None for a model that takes no images."""
+        """Loads the processor of a folder or Hugging Face name; returns None for a model that takes no images."""
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if config.model_type not in FAMILIES:
             return None
@@ -70,7 +72,7 @@ class MediaProcessor:
     def expanded(
         self, token_ids: Sequence[int], images: Sequence[ImageSize], videos: Sequence[VideoSize]
     ) -> tuple[int, ...]:
-        """The ids that the model sees for ids with one placeholder each. It needs no pixels."""
+        """Returns the ids that the model sees for ids with one placeholder per file. It needs sizes, not pixels."""
         image_processor, video_processor = self.processor.image_processor, self.processor.video_processor
         image_extents = [
             _Extent(image_processor.get_number_of_image_patches(*size, {}) // self._per_feature) for size in images
@@ -82,7 +84,7 @@ class MediaProcessor:
         return self._expand(token_ids, image_extents, video_extents)
 
     def encode(self, token_ids: Sequence[int], images: Sequence[Any], videos: Sequence[Any]) -> EncodedPrompt:
-        """What the model takes of ids with one placeholder each, PIL images, and arrays [frames, height, width, 3]."""
+        """Encodes ids with one placeholder per file, PIL images, and video arrays [frames, height, width, 3]."""
         image_patches = [self._image_patches(image) for image in images]
         video_patches = [self._video_patches(video) for video in videos]
         ids = self._expand(
@@ -93,21 +95,21 @@ class MediaProcessor:
                 for item, (_, grid) in zip(videos, video_patches, strict=True)
             ],
         )
-        left = {self.image_token_id: iter(image_patches), self.video_token_id: iter(video_patches)}
-        in_order = [next(left[token]) for token in token_ids if token in left]
+        patches = {self.image_token_id: iter(image_patches), self.video_token_id: iter(video_patches)}
+        in_order = [next(patches[token]) for token in token_ids if token in patches]
         grid_thw = torch.stack([grid for _, grid in in_order]) if in_order else None
         positions, rope_delta = rope_positions(self.config, ids, grid_thw)
         return EncodedPrompt(
             token_ids=ids,
             positions=positions,
             rope_delta=rope_delta,
-            feature_positions=torch.tensor([i for i, token in enumerate(ids) if token in left], dtype=torch.int64),
-            pixel_values=torch.cat([patches for patches, _ in in_order]) if in_order else None,
+            feature_positions=torch.tensor([i for i, token in enumerate(ids) if token in patches], dtype=torch.int64),
+            pixel_values=torch.cat([part for part, _ in in_order]) if in_order else None,
             grid_thw=grid_thw,
         )
 
     def _image_patches(self, image: Any) -> tuple[Tensor, Tensor]:
-        """[patches, patch_dim] and [3]; one image at a time, so that it does not depend on its neighbours."""
+        """Returns [patches, patch_dim] and the grid [3] of one image, which then cannot depend on its neighbours."""
         output = self.processor.image_processor([image], return_tensors="pt")
         return output["pixel_values"].float(), output["image_grid_thw"][0]
 
@@ -123,21 +125,21 @@ class MediaProcessor:
         next_image, next_video = iter(images), iter(videos)
         names_frames = self.config.model_type == "qwen3_vl"
         ids: list[int] = []
-        place = 0
-        while place < len(token_ids):
-            token = token_ids[place]
+        index = 0
+        while index < len(token_ids):
+            token = token_ids[index]
             if token == self.image_token_id:
                 ids += [token] * next(next_image).num_features
             elif token == self.video_token_id and names_frames:
                 if not self._keeps_video_markers:
-                    self._take_back_start(ids, token_ids[place + 1 : place + 2])
-                    place += 1  # the end marker
+                    self._drop_start_marker(ids, token_ids[index + 1 : index + 2])
+                    index += 1  # the end marker
                 ids += self._timed_frames(next(next_video))
             elif token == self.video_token_id:
                 ids += [token] * next(next_video).num_features
             else:
                 ids.append(token)
-            place += 1
+            index += 1
         return tuple(ids)
 
     def _check_counts(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
@@ -153,7 +155,7 @@ class MediaProcessor:
                     "one for each."
                 )
 
-    def _take_back_start(self, ids: list[int], following: Sequence[int]) -> None:
+    def _drop_start_marker(self, ids: list[int], following: Sequence[int]) -> None:
         start, end = self.config.vision_start_token_id, self.config.vision_end_token_id
         if ids[-1:] != [start] or list(following) != [end]:
             names = self.processor.tokenizer.convert_ids_to_tokens([start, self.video_token_id, end])
@@ -161,7 +163,7 @@ class MediaProcessor:
         ids.pop()
 
     def _timed_frames(self, video: _Extent) -> Iterator[int]:
-        """Qwen3-VL: the mean time of the frames that become one, in words, then its features between own markers."""
+        """Yields the tokens of a Qwen3-VL video: for each merged frame its mean time in words, then its features."""
         merged, last = self.processor.video_processor.temporal_patch_size, video.num_frames - 1
         firsts = range(0, video.num_frames, merged)
         for first in firsts:
@@ -173,11 +175,12 @@ class MediaProcessor:
 
 
 def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | None) -> tuple[Tensor, int]:
-    """[3, L] positions of expanded ids, and what is added to a place behind them.
+    """Returns the positions of expanded ids, [3, L], and the offset from an index behind them to its position.
 
-    The rule of the models' authors, as the engines have it: a feature stands at its frame, row and column from where
-    its image begins, and what follows begins behind the largest of these. get_rope_index of transformers 5 is another
-    one for the videos of Qwen2.5-VL, and not the same in all of its versions.
+    The rule is that of the models' authors and of the engines: a feature has its frame, row and column, counted from
+    the beginning of its image, and the next token follows the largest of these. get_rope_index() of transformers 5
+    gives other positions for the videos of Qwen2.5-VL, which differ between its versions. This function can go when
+    they agree: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py
 
     Args:
         grid_thw: [M, 3] patches of each image and video, in token order.
@@ -187,23 +190,23 @@ def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | Non
     grids = iter([] if grid_thw is None else _position_grids(config, grid_thw))
     time_step = getattr(vision, "tokens_per_second", 0) * vision.temporal_patch_size / VIDEO_FPS
     parts: list[Tensor] = []
-    place = begin = 0
-    while place < len(token_ids):
-        if token_ids[place] in special:
+    index = begin = 0
+    while index < len(token_ids):
+        if token_ids[index] in special:
             frames, rows, columns = next(grids)
             part = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns)).T
             part = torch.stack(((part[0] * time_step).long(), part[1], part[2]))
         else:
-            end = next((i for i in range(place, len(token_ids)) if token_ids[i] in special), len(token_ids))
-            part = torch.arange(end - place).expand(3, -1)
+            end = next((i for i in range(index, len(token_ids)) if token_ids[i] in special), len(token_ids))
+            part = torch.arange(end - index).expand(3, -1)
         parts.append(part + begin)
-        place += part.shape[1]
+        index += part.shape[1]
         begin += int(part.max()) + 1
     return torch.cat(parts, dim=1), begin - len(token_ids)
 
 
 def _position_grids(config: Any, grid_thw: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Frames, rows and columns of features; each frame of a Qwen3-VL video stands for itself, behind its time."""
+    """Yields frames, rows and columns of features; each frame of a Qwen3-VL video is an image behind its time."""
     merged = int(config.vision_config.spatial_merge_size)
     for frames, height, width in grid_thw.tolist():
         rows, columns = height // merged, width // merged
@@ -214,7 +217,7 @@ def _position_grids(config: Any, grid_thw: Tensor) -> Iterator[tuple[int, int, i
 
 
 def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:
-    """[3, num_tokens]: the positions of the prompt and of the text behind it."""
+    """Returns [3, num_tokens], the positions of the prompt and of the text behind it."""
     behind = torch.arange(len(prompt.token_ids), num_tokens) + prompt.rope_delta
     return torch.cat((prompt.positions, behind.expand(3, -1)), dim=1)
 
@@ -225,9 +228,9 @@ def pack_positions(lengths: Sequence[int], prompts: Sequence[EncodedPrompt]) -> 
 
 
 def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> VisionInputs | None:
-    """The images and videos of prompts that begin at these flat places, ascending; None if there are none.
+    """Joins the images and videos of prompts that begin at ascending positions of a pack; None if there are none.
 
-    An encoded prompt that comes again, under several of its samples, goes through the vision tower once.
+    A prompt that several samples share goes through the vision tower once.
     """
     pixel_values: list[Tensor] = []
     grids: list[Tensor] = []
@@ -256,13 +259,13 @@ def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> Visi
 
 
 def patch_dim(config: Any) -> int:
-    """Numbers that a patch of pixels is made of."""
+    """Returns the number of values in a patch of pixels."""
     vision = config.vision_config
     return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
 
 def blank_vision(config: Any, device: torch.device) -> VisionInputs:
-    """The smallest image, and no place where it stands: the vision tower runs, and its gradient is zero."""
+    """Returns the smallest image, which no token stands for: the vision tower runs, and its gradient is zero."""
     side = int(config.vision_config.spatial_merge_size)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return VisionInputs(
@@ -274,9 +277,9 @@ def blank_vision(config: Any, device: torch.device) -> VisionInputs:
 
 
 def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -> dict[str, Any]:
-    """What the text decoder of a vision-language model takes in place of input_ids, [B, T].
+    """Returns what the text decoder of a vision-language model takes in place of input_ids, [B, T].
 
-    The vision tower runs once, over images and videos alike.
+    The vision tower runs once, over images and videos together.
     """
     embeddings: Tensor = model.get_input_embeddings()(input_ids)
     if vision is None:

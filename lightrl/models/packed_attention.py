@@ -1,7 +1,7 @@
 """Attention for transformers models over sequences laid end to end in one row, without padding and without a mask.
 
-Registered with transformers as "lightrl_packed". Where the sequences begin travels beside the hidden states, as a
-keyword argument of the model's forward, so that gradient checkpointing recomputes each layer with its own boundaries.
+It is registered with transformers as "lightrl_packed". The boundaries of the sequences travel beside the hidden states,
+as a keyword argument of the model's forward, so that gradient checkpointing recomputes each layer with its own.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ _LAYOUT_KEYWORD = "packed_layout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a pack begin and end."""
+    """The boundaries of the sequences of a pack, in the forms that attention needs."""
 
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
     runs: tuple[tuple[int, int], ...]  # (number of sequences, their length): adjacent sequences of equal length
     boundaries: Tensor | None  # cu_seqlens as int32 on the device, for the flash-attention kernel
-    group: SequenceGroup | None = None  # ranks that split the tokens; then each runs num_tokens / size of them
+    group: SequenceGroup | None = None  # ranks that split the tokens among them
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the pack."""
         return self.cu_seqlens[-1]
 
     @property
     def max_length(self) -> int:
+        """Tokens of the longest sequence."""
         return max(length for _, length in self.runs)
 
 
@@ -52,7 +54,7 @@ _CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", d
 def packed_layout(
     cu_seqlens: tuple[int, ...], device: torch.device, group: SequenceGroup | None = None
 ) -> PackedLayout:
-    """The layout of a pack from its boundaries."""
+    """Returns the layout of a pack with these boundaries."""
     lengths = (end - start for start, end in pairwise(cu_seqlens))
     return PackedLayout(
         cu_seqlens=cu_seqlens,
@@ -63,7 +65,7 @@ def packed_layout(
 
 
 def use_packed_attention(decoder: PreTrainedModel) -> None:
-    """Makes a decoder run on packs; raises ValueError for one whose layers would mix the sequences."""
+    """Makes a decoder run on packs; raises ValueError if its layers would mix the sequences."""
     config = decoder.config
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if unknown:
@@ -121,32 +123,28 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each attention layer: causal attention within each sequence of the pack.
+    """Computes causal attention within each sequence of the pack; transformers calls it in each attention layer.
 
     Args:
         query: [1, num_heads, T, head_dim]; key and value may have fewer heads (grouped-query attention).
-        attention_mask: what packed_mask() gave.
+        attention_mask: the result of packed_mask().
         sliding_window: a token sees itself and the sliding_window - 1 before it.
         softcap: attention scores become softcap * tanh(scores / softcap).
-        s_aux: [num_heads] attention sinks, a score per head that takes weight and gives no value.
+        s_aux: [num_heads] attention sinks: a score per head that takes weight and gives no value.
 
     Returns:
         The output, [1, T, num_heads, head_dim], and no attention weights.
     """
     layout = kwargs.get(_LAYOUT_KEYWORD) or _CURRENT_LAYOUT.get()
     if layout is None:
-        raise ValueError(
-            f"{type(module).__name__} was called without the boundaries of the pack. Run the model by "
-            "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand "
-            "keyword arguments to its attention: turn gradient checkpointing off, or choose another model."
-        )
+        raise _no_layout(module)
     if layout.group is not None:
         query, key, value, s_aux = _to_heads(layout.group, query, key, value, s_aux)
-    adds = isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None
+    adds_to_scores = isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None
     is_causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     fits = (query.shape[0], query.shape[2], key.shape[2]) == (1, layout.num_tokens, layout.num_tokens)
-    if adds or dropout != 0 or not (fits and is_causal):
-        _refuse_call(module, query, key, layout.num_tokens, dropout, adds)
+    if adds_to_scores or dropout != 0 or not (fits and is_causal):
+        _refuse_call(module, query, key, layout.num_tokens, dropout, adds_to_scores)
     scoring = _Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=attention_mask if sliding_window is None else sliding_window,
@@ -159,9 +157,9 @@ def packed_attention(
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> int | None:
-    """What transformers calls to make a mask: none, or the window's size for sliding layers.
+    """Returns no mask, or the window's size for sliding layers; transformers calls it in place of making a mask.
 
-    Some models (Qwen2-MoE) tell their attention of the window by its mask alone.
+    Some models (Qwen2-MoE) pass the window to their attention through the mask alone.
     """
     if attention_mask is not None:
         raise ValueError(f"{ATTENTION_NAME} takes no attention_mask: lay the sequences end to end without padding.")
@@ -170,7 +168,7 @@ def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scoring:
-    """How queries score keys."""
+    """Settings of the scores between queries and keys."""
 
     scale: float
     window: int | None
@@ -178,7 +176,17 @@ class _Scoring:
     sinks: Tensor | None
 
 
-def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, num_tokens: int, dropout: float, adds: bool) -> None:
+def _no_layout(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} was called without the boundaries of the pack. Run the model by "
+        "packed_hidden_states(). If this is the recomputation of a checkpointed layer, the model does not hand keyword "
+        "arguments to its attention: turn gradient checkpointing off, or choose another model."
+    )
+
+
+def _refuse_call(
+    module: nn.Module, query: Tensor, key: Tensor, num_tokens: int, dropout: float, adds_to_scores: bool
+) -> None:
     """Raises ValueError for a call of packed_attention() that would give wrong results."""
     name = type(module).__name__
     if (query.shape[0], query.shape[2], key.shape[2]) != (1, num_tokens, num_tokens):
@@ -186,7 +194,7 @@ def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, num_tokens: int,
             f"{name} was called with queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)} for a "
             f"pack of {num_tokens} tokens: give one row of just these tokens, without a key-value cache."
         )
-    if adds:
+    if adds_to_scores:
         raise ValueError(f"{name} adds a mask or a position bias of its own, which {ATTENTION_NAME} cannot honour.")
     if dropout != 0:
         raise ValueError(f"{name} has attention dropout {dropout}: set it to 0, since the loss compares two passes.")
@@ -201,17 +209,17 @@ def _takes_any_keyword(decoder: nn.Module) -> bool:
 def _to_heads(
     group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """This rank's heads of all tokens; fewer key and value heads than ranks are repeated first."""
+    """Returns this rank's heads of all tokens, after repeating key and value heads if there are fewer than ranks."""
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     check_heads(num_heads, num_kv_heads, group.size)
     copies = max(1, group.size // num_kv_heads)
     key, value = (_repeat_heads(part, copies * num_kv_heads) for part in (key, value))
-    own_sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
-    return group.to_heads(query), group.to_heads(key), group.to_heads(value), own_sinks
+    sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
+    return group.to_heads(query), group.to_heads(key), group.to_heads(value), sinks
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-    """Raises ValueError unless the heads of attention can be split over so many ranks."""
+    """Raises ValueError unless the attention heads can be split over this many ranks."""
     valid = [
         size
         for size in range(1, num_heads + 1)
@@ -226,7 +234,7 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
 
 
 def _stack_sequences(part: Tensor, count: int, length: int) -> Tensor:
-    """[1, heads, count * length, dim] as [count, heads, length, dim], without a copy."""
+    """Views [1, heads, count * length, dim] as [count, heads, length, dim]."""
     return part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1)
 
 
@@ -236,13 +244,13 @@ def _repeat_heads(part: Tensor, num_heads: int) -> Tensor:
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length] bool, True where the row's token sees the column's."""
+    """Returns [length, length] bool, True where the row's token sees the column's."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)
 
 
 def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
-    """One call for each run of sequences of equal length."""
+    """Computes attention with one call for each run of sequences of equal length."""
     attend = _sdpa if scoring.softcap is None and scoring.sinks is None else _eager
     num_tokens = [count * length for count, length in layout.runs]
     # split, not slices: its backward is one concatenation, while each slice's would be a full tensor of zeros.
@@ -269,7 +277,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tenso
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """Attention with what SDPA has not: soft-capped scores (Gemma 2) and sinks (gpt-oss)."""
+    """Computes what SDPA cannot: attention with soft-capped scores (Gemma 2) or sinks (gpt-oss)."""
     count, num_heads, length, _ = query.shape
     scores = query @ _repeat_heads(key, num_heads).transpose(2, 3) * scoring.scale
     if scoring.softcap is not None:
@@ -288,15 +296,17 @@ def _has_flash_attention() -> bool:
 
 
 def _flash_serves(query: Tensor, value: Tensor, scoring: _Scoring) -> bool:
-    """flash-attention 2 wants half precision and one head size, and would drop the sinks."""
+    """Whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
     return query.is_cuda and is_half and takes_shape and _has_flash_attention()
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
-    """The variable-length kernel of flash-attention, by transformers' own call of it."""
-    boundaries: Any = layout.boundaries  # declared LongTensor there, but the kernel wants int32
+    """Computes attention by the variable-length kernel of flash-attention."""
+    # Private, but it hides the differences between the releases of flash-attention. It can go when transformers exports
+    # it: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_flash_attention_utils.py
+    boundaries: Any = layout.boundaries  # declared as a LongTensor there, but the kernel needs int32
     output: Tensor = _flash_attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),

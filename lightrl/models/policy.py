@@ -50,7 +50,7 @@ _CHECK_TEMPERATURE = 0.7
 def predicting_positions(cu_seqlens: Sequence[int], num_scored: Sequence[int]) -> list[int]:
     """Returns the positions whose hidden states predict the last num_scored tokens of each packed sequence.
 
-    This is the one place that knows the off-by-one: the hidden state at position p predicts the token at p + 1.
+    This is the only function that knows the off-by-one: the hidden state at position p predicts the token at p + 1.
 
     Args:
         cu_seqlens: S + 1 boundaries of the sequences, from 0.
@@ -241,10 +241,7 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
         except SafetensorError as error:
             raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
     else:
-        with torch.device("meta"):
-            model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        model.tie_weights()
-        model.generation_config = _generation_config(path, model)
+        model = _empty_model(loader, config, path, trust_remote_code)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
@@ -276,8 +273,8 @@ def model_loader(config: Any) -> Any:
     if config.model_type in FAMILIES:
         return AutoModelForImageTextToText
     is_remote = bool(getattr(config, "auto_map", None))
-    # A table inside transformers: it lists the config classes that AutoModelForCausalLM takes, and no public function
-    # answers that without making a model. Seen in 5.19.0:
+    # A private table of transformers, which lists the config classes that AutoModelForCausalLM takes. It can go once a
+    # public function answers that without making a model; 5.19.0 has none:
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/auto_factory.py
     if hasattr(config, "vision_config") and not is_remote and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
@@ -287,13 +284,16 @@ def model_loader(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _generation_config(path: str, model: Any) -> GenerationConfig:
-    """Loads the end tokens: without them this rank would not stop where the others do."""
-    try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(path)
+def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -> Any:
+    """Builds the model on the meta device."""
+    with torch.device("meta"):
+        model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    try:  # its end tokens count: without them this rank would not stop where the others do
+        model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:  # the folder has none; from_pretrained makes it of the model's config then
-        config = GenerationConfig.from_model_config(model.config)
-    return config
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
 
 
 # ---- Checking the scores -----------------------------------------------------------------------------------------
@@ -305,15 +305,18 @@ def check_scores(policy: Policy, device: torch.device) -> None:
     This refuses models that change their logits, or mix tokens, in a way that Policy does not know. Call it before the
     policy is sharded.
     """
-    model, is_training = policy.hf, policy.training
-    prompts = _check_prompts(model)
-    responses = [_random_tokens(model, length, -1 - index) for index, (_, length) in enumerate(_CHECK_LENGTHS)]
-    pairs = [(prompt.token_ids, response) for prompt, response in zip(prompts, responses, strict=True)]
-    batch = response_batch(pairs, _CHECK_TEMPERATURE, prompts if policy._takes_images else None).to(device)
+    model, was_training = policy.hf, policy.training
+    prompts = [_random_tokens(model, length, seed) for seed, (length, _) in enumerate(_CHECK_LENGTHS)]
+    responses = [_random_tokens(model, length, -1 - seed) for seed, (_, length) in enumerate(_CHECK_LENGTHS)]
+    encoded = _with_random_image(model.config, prompts) if policy._takes_images else None
+    if encoded is not None:
+        prompts = [prompt.token_ids for prompt in encoded]
+    batch = response_batch(list(zip(prompts, responses, strict=True)), _CHECK_TEMPERATURE, encoded).to(device)
     policy.eval()
     with torch.no_grad():
-        ours, theirs = policy(batch).logprobs, _own_logprobs(model, prompts, pairs, device)
-    policy.train(is_training)
+        ours, logits = policy(batch).logprobs, _own_logits(model, batch, encoded)[batch.score_index]
+    policy.train(was_training)
+    theirs = (logits / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= allowed:  # a NaN fails too
@@ -324,23 +327,6 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         )
 
 
-def _check_prompts(model: PreTrainedModel) -> list[EncodedPrompt]:
-    """Makes up prompts to compare; the last has an image in its middle if the model takes any."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    prompts = [
-        EncodedPrompt(
-            token_ids=_random_tokens(model, length, seed),
-            positions=torch.arange(length).expand(3, -1),
-            rope_delta=0,
-            feature_positions=nothing,
-        )
-        for seed, (length, _) in enumerate(_CHECK_LENGTHS)
-    ]
-    if model.config.model_type in FAMILIES:
-        prompts[-1] = _with_random_image(model.config, prompts[-1].token_ids)
-    return prompts
-
-
 def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
     """Draws token ids, never the placeholder of an image or video."""
     placeholders = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
@@ -349,14 +335,48 @@ def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, 
     return tuple([token for token in draw.tolist() if token not in placeholders][:count])
 
 
-def _with_random_image(config: Any, token_ids: Sequence[int]) -> EncodedPrompt:
+def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[EncodedPrompt] | None) -> Tensor:
+    """Returns [T, V] float32, by the model's own forward with eager attention, one sequence at a time."""
+    decoder, rows = model.get_decoder(), []
+    packed = decoder.config._attn_implementation
+    decoder.set_attn_implementation("eager")
+    try:
+        for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
+            image = {} if encoded is None else _image_inputs(encoded[index], end - start, batch.input_ids.device)
+            rows.append(model(input_ids=batch.input_ids[None, start:end], use_cache=False, **image).logits[0])
+    finally:
+        decoder.set_attn_implementation(packed)
+    return torch.cat(rows).float()
+
+
+def _image_inputs(prompt: EncodedPrompt, num_tokens: int, device: torch.device) -> dict[str, Tensor]:
+    if prompt.pixel_values is None or prompt.grid_thw is None:
+        return {}
+    return {
+        "pixel_values": prompt.pixel_values.to(device),
+        "image_grid_thw": prompt.grid_thw.to(device),
+        "position_ids": sequence_positions(prompt, num_tokens)[:, None].to(device),
+    }
+
+
+def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[EncodedPrompt]:
+    """Encodes prompts of text, the last with an image in its middle."""
     grid = torch.tensor([_CHECK_GRID])
     num_patches = int(grid.prod())
     num_features = num_patches // config.vision_config.spatial_merge_size**2
-    middle = len(token_ids) // 2
-    ids = (*token_ids[:middle], *[config.image_token_id] * num_features, *token_ids[middle:])
+    texts = [
+        EncodedPrompt(
+            token_ids=tuple(ids),
+            positions=torch.arange(len(ids)).expand(3, -1),
+            rope_delta=0,
+            feature_positions=torch.zeros(0, dtype=torch.int64),
+        )
+        for ids in prompts[:-1]
+    ]
+    middle = len(prompts[-1]) // 2
+    ids = (*prompts[-1][:middle], *[config.image_token_id] * num_features, *prompts[-1][middle:])
     positions, rope_delta = rope_positions(config, ids, grid)
-    return EncodedPrompt(
+    with_image = EncodedPrompt(
         token_ids=ids,
         positions=positions,
         rope_delta=rope_delta,
@@ -364,37 +384,4 @@ def _with_random_image(config: Any, token_ids: Sequence[int]) -> EncodedPrompt:
         pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(0)),
         grid_thw=grid,
     )
-
-
-def _own_logprobs(
-    model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    device: torch.device,
-) -> Tensor:
-    """Scores the responses by the model's own forward with eager attention, one sequence at a time."""
-    decoder = model.get_decoder()
-    packed = decoder.config._attn_implementation
-    decoder.set_attn_implementation("eager")
-    try:
-        parts = [
-            _own_logits(model, prompt, [*ids, *response], device)[
-                predicting_positions((0, len(ids) + len(response)), [len(response)])
-            ]
-            for prompt, (ids, response) in zip(prompts, pairs, strict=True)
-        ]
-    finally:
-        decoder.set_attn_implementation(packed)
-    targets = torch.tensor([token for _, response in pairs for token in response], device=device)
-    return (torch.cat(parts) / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-def _own_logits(model: PreTrainedModel, prompt: EncodedPrompt, ids: Sequence[int], device: torch.device) -> Tensor:
-    """Returns [tokens, vocabulary] float32."""
-    image: dict[str, Tensor] = {}
-    if prompt.pixel_values is not None and prompt.grid_thw is not None:
-        image["pixel_values"] = prompt.pixel_values.to(device)
-        image["image_grid_thw"] = prompt.grid_thw.to(device)
-        image["position_ids"] = sequence_positions(prompt, len(ids))[:, None].to(device)
-    logits: Tensor = model(input_ids=torch.tensor([ids], device=device), use_cache=False, **image).logits
-    return logits[0].float()
+    return [*texts, with_image]

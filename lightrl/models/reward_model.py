@@ -1,4 +1,4 @@
-"""A reward model: one score per sequence of a pack, by the same head and rule as transformers' own classifiers."""
+"""The reward model: one score per sequence of a pack, by the same head and rule as transformers' own classifiers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
 
 HEAD_NAME = "score"
-_HEAD_STREAM = 0x53434F5245  # keeps the draw of a new head apart from what else is drawn from the same seed
-_CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences check_reward_scores() runs: two of equal length, one longer
+_HEAD_STREAM = 0x53434F5245  # keeps the draw of a new head apart from all others of the same seed
+_CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences that check_reward_scores() runs
 
 
 class RewardModel(nn.Module):
-    """Scores a sequence by its last token that is no padding token, as AutoModelForSequenceClassification does."""
+    """Scores a sequence at its last token that is no padding token, as AutoModelForSequenceClassification does."""
 
     is_actor = False
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
-        """Takes over a sequence-classification model of one label; its attention becomes the packed one."""
+        """Takes over a sequence-classification model of one label, and packs its attention."""
         super().__init__()
         self.hf: Any = hf_model
         hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
@@ -52,7 +52,7 @@ class RewardModel(nn.Module):
 
 
 def _last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
-    """[S] of each sequence the last place with another token than padding; its first where there is none."""
+    """Returns [S], the last token of each sequence that is not padding; the first token if all are padding."""
     device = input_ids.device
     starts = torch.tensor(cu_seqlens[:-1], device=device)
     lengths = torch.tensor([end - start for start, end in pairwise(cu_seqlens)], device=device)
@@ -64,9 +64,12 @@ def _last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id
 def load_reward_model(
     path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, seed: int, trust_remote_code: bool = False
 ) -> RewardModel:
-    """In float32, from a language model (its head is drawn anew) or from a reward model (its head is kept).
+    """Loads a reward model in float32, from a language model (with a new head) or from a reward model (with its own).
 
-    materialize=False builds it on the meta device, for ranks that get its weights later.
+    Args:
+        tokenizer: gives the padding token.
+        materialize: False builds it on the meta device, for ranks that receive its weights later.
+        seed: of a new head.
     """
     config = _config(path, tokenizer, trust_remote_code=trust_remote_code)
     loader, settings = AutoModelForSequenceClassification, {"dtype": torch.float32}
@@ -85,13 +88,14 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
     if is_classifier and config.num_labels != 1:
         raise ValueError(f"--model {path} scores {config.num_labels} labels: a reward model has one. Choose another.")
     is_remote = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    # A private table, as in policy.model_loader().
     if not is_remote and type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise ValueError(
             f"transformers has no sequence classifier of model type {config.model_type!r}, so it cannot become a "
             "reward model. Choose another model."
         )
     config.num_labels = 1
-    # Who loads the model pads by the tokenizer; without a padding token a batch of several could not be scored.
+    # Users of the saved model pad with the tokenizer; without a padding token they could not score a batch.
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if config.pad_token_id is None:
         raise ValueError(f"--model {path}: its tokenizer has neither a padding nor an end token. Give it one.")
@@ -100,7 +104,7 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
 
 def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # that the head is new is no news
+    transformers_logging.set_verbosity_error()  # it would report the new head
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -124,7 +128,7 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
 def check_reward_scores(model: RewardModel) -> None:
     """Raises ValueError unless the scores of a pack are those of the model's own forward, to 1e-3.
 
-    For models that pool or mix tokens in another way. Run it before the model is sharded.
+    This refuses models that pool or mix tokens in another way. Call it before the model is sharded.
     """
     device = next(model.parameters()).device
     sequences = [_random_ids(model.hf.config, length, seed) for seed, length in enumerate(_CHECK_LENGTHS)]

@@ -1,6 +1,6 @@
-"""Sequence parallelism inside a model: the part of a pack that one rank runs, where a group of ranks splits every pack.
+"""Sequence parallelism inside a model: one rank's part of a pack, where a group of ranks splits every pack.
 
-Each rank of the group starts with the same pack and ends with the scores of all its tokens, so no loss knows of it.
+Each rank of the group starts with the same pack and ends with the scores of all its tokens, so losses need not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SequenceGroup(Protocol):
 
 
 class Tokens(Protocol):
-    """What a decoder needs of a PackedBatch, or of a rank's part of one."""
+    """The part of a PackedBatch, or of its split, that a decoder needs."""
 
     @property
     def input_ids(self) -> Tensor:

@@ -1,6 +1,5 @@
-"""Rewards: functions from a Sample to a number, one to a file. Loaded by name, run by RewardSet."""
+"""Rewards: functions from a Sample to a number. Loaded by name and run by RewardSet."""
 
-from lightrl.rewards.failures import NO_REWARD, RewardError, has_reward
 from lightrl.rewards.kinds import (
     AnyReward,
     BatchReward,
@@ -11,8 +10,8 @@ from lightrl.rewards.kinds import (
     group_reward,
     isolated_reward,
 )
-from lightrl.rewards.loading import BUILTIN_REWARDS, load_reward
-from lightrl.rewards.scoring import score
+from lightrl.rewards.reward_set import BUILTIN_REWARDS, load_reward, score
+from lightrl.rewards.scoring import NO_REWARD, RewardError, has_reward
 
 __all__ = [
     "BUILTIN_REWARDS",

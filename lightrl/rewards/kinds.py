@@ -1,4 +1,4 @@
-"""What a reward is: a function from one sample, a prompt's samples, or many, to numbers; plain, async or isolated."""
+"""Kinds of rewards: functions from one sample, a prompt's samples, or many, to numbers; plain, async or isolated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LIST_TYPES = ("list", "Sequence", "Iterable", "tuple", "List", "Collection")
 
 
 class Reward(Protocol):
-    """Judges one sample. It must depend on the sample alone: ranks score their own samples, in any order."""
+    """A function that judges one sample and depends on it alone: ranks score their own samples, in any order."""
 
     def __call__(self, sample: Sample, /) -> float | Awaitable[float]: ...
 
 
 class GroupReward(Protocol):
-    """Judges all samples of one prompt together, a number for each in their order."""
+    """A function that judges all samples of one prompt together, a number for each in their order."""
 
     is_grouped: bool  # True; @group_reward sets it
 
@@ -29,7 +29,7 @@ class GroupReward(Protocol):
 
 
 class BatchReward(Protocol):
-    """Judges many samples at once, a number for each in their order, as a reward model does best."""
+    """A function that judges many samples at once, a number for each in their order, as a reward model does best."""
 
     is_batched: bool  # True; @batch_reward sets it
 
@@ -42,15 +42,15 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class NoVerdictError(Exception):
-    """Raised by a reward about a response that it can judge neither right nor wrong.
+    """A reward raises this about a response that it can judge neither right nor wrong.
 
-    Such a sample counts as one whose reward failed, but it never stops a run.
+    The sample counts as one whose reward failed, but it never stops a run.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """How an isolated reward is run."""
+    """The options of an isolated reward."""
 
     timeout_s: float | None = None  # of a sample, where it is shorter than --reward_timeout_s
     no_verdict_if_stopped: bool = False  # a response that hangs or crashes it has no verdict: that is no failure
@@ -58,7 +58,7 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """How a reward must be called."""
+    """The way in which a reward must be called."""
 
     scope: Scope = "sample"
     is_async: bool = False
@@ -83,7 +83,7 @@ def group_reward(function: Many) -> GroupReward:
 def isolated_reward(
     *, timeout_s: float | None = None, no_verdict_if_stopped: bool = False
 ) -> Callable[[FunctionT], FunctionT]:
-    """Marks a function of one sample to be run in a process of its own, which is killed when it takes too long."""
+    """Marks a function of one sample to run in a process of its own, which is killed when it takes too long."""
 
     def mark(function: FunctionT) -> FunctionT:
         isolation = Isolation(timeout_s=timeout_s, no_verdict_if_stopped=no_verdict_if_stopped)
@@ -94,13 +94,13 @@ def isolated_reward(
 
 
 def reward_name(reward: Any) -> str:
-    """What a reward is called in messages and metrics."""
+    """Returns the name of a reward in messages and metrics."""
     function = unwrapped(reward)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def kind_of(reward: AnyReward) -> RewardKind:
-    """How to call it; a ValueError if it cannot be called with one argument, or is marked as what it is not."""
+    """Returns how a reward must be called; raises ValueError if it cannot be called so."""
     function = unwrapped(reward)
     is_batched, is_grouped = (bool(getattr(function, name, False)) for name in ("is_batched", "is_grouped"))
     kind = RewardKind(
@@ -110,25 +110,22 @@ def kind_of(reward: AnyReward) -> RewardKind:
         max_concurrency=getattr(function, "max_concurrency", None),
     )
     if is_batched and is_grouped:
-        raise ValueError(f"The reward {reward_name(reward)!r} is marked as a batch and as a group reward: choose one.")
+        raise _contradiction(reward, "is marked as a batch and as a group reward: choose one.")
     if kind.isolation is not None and (kind.scope != "sample" or kind.is_async):
-        raise ValueError(
-            f"The reward {reward_name(reward)!r} is isolated: it must be a plain function of one sample, neither async "
-            f"nor a {kind.scope} reward."
-        )
+        wanted = f"it must be a plain function of one sample, neither async nor a {kind.scope} reward."
+        raise _contradiction(reward, f"is isolated: {wanted}")
     _check_signature(reward, kind.scope)
     return kind
 
 
 def unwrapped(reward: Any) -> Any:
-    """The function that a partial call of it holds."""
+    """Returns the function that a partial call holds."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return reward
 
 
 def _check_signature(reward: Any, scope: Scope) -> None:
-    name, wanted = reward_name(reward), "a Sample" if scope == "sample" else "a list of Samples"
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some callables of C have none
@@ -136,18 +133,33 @@ def _check_signature(reward: Any, scope: Scope) -> None:
     try:
         bound = signature.bind(None)
     except TypeError as error:
-        raise ValueError(
-            f"The reward {name!r} has the parameters {signature}: it is called with one argument, {wanted} ({error}). "
-            "The prompt's answer and other fields are in sample.prompt; further parameters must be keyword-only."
-        ) from error
+        raise _wrong_signature(reward, scope, signature, error) from error
     first = signature.parameters[next(iter(bound.arguments))]
-    annotation = "" if first.annotation is inspect.Parameter.empty else first.annotation
+    if first.annotation is not inspect.Parameter.empty:
+        _check_annotation(reward, scope, first.annotation)
+
+
+def _check_annotation(reward: Any, scope: Scope, annotation: Any) -> None:
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     takes_list = text.rpartition("typing.")[2].split("[")[0].rpartition(".")[2] in _LIST_TYPES
     if scope == "sample" and takes_list:
-        raise ValueError(
-            f"The reward {name!r} takes {text}, and it is called with one Sample. Mark it with @group_reward to get "
-            "all samples of a prompt, or with @batch_reward to get all there are."
+        raise _contradiction(
+            reward,
+            f"takes {text}, and it is called with one Sample. Mark it with @group_reward to get all samples of a "
+            "prompt, or with @batch_reward to get all there are.",
         )
     if scope != "sample" and text.rpartition(".")[2] == "Sample":
-        raise ValueError(f"The reward {name!r} takes one Sample, and @{scope}_reward makes it be called with a list.")
+        raise _contradiction(reward, f"takes one Sample, and @{scope}_reward makes it be called with a list.")
+
+
+def _contradiction(reward: Any, reason: str) -> ValueError:
+    return ValueError(f"The reward {reward_name(reward)!r} {reason}")
+
+
+def _wrong_signature(reward: Any, scope: Scope, signature: inspect.Signature, error: TypeError) -> ValueError:
+    wanted = "a Sample" if scope == "sample" else "a list of Samples"
+    return _contradiction(
+        reward,
+        f"has the parameters {signature}: it is called with one argument, {wanted} ({error}). The prompt's answer and "
+        "other fields are in sample.prompt; further parameters must be keyword-only.",
+    )

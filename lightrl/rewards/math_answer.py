@@ -7,8 +7,8 @@ import logging
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.expected import expected_answer
 from lightrl.rewards.kinds import Isolation, NoVerdictError
+from lightrl.rewards.text_match import expected_answer
 
 _FINAL_ANSWER = "####"  # what word problems set before the answer in their solutions
 

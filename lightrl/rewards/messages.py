@@ -1,24 +1,32 @@
-"""What a worker process and its owner say to each other: pickles with their length before them, over pipes.
+"""Messages between a worker process and its owner: the reward, samples and replies.
 
-Both ends are this program; nothing of it is read from a file or a socket.
+They are pickles, each after its length, over pipes. Both ends are this program: nothing is read from a file or socket.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import pickle
 import select
 import struct
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from lightrl.rewards.kinds import reward_name, unwrapped
+
 _LENGTH = struct.Struct("<Q")
+_FILE_MODULE_PREFIX = "lightrl_reward_file_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A sample's reward, or why there is none."""
+    """The reward of a sample, or the reason why there is none."""
 
     value: Any = None
     error: str = ""
@@ -28,7 +36,7 @@ class Reply:
 
 
 def send(fd: int, message: Any) -> None:
-    """Raises BrokenPipeError if the other end is gone."""
+    """Sends a message; raises BrokenPipeError if the other end is gone."""
     payload = pickle.dumps(message)
     data = memoryview(_LENGTH.pack(len(payload)) + payload)
     while data:
@@ -36,7 +44,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int, timeout_s: float | None = None) -> Any:
-    """The next message. Raises TimeoutError after so many seconds, EOFError if the other end is gone."""
+    """Returns the next message; raises TimeoutError after so many seconds, EOFError if the other end is gone."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
     return pickle.loads(_read(fd, length, deadline))
@@ -54,3 +62,32 @@ def _read(fd: int, count: int, deadline: float | None) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def packed_for_worker(reward: Any) -> tuple[str, bytes]:
+    """Returns (the file to run first or "", the pickled reward), from which another process gets the same reward."""
+    function = unwrapped(reward)
+    named = function if inspect.isfunction(function) else type(function)
+    if named.__module__ == "__main__" or "<" in named.__qualname__:
+        raise ValueError(
+            f"The reward {reward_name(reward)!r} is isolated, and its processes cannot find it: define it at the top "
+            "of a file or module other than the one that is started."
+        )
+    file = inspect.getfile(named) if named.__module__.startswith(_FILE_MODULE_PREFIX) else ""
+    return file, pickle.dumps(reward)
+
+
+def run_file(path: Path) -> ModuleType:
+    """Runs a Python file as a module of its own."""
+    module_name = f"{_FILE_MODULE_PREFIX}{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

@@ -14,7 +14,7 @@ from lightrl.comm import Comm
 from lightrl.models.policy import check_model_folder, context_length, load_tokenizer, response_batch
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
 from lightrl.records import PackedBatch, Sample
-from lightrl.rewards.failures import Outcome, failed, score_outcome
+from lightrl.rewards.scoring import Outcome, failed, score_outcome
 
 _NAME = "reward_model"
 

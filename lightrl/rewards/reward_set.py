@@ -1,50 +1,68 @@
-"""The rewards of a run: several by name, each with a weight and parameters, added up for each sample."""
+"""The rewards of a run: loaded by name, each with a weight and parameters, and added up for each sample."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
-from lightrl.config import JudgeConfig, RolloutConfig, nearest_name
+from lightrl.config import JudgeConfig, RolloutConfig, named_values, nearest_name
+from lightrl.imports import load_object
 from lightrl.records import Sample
-from lightrl.rewards.failures import NO_REWARD, FailureBudget, Outcome, RewardError
-from lightrl.rewards.kinds import AnyReward, reward_name
-from lightrl.rewards.loading import load_reward
-from lightrl.rewards.scoring import RewardRunner, ScoringLimits
+from lightrl.rewards.async_scoring import AsyncRunner
+from lightrl.rewards.kinds import AnyReward, kind_of, reward_name
+from lightrl.rewards.messages import run_file
+from lightrl.rewards.scoring import NO_REWARD, FailureBudget, Outcome, RewardError, RewardRunner, ScoringLimits
+from lightrl.rewards.worker_pool import IsolatedRunner
+
+BUILTIN_REWARDS = {
+    "exact_match": "lightrl.rewards.text_match:exact_match",
+    "contains": "lightrl.rewards.text_match:contains",
+    "last_number": "lightrl.rewards.text_match:last_number",
+    "math": "lightrl.rewards.math_answer:MathAnswer",
+    "format": "lightrl.rewards.response_format:ResponseFormat",
+    "length": "lightrl.rewards.response_length:ResponseLength",
+    "code": "lightrl.rewards.code_tests:CodeTests",
+    "reward_model": "lightrl.rewards.model_reward:ModelReward",
+    "judge": "lightrl.rewards.judge:Judge",
+}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 _TAKEN = ("mean", "equal_groups", "failures", "no_verdict", "overlong_penalty")  # reward/... metrics of the run itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """What becomes of samples whose reward failed."""
+    """The treatment of samples whose reward failed."""
 
     max_failures: int = 0
-    value: float | None = None  # that the failed reward counts as; None leaves the sample without a reward
+    value: float | None = None  # what a failed reward counts as; None leaves the sample without a reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
     """One of the run's rewards."""
 
-    label: str  # of its metric, reward/<label>
+    label: str  # its metric is reward/<label>
     weight: float
     reward: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What the rewards make of some samples."""
+    """The rewards of some samples."""
 
     rewards: list[float]  # weighted sums; NO_REWARD where one has failed
-    components: Mapping[str, list[float]]  # by label: those that the reward gave, without the failed ones
+    components: Mapping[str, list[float]]  # by label: the numbers of each reward, without the failed ones
 
 
 class RewardSet:
-    """Built before anything expensive, so that a wrong name, parameter or signature costs nothing."""
+    """The rewards of a run, built before anything expensive: a wrong name, parameter or signature raises at once."""
 
     def __init__(
         self,
@@ -57,21 +75,21 @@ class RewardSet:
         self.policy = policy or FailurePolicy()
         _check_labels([item.label for item in rewards])
         self._runners = {
-            item.label: RewardRunner(item.reward, limits, name=item.label)
+            item.label: make_runner(item.reward, limits, name=item.label)
             for item in rewards
             if not is_collective(item.reward)
         }
 
     @classmethod
     def of(cls, reward: AnyReward | RewardSet) -> RewardSet:
-        """A single reward as a set of one."""
+        """Returns a set as it is, and a single reward as a set of one."""
         if isinstance(reward, RewardSet):
             return reward
         return cls([WeightedReward(label=reward_name(reward), weight=1.0, reward=reward)])
 
     @classmethod
     def from_config(cls, config: RolloutConfig, own: AnyReward | None = None) -> RewardSet:
-        """Those that the config names, or one's own in their place."""
+        """Builds the rewards that the config names, or a set of `own` instead."""
         if own is None:
             rewards = _named_rewards(config)
         elif config.reward_args:
@@ -87,25 +105,25 @@ class RewardSet:
         return cls(rewards, limits=limits, policy=FailurePolicy(max_failures=config.max_reward_failures, value=value))
 
     def prepare(self, strategy: Any) -> None:
-        """Loads what is spread over the ranks; every rank calls it."""
+        """Loads rewards that are sharded over the ranks; every rank calls it."""
         for item in self.rewards:
             if is_collective(item.reward):
                 item.reward.prepare(strategy)
 
     def run(self, label: str, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """The outcomes of one reward that is not collective."""
+        """Returns the outcomes of one reward that is not collective."""
         return self._runners[label].run(samples, budget)
 
     def combine(self, outcomes: Mapping[str, Sequence[Outcome]], count: int) -> Scores:
-        """The weighted sums of what run() gave for each label."""
+        """Adds up what run() returned for each label, by weight."""
         totals = [0.0] * count
         components: dict[str, list[float]] = {}
         missing = NO_REWARD if self.policy.value is None else self.policy.value
         for item in self.rewards:
             given = outcomes[item.label]
             components[item.label] = [outcome for outcome in given if not isinstance(outcome, RewardError)]
-            for place, outcome in enumerate(given):
-                totals[place] += item.weight * (missing if isinstance(outcome, RewardError) else outcome)
+            for index, outcome in enumerate(given):
+                totals[index] += item.weight * (missing if isinstance(outcome, RewardError) else outcome)
         return Scores(rewards=totals, components=components)
 
     def close(self) -> None:
@@ -115,34 +133,139 @@ class RewardSet:
 
 
 def is_collective(reward: Any) -> bool:
-    """Whether all ranks must score together, as by a model that is spread over them."""
+    """Returns whether all ranks must score together, as by a model that is sharded over them."""
     return bool(getattr(reward, "is_collective", False))
 
 
+def make_runner(reward: AnyReward, limits: ScoringLimits | None = None, *, name: str = "") -> RewardRunner:
+    """Returns a reward that is ready to run; its signature is checked here, before anything expensive."""
+    kind = kind_of(reward)
+    runner = IsolatedRunner if kind.isolation is not None else AsyncRunner if kind.is_async else RewardRunner
+    return runner(reward, kind, limits or ScoringLimits(), name or reward_name(reward))
+
+
+def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
+    """Returns the reward of each sample; raises RewardError with the reward, prompt and response that failed."""
+    runner = make_runner(reward)
+    try:
+        outcomes = runner.run(samples, FailureBudget())
+    finally:
+        runner.close()
+    return [_require_number(outcome) for outcome in outcomes]
+
+
+def _require_number(outcome: Outcome) -> float:
+    if isinstance(outcome, RewardError):
+        raise outcome
+    return outcome
+
+
+# ---- Rewards by name -------------------------------------------------------------------------------------------------
+
+
+def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyReward:
+    """Loads the reward of a built-in name, of "package.module:function", or of "path/to/file.py:function".
+
+    A class is built with its parameters; a function keeps them. They are its keyword-only parameters. A text is read
+    as the type that the parameter is declared to have.
+    """
+    file, _, function_name = name.rpartition(":")
+    if file.endswith(".py"):
+        reward = _load_from_file(Path(file), function_name)
+    else:
+        example = "my_reward or path/to/file.py:my_reward"
+        reward = load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
+    if not callable(reward):
+        raise ValueError(
+            f"The reward {name!r} is a {type(reward).__name__}: it must be a function from a Sample to a number."
+        )
+    given = _checked_parameters(name, reward, parameters or {})
+    if inspect.isclass(reward):
+        return cast(AnyReward, reward(**given))
+    return cast(AnyReward, partial(reward, **given) if given else reward)
+
+
+def _checked_parameters(name: str, reward: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(reward).parameters.values()
+    known = {item.name: item for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY}
+    missing = [key for key, item in known.items() if item.default is inspect.Parameter.empty and key not in given]
+    if missing or not given.keys() <= known.keys():
+        raise _wrong_parameters(name, known, given, missing)
+    return {key: _typed(name, known[key], value) for key, value in given.items()}
+
+
+def _wrong_parameters(
+    name: str, known: Mapping[str, Any], given: Mapping[str, Any], missing: Sequence[str]
+) -> ValueError:
+    for key in given:
+        if key not in known:
+            allowed = f"It has {', '.join(known)}." if known else "It has none."
+            return ValueError(f"The reward {name!r} has no parameter {key!r}. {allowed}")
+    return ValueError(
+        f"The reward {name!r} needs a value for {', '.join(missing)}: give --reward_args {name}.{missing[0]}=..."
+    )
+
+
+def _typed(name: str, parameter: inspect.Parameter, value: Any) -> Any:
+    """Reads a text as YAML, unless the parameter is declared str: a pattern then needs no quoting."""
+    declared = (
+        parameter.annotation if isinstance(parameter.annotation, str) else getattr(parameter.annotation, "__name__", "")
+    )
+    if declared == "str" or not isinstance(value, str):
+        return value
+    typed = named_values([f"{parameter.name}={value}"], "reward_args")[parameter.name]
+    wanted = _TYPES.get(declared)
+    is_right = wanted is None or (isinstance(typed, wanted) and (declared == "bool" or not isinstance(typed, bool)))
+    if not is_right:
+        raise ValueError(f"The reward {name!r}: {parameter.name} is {value!r}, and it must be {declared}.")
+    return typed
+
+
+def _load_from_file(path: Path, function_name: str) -> object:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file {path} to load a reward from. The working directory is {Path.cwd()}."
+        )
+    module = run_file(path)
+    if not hasattr(module, function_name):
+        functions = {key for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+        raise ValueError(f"The file {path} has no {function_name!r}. {nearest_name(function_name, functions)}")
+    return getattr(module, function_name)
+
+
+# ---- Rewards of a config ---------------------------------------------------------------------------------------------
+
+
 def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:
-    named = [_split_weight(text) for text in config.reward]
+    named = [_split_weight(text) if "=" in text else (text, 1.0) for text in config.reward]
     labels = [_label(name) for name, _ in named]
     _check_labels(labels)
-    parameters = _parameters_by_label(config.reward_args, labels)
-    if "judge" in labels:
-        parameters["judge"]["settings"] = config.judge
-    elif config.judge != JudgeConfig():
-        raise ValueError("--judge options are given, but judge is not among --reward.")
-    if "reward_model" in labels:
-        parameters["reward_model"] |= {"path": config.reward_model, "trust_remote_code": config.trust_remote_code}
-    elif config.reward_model:
-        raise ValueError(f"--reward_model {config.reward_model} is given, but reward_model is not among --reward.")
+    parameters = _parameters_by_label(config.reward_args, labels) if config.reward_args else {}
+    for label, values in _parameters_with_options(config, labels).items():
+        parameters[label] = parameters.get(label, {}) | values
     return [
-        WeightedReward(label=label, weight=weight, reward=load_reward(name, parameters[label]))
+        WeightedReward(label=label, weight=weight, reward=load_reward(name, parameters.get(label)))
         for label, (name, weight) in zip(labels, named, strict=True)
     ]
 
 
+def _parameters_with_options(config: RolloutConfig, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the parameters that have options of their own, such as --judge.url."""
+    parameters: dict[str, dict[str, Any]] = {}
+    if "judge" in labels:
+        parameters["judge"] = {"settings": config.judge}
+    elif config.judge != JudgeConfig():
+        raise ValueError("--judge options are given, but judge is not among --reward.")
+    if "reward_model" in labels:
+        parameters["reward_model"] = {"path": config.reward_model, "trust_remote_code": config.trust_remote_code}
+    elif config.reward_model:
+        raise ValueError(f"--reward_model {config.reward_model} is given, but reward_model is not among --reward.")
+    return parameters
+
+
 def _split_weight(text: str) -> tuple[str, float]:
-    """name or name=weight."""
-    name, separator, weight = text.rpartition("=")
-    if not separator:
-        return text, 1.0
+    """Splits name=weight."""
+    name, _, weight = text.rpartition("=")
     try:
         value = float(weight)
     except ValueError:
@@ -153,23 +276,29 @@ def _split_weight(text: str) -> tuple[str, float]:
 
 
 def _label(name: str) -> str:
-    """What stands in metrics: of a path its last part."""
+    """Returns the name in metrics: the last part of a path."""
     return name.rpartition(":")[2].rpartition(os.sep)[2]
 
 
 def _check_labels(labels: Sequence[str]) -> None:
+    if not labels or len(set(labels)) < len(labels) or set(labels) & set(_TAKEN):
+        raise _wrong_labels(labels)
+
+
+def _wrong_labels(labels: Sequence[str]) -> ValueError:
     if not labels:
-        raise ValueError("--reward names no reward. Give one, such as exact_match.")
-    for place, label in enumerate(labels):
-        if label in labels[:place]:
-            raise ValueError(f"--reward has two rewards named {label!r}, whose metrics would be one. Rename one.")
+        return ValueError("--reward names no reward. Give one, such as exact_match.")
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            return ValueError(f"--reward has two rewards named {label!r}, whose metrics would be one. Rename one.")
         if label in _TAKEN:
-            raise ValueError(f"A reward cannot be named {label!r}: reward/{label} is another metric. Rename it.")
+            break
+    return ValueError(f"A reward cannot be named {label!r}: reward/{label} is another metric. Rename it.")
 
 
 def _parameters_by_label(items: Sequence[str], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """From reward.parameter=value texts, which name the reward by its label."""
-    found: dict[str, dict[str, Any]] = {label: {} for label in labels}
+    """Reads reward.parameter=value texts, which name the reward by its label."""
+    parameters: dict[str, dict[str, Any]] = {label: {} for label in labels}
     for item in items:
         path, separator, value = item.partition("=")
         label, dot, key = path.partition(".")
@@ -177,9 +306,9 @@ def _parameters_by_label(items: Sequence[str], labels: Sequence[str]) -> dict[st
             raise ValueError(
                 f"--reward_args {item!r}: it must be reward.parameter=value, without spaces around the sign."
             )
-        if label not in found:
+        if label not in parameters:
             raise ValueError(f"--reward_args {item!r}: --reward has no {label!r}. {nearest_name(label, set(labels))}")
-        if key in found[label]:
+        if key in parameters[label]:
             raise ValueError(f"--reward_args: {label}.{key} is given twice.")
-        found[label][key] = value
-    return found
+        parameters[label][key] = value
+    return parameters

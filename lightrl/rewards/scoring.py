@@ -1,24 +1,50 @@
-"""Runs one reward over samples, whatever its kind. What fails becomes an error in the sample's place, never a 0."""
+"""Runs a plain reward over samples. A call that fails becomes an error in the sample's place, never a reward of 0.
+
+Rewards that are async (async_scoring.py) or isolated (worker_pool.py) have runners of their own.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Sequence
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from numbers import Real
+from types import FrameType
+from typing import Any, TypeAlias
 
 from lightrl.records import Sample
-from lightrl.rewards.failures import FailureBudget, Outcome, RewardError, failed, score_outcome, wrong_count
-from lightrl.rewards.kinds import AnyReward, kind_of, reward_name
-from lightrl.rewards.time_limit import TimeLimitError, time_limit
-from lightrl.rewards.worker_pool import WorkerPool
+from lightrl.rewards.kinds import NoVerdictError, RewardKind
+
+_MAX_SHOWN = 200  # characters of a response in an error
+_REPEAT_S = 1.0  # code that swallows the alarm by a bare `except:` gets the next one
+NO_REWARD = math.nan
+"""The reward of a sample that has none; a sum with it is NO_REWARD too."""
+
+
+class RewardError(RuntimeError):
+    """A reward raised, hung, or returned a value that is not a finite number."""
+
+    is_no_verdict = False  # the response could not be judged, which never stops a run
+    place = (0, 0)  # (position, sample index) of the sample
+
+
+Outcome: TypeAlias = float | RewardError
+
+
+def has_reward(value: float) -> bool:
+    """Returns whether the value is a number, and not NO_REWARD."""
+    return not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringLimits:
-    """What a reward may take."""
+    """The time and the processes that a reward may take."""
 
     timeout_s: float = 0.0  # for each sample; 0 sets no limit
     concurrency: int = 32  # calls of an async reward that wait at the same time
@@ -26,143 +52,195 @@ class ScoringLimits:
 
 
 class RewardRunner:
-    """A reward that is ready to be run. Its signature is checked here, before anything expensive."""
+    """Calls a plain reward: for each sample, for each group, or once for all samples."""
 
-    def __init__(self, reward: AnyReward, limits: ScoringLimits | None = None, *, name: str = "") -> None:
-        self.reward: Any = reward
-        self.name = name or reward_name(reward)
-        self.kind = kind_of(reward)
-        self._limits = limits or ScoringLimits()
-        self._concurrency = min(self._limits.concurrency, self.kind.max_concurrency or self._limits.concurrency)
-        self._loop: asyncio.AbstractEventLoop | None = (
-            None  # one for all calls: a session that the user keeps hangs on it
-        )
-        self._pool: WorkerPool | None = None
-        if self.kind.isolation is not None:
-            self._pool = WorkerPool(
-                reward, self.kind.isolation, num_workers=self._limits.num_workers, timeout_s=self._limits.timeout_s
-            )
+    def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
+        self.reward = reward
+        self.kind = kind
+        self.limits = limits
+        self.name = name
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """An outcome for each sample. Raises RewardError as soon as the budget is exceeded."""
-        units = self._units(samples)
-        if self._pool is not None:
-            outcomes = self._checked_all(units, self._pool.run(samples), budget)
-        elif self.kind.is_async:
-            outcomes = self._run_async(units, budget)
-        else:
-            outcomes = [self._recorded(self._call(unit, budget), budget) for unit in units]
-        return [outcome for unit in outcomes for outcome in unit]
-
-    def close(self) -> None:
-        if self._loop is not None:
-            self._loop.close()
-        if self._pool is not None:
-            self._pool.close()
-        self._loop = self._pool = None
-
-    def _units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples of each call."""
-        if self.kind.scope == "batch":
-            return [list(samples)] if samples else []
-        if self.kind.scope == "group":
-            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.position)]
-        return [[sample] for sample in samples]
-
-    def _recorded(self, outcomes: list[Outcome], budget: FailureBudget) -> list[Outcome]:
-        budget.record(outcomes)
+        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
+        outcomes: list[Outcome] = []
+        for unit in self.units(samples):
+            part = self._call(unit, budget)
+            budget.record(part)
+            outcomes += part
         return outcomes
 
-    # ---- Plain -------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Frees what the runner keeps between calls."""
+
+    def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Returns the samples of each call."""
+        if self.kind.scope == "sample":
+            return [[sample] for sample in samples]
+        if self.kind.scope == "group":
+            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.position)]
+        return [list(samples)] if samples else []
 
     def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
+        is_single = self.kind.scope == "sample"
         try:
-            with time_limit(self._limits.timeout_s * len(unit)):
-                returned = self.reward(unit[0] if self.kind.scope == "sample" else unit)
-                values = [returned] if self.kind.scope == "sample" else list(returned)
+            with time_limit(self.limits.timeout_s * len(unit)):
+                returned = self.reward(unit[0] if is_single else unit)
+                values = [returned] if is_single else list(returned)
         except Exception as error:
-            if self._goes_on_singly(unit, budget):
+            if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in self._call([sample], budget)]
             return [failed(self.name, unit, error)] * len(unit)
-        return self._checked(unit, values)
+        return self.checked(unit, values)
 
-    def _goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
-        """Where failures are allowed, a bad sample costs only itself, however the ranks have split the batch."""
+    def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
+        """Returns whether a batch that failed is called again sample by sample.
+
+        Where failures are allowed, a bad sample then costs only itself, however the ranks have split the batch.
+        """
         return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
 
-    def _checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
+    def checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
+        """Returns the numbers of one call, with an error in place of each value that is no finite number."""
         if len(values) != len(unit):
             return [wrong_count(self.name, unit, len(values))] * len(unit)
         return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
 
-    # ---- Isolated ----------------------------------------------------------------------------------------------
 
-    def _checked_all(self, units: list[list[Sample]], values: list[Any], budget: FailureBudget) -> list[list[Outcome]]:
-        outcomes: list[list[Outcome]] = []
-        for unit, value in zip(units, values, strict=True):
-            is_error = isinstance(value, Exception)
-            found = failed(self.name, unit, value) if is_error else score_outcome(self.name, unit[0], value)
-            outcomes.append(self._recorded([found], budget))
-        return outcomes
-
-    # ---- Async -------------------------------------------------------------------------------------------------
-
-    def _run_async(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
-        if not units:
-            return []
-        self._loop = self._loop or asyncio.new_event_loop()
-        rounds = 1 + math.ceil(len(units) / self._concurrency)
-        try:
-            # The limits of the single calls cannot end one that blocks the loop itself.
-            with time_limit(self._limits.timeout_s * rounds * max(map(len, units))):
-                return self._loop.run_until_complete(self._gather(units, budget))
-        except TimeLimitError as error:
-            raise RewardError(
-                f"The reward {self.name!r} is async and blocks: it waits for something without await."
-            ) from error
-
-    async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
-        gate = asyncio.Semaphore(self._concurrency)
-
-        async def run_one(unit: list[Sample]) -> list[Outcome]:
-            async with gate:
-                outcomes = await self._call_async(unit, budget)
-            return self._recorded(outcomes, budget)
-
-        tasks = [asyncio.ensure_future(run_one(unit)) for unit in units]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # where one exceeded the budget the others are not waited for
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _call_async(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
-        timeout_s = self._limits.timeout_s * len(unit)
-        call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
-        try:
-            returned = await asyncio.wait_for(call, timeout_s or None)
-            values = [returned] if self.kind.scope == "sample" else list(returned)
-        except Exception as error:
-            if self._goes_on_singly(unit, budget):
-                return [outcome for sample in unit for outcome in await self._call_async([sample], budget)]
-            if isinstance(error, asyncio.TimeoutError):
-                error = TimeLimitError(f"no result after {timeout_s:g} s")
-            return [failed(self.name, unit, error)] * len(unit)
-        return self._checked(unit, values)
+# ---- Failures --------------------------------------------------------------------------------------------------------
 
 
-def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
-    """The reward of each sample. Raises RewardError naming the reward, the prompt and the response it failed on."""
-    runner = RewardRunner(reward)
+class FailureBudget:
+    """The number of failures that a scoring may have before it is given up."""
+
+    def __init__(self, max_failures: int = 0) -> None:
+        self.max_failures = max_failures
+        self.failures: list[RewardError] = []
+        self.no_verdicts: list[RewardError] = []
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Counts the errors among the outcomes; raises once there are more failures than allowed."""
+        errors = [item for item in outcomes if isinstance(item, RewardError)]
+        if errors:
+            self._count(errors)
+
+    def _count(self, errors: list[RewardError]) -> None:
+        for error in errors:
+            (self.no_verdicts if error.is_no_verdict else self.failures).append(error)
+        if len(self.failures) > self.max_failures:
+            raise self.exceeded(self.failures[0], len(self.failures))
+
+    def exceeded(self, first: RewardError, count: int) -> RewardError:
+        """Returns the error to raise: the failure itself where none is allowed."""
+        if self.max_failures == 0:
+            return first
+        error = RewardError(
+            f"{count} rewards have failed, more than --max_reward_failures {self.max_failures}. The first: {first}"
+        )
+        error.__cause__ = first.__cause__
+        return error
+
+
+def score_outcome(name: str, sample: Sample, value: object) -> Outcome:
+    """Returns the number that a reward returned, or an error if it is no finite number."""
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    return not_a_number(name, sample, value)
+
+
+def failed(name: str, samples: Sequence[Sample], error: Exception) -> RewardError:
+    """Returns the error of a call that raised."""
+    where = describe_sample(samples[0])
+    if len(samples) > 1:
+        where = f"{len(samples)} samples, first {where}"
+    reason = shorten(str(error)).rstrip(".")
+    is_no_verdict = isinstance(error, NoVerdictError)
+    verb = f"gave no verdict ({reason})" if is_no_verdict else f"raised {type(error).__name__}: {reason}"
+    result = _error(f"The reward {name!r} {verb} on {where}.", samples[0])
+    result.is_no_verdict = is_no_verdict
+    result.__cause__ = error
+    return result
+
+
+def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
+    """Returns the error of a value that is no finite number."""
+    return _error(
+        f"The reward {name!r} returned {shorten(repr(value))} ({type(value).__name__}) on "
+        f"{describe_sample(sample)}. A reward must return a finite int, float or bool.",
+        sample,
+    )
+
+
+def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError:
+    """Returns the error of a call that returned more or fewer numbers than there were samples."""
+    return _error(
+        f"The reward {name!r} returned {count} numbers for {len(samples)} samples: one for each.",
+        samples[0],
+    )
+
+
+def _error(message: str, sample: Sample) -> RewardError:
+    error = RewardError(message)
+    error.place = (sample.position, sample.sample_index)
+    return error
+
+
+def describe_sample(sample: Sample) -> str:
+    """Names a sample in a message."""
+    return f"prompt {sample.prompt.index}, sample {sample.sample_index}, response {shorten(sample.text)!r}"
+
+
+def shorten(text: str) -> str:
+    """Cuts a long text and gives its length."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def with_traceback(error: RewardError) -> str:
+    """Returns the error and the traceback of its cause as text."""
+    if error.__cause__ is None:
+        return str(error)
+    return f"{error}\n{''.join(traceback.format_exception(error.__cause__)).rstrip()}"
+
+
+# ---- Time limit ------------------------------------------------------------------------------------------------------
+
+
+class TimeLimitError(Exception):
+    """The body of time_limit() was still running at its end; the cause shows where."""
+
+
+class _AlarmError(BaseException):
+    """The alarm. It is not an Exception, so that `except Exception` in the body does not swallow it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeLimitError in the body after so many seconds; 0 sets no limit.
+
+    It uses a signal. So it works in the main thread only (elsewhere there is no limit) and between Python instructions:
+    it cannot end a single call into C that never returns. A timer that was already running is restored.
+    """
+    if seconds <= 0 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_armed = True
+
+    def ring(_number: int, _frame: FrameType | None) -> None:
+        if is_armed:
+            raise _AlarmError
+
+    started = time.monotonic()
+    previous_handler = signal.signal(signal.SIGALRM, ring)
+    outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
     try:
-        outcomes = runner.run(samples, FailureBudget())
+        yield
+        is_armed = False
+    except _AlarmError as alarm:
+        is_armed = False
+        raise TimeLimitError(f"no result after {seconds:g} s") from alarm
     finally:
-        runner.close()
-    return [_require_number(outcome) for outcome in outcomes]
-
-
-def _require_number(outcome: Outcome) -> float:
-    if isinstance(outcome, RewardError):
-        raise outcome
-    return outcome
+        is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous_handler)
+        if outer_s:
+            left_s = max(outer_s - (time.monotonic() - started), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)

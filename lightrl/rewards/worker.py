@@ -1,4 +1,4 @@
-"""The process behind an isolated reward: scores the samples it is sent, one at a time. Started by WorkerPool."""
+"""The process of an isolated reward, which WorkerPool starts: it scores the samples it is sent, one at a time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.rewards.kinds import NoVerdictError
-from lightrl.rewards.loading import run_file
-from lightrl.rewards.messages import Reply, receive, send
-from lightrl.rewards.time_limit import TimeLimitError, time_limit
+from lightrl.rewards.messages import Reply, receive, run_file, send
+from lightrl.rewards.scoring import TimeLimitError, time_limit
 
 _MEMORY_BYTES = 2 << 30  # beyond what the loaded reward holds
 
 
 def serve() -> None:
-    """Answers until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which closes the pipe
+    """Answers requests until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes the pipe
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what the reward prints must not get among the replies
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor may a program that it starts read the requests
@@ -63,7 +62,7 @@ def _failure(error: Exception) -> Reply:
 
 
 def _limit_memory() -> None:
-    """Of data, not of addresses: torch maps many times what it uses."""
+    """Limits the memory for data, not for addresses: torch maps many times what it uses."""
     status = Path("/proc/self/status")
     if not status.exists():
         return

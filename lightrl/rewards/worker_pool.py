@@ -1,10 +1,8 @@
-"""Processes that run an isolated reward. One that hangs, even in C, is killed and replaced."""
+"""Runs an isolated reward in processes of its own. A process that hangs, even in C, is killed and replaced."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,9 +13,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.kinds import Isolation, NoVerdictError, reward_name, unwrapped
-from lightrl.rewards.loading import FILE_MODULE_PREFIX
-from lightrl.rewards.messages import Reply, receive, send
+from lightrl.rewards.kinds import Isolation, NoVerdictError, RewardKind, reward_name
+from lightrl.rewards.messages import Reply, packed_for_worker, receive, send
+from lightrl.rewards.scoring import FailureBudget, Outcome, RewardRunner, ScoringLimits, failed, score_outcome
 
 _START_S = 120.0  # for imports, on a busy machine
 _GRACE_S = 2.0  # for a worker to stop by itself before it is killed
@@ -31,8 +29,31 @@ class WorkerTraceback(Exception):  # noqa: N818  (a text shown as the cause of a
     """The traceback as the worker wrote it."""
 
 
+class IsolatedRunner(RewardRunner):
+    """Runs an isolated reward in a pool of processes."""
+
+    def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
+        super().__init__(reward, kind, limits, name)
+        assert kind.isolation is not None
+        self._pool = WorkerPool(reward, kind.isolation, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
+
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
+        outcomes: list[Outcome] = []
+        for sample, value in zip(samples, self._pool.run(samples), strict=True):
+            is_error = isinstance(value, Exception)
+            outcome = failed(self.name, [sample], value) if is_error else score_outcome(self.name, sample, value)
+            budget.record([outcome])
+            outcomes.append(outcome)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
+
+
 class WorkerPool:
-    """Starts its processes at the first use and keeps them."""
+    """Processes that are started at the first use and kept."""
 
     def __init__(self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float) -> None:
         self._name, self._packed = reward_name(reward), packed_for_worker(reward)
@@ -42,7 +63,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
 
     def run(self, samples: Sequence[Sample]) -> list[Any]:
-        """For each sample what the reward returned, or an exception in its place."""
+        """Returns for each sample what the reward returned, or an exception in its place."""
         while len(self._workers) < min(self._num_workers, len(samples)):
             self._workers.append(_Worker(self._name, self._packed))
         if not samples:
@@ -74,13 +95,14 @@ class WorkerPool:
         return error
 
     def close(self) -> None:
+        """Kills the processes."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
 
 class _Worker:
-    """One process; it is started again by the next question after it was killed."""
+    """One process, which is started again by the next sample after it was killed."""
 
     def __init__(self, name: str, packed: tuple[str, bytes]) -> None:
         self._name = name
@@ -141,16 +163,3 @@ class _Worker:
 def _worker_environment() -> dict[str, str]:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def packed_for_worker(reward: Any) -> tuple[str, bytes]:
-    """(the file to run first or "", the pickled reward), by which another process gets the same."""
-    function = unwrapped(reward)
-    named = function if inspect.isfunction(function) else type(function)
-    if named.__module__ == "__main__" or "<" in named.__qualname__:
-        raise ValueError(
-            f"The reward {reward_name(reward)!r} is isolated, and its processes cannot find it: define it at the top "
-            "of a file or module other than the one that is started."
-        )
-    file = inspect.getfile(named) if named.__module__.startswith(FILE_MODULE_PREFIX) else ""
-    return file, pickle.dumps(reward)

@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): a group of equal rewards teaches nothing, so it is replaced by another.
+"""Dynamic sampling (DAPO, arXiv:2503.14476) replaces groups of equal rewards, which teach nothing, by other groups.
 
-Every decision is made from what all ranks have told each other, and a group keeps the rank that sampled it. So the
-batch is the same at any world size, and no rank draws a round that another does not.
+All ranks take every decision from the same gathered facts, and a group stays on the rank that sampled it. The batch is
+therefore the same at any world size, and all ranks draw the same number of rounds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,20 @@ DrawGroups = Callable[[int, int], list[ScoredGroup]]
 
 
 class DynamicSampling:
-    """Fills the batch of each step with groups of unequal rewards, and keeps those it has no place for."""
+    """Fills the batch of each step with groups of unequal rewards, and keeps surplus groups for later steps."""
 
-    def __init__(self, config: DynamicSamplingConfig, *, num_prompts: int, comm: Comm, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        config: DynamicSamplingConfig,
+        *,
+        prompts: Sequence[Prompt],
+        num_prompts: int,
+        comm: Comm,
+        statistics: Statistics,
+    ) -> None:
+        """prompts: the whole data set, to which saved groups refer; num_prompts: groups in a batch, over all ranks."""
         self._config = config
+        self._prompts = prompts
         self._num_prompts = num_prompts
         self._comm = comm
         self._statistics = statistics
@@ -37,23 +47,23 @@ class DynamicSampling:
         self._has_warned = False
 
     def fill(self, step: int, draw: DrawGroups) -> list[ScoredGroup]:
-        """This rank's groups of the step's batch: num_prompts over all ranks, or fewer if the rounds do not suffice.
+        """Returns this rank's groups of the batch: num_prompts over all ranks, or fewer after the last round.
 
         Args:
             draw: draw(first, count) samples and scores prompts first to first + count - 1 of the step over all ranks,
-                and returns this rank's groups. Every rank calls it with the same numbers.
+                and returns this rank's groups. Every rank calls it with the same arguments.
         """
-        kept = self._not_expired(step)
+        kept = self._young_spares(step)
         num_kept, num_drawn, num_rounds = self._count(kept), 0, 0
         while num_kept < self._num_prompts and num_rounds < self._config.max_rounds:
             count = math.ceil((self._num_prompts - num_kept) * self._config.oversample)
             drawn = draw(num_drawn, count)
-            self._tell_dropped(drawn)
+            self._count_dropped(drawn)
             kept += [group for group in drawn if group.has_signal]
             num_kept, num_drawn, num_rounds = self._count(kept), num_drawn + count, num_rounds + 1
-        chosen = self._deal(kept)
-        self._statistics.highest("dynamic_sampling/rounds", num_rounds)
-        self._statistics.highest("dynamic_sampling/fill", min(1.0, num_kept / self._num_prompts))
+        chosen = self._choose(kept)
+        self._statistics.maximum("dynamic_sampling/rounds", num_rounds)
+        self._statistics.maximum("dynamic_sampling/fill", min(1.0, num_kept / self._num_prompts))
         self._statistics.add("dynamic_sampling/carried", sum(group.step < step for group in chosen))
         self._statistics.add("dynamic_sampling/spare", len(self._spares))
         self._warn_if_short(step, num_kept, num_drawn)
@@ -62,20 +72,20 @@ class DynamicSampling:
     def _count(self, groups: Sequence[ScoredGroup]) -> int:
         return int(self._comm.all_reduce(len(groups), "sum"))
 
-    def _not_expired(self, step: int) -> list[ScoredGroup]:
+    def _young_spares(self, step: int) -> list[ScoredGroup]:
         young = [group for group in self._spares if step - group.step <= self._config.carry_over]
         self._statistics.add("dynamic_sampling/expired", len(self._spares) - len(young))
         return young
 
-    def _deal(self, kept: list[ScoredGroup]) -> list[ScoredGroup]:
-        """The oldest groups get the batch's places, over all ranks, and are renumbered by them; the rest are spares."""
+    def _choose(self, kept: list[ScoredGroup]) -> list[ScoredGroup]:
+        """Takes the oldest groups of all ranks into the batch and renumbers them; the others become spares."""
         names = sorted(name for part in self._comm.all_gather_object([_name(group) for group in kept]) for name in part)
-        places = {name: place for place, name in enumerate(names[: self._num_prompts])}
+        positions = {name: position for position, name in enumerate(names[: self._num_prompts])}
         kept = sorted(kept, key=_name)
-        self._spares = [group for group in kept if _name(group) not in places] if self._config.carry_over else []
-        return [_moved(group, places[_name(group)]) for group in kept if _name(group) in places]
+        self._spares = [group for group in kept if _name(group) not in positions] if self._config.carry_over else []
+        return [_at_position(group, positions[_name(group)]) for group in kept if _name(group) in positions]
 
-    def _tell_dropped(self, drawn: Sequence[ScoredGroup]) -> None:
+    def _count_dropped(self, drawn: Sequence[ScoredGroup]) -> None:
         dropped = [group for group in drawn if not group.has_signal]
         self._statistics.add("dynamic_sampling/dropped_easy", sum(group.is_solved for group in dropped))
         self._statistics.add("dynamic_sampling/dropped_hard", sum(not group.is_solved for group in dropped))
@@ -87,31 +97,31 @@ class DynamicSampling:
         if self._comm.is_main:
             logger.warning(
                 "Step %d: of %d prompts drawn, and those carried over, only %d of %d have unequal rewards. The step "
-                "learns from those alone; dynamic_sampling/fill says how many it is from now on. dropped_easy and "
-                "dropped_hard say whether the data are too easy or too hard.",
+                "learns from those alone. Watch dynamic_sampling/fill; dropped_easy and dropped_hard say whether the "
+                "data are too easy or too hard.",
                 *(step + 1, num_drawn, num_kept, self._num_prompts),
             )
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The spare groups of all ranks, as plain values and tensors; every rank calls it."""
+        """Returns the spare groups of all ranks as plain values and tensors; every rank calls it."""
         parts = self._comm.all_gather_object(self._spares)
         spares = sorted((group for part in parts for group in part), key=_name)
         return {"spares": [_group_state(group) for group in spares]}
 
-    def load_state_dict(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        """Deals the spare groups out to the ranks that there are now. prompts: the whole data set."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Distributes the saved spare groups over the present ranks."""
         spares = shard(state["spares"], self._comm.rank, self._comm.world)
-        self._spares = [_group_from(item, prompts) for item in spares]
+        self._spares = [_group_from(item, self._prompts) for item in spares]
 
 
 def _name(group: ScoredGroup) -> tuple[int, int]:
-    """One and the same on whatever rank: when it was sampled, and as which of that step."""
+    """Names a group alike on every rank: the step that sampled it, and its position in that step."""
     return (group.step, group.samples[0].position)
 
 
-def _moved(group: ScoredGroup, position: int) -> ScoredGroup:
+def _at_position(group: ScoredGroup, position: int) -> ScoredGroup:
     return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrl.config import check_deepspeed
 from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.zero import ENGINE, DataclassOutputs, ParametersToPartition, ZeroLayout
@@ -40,7 +39,7 @@ class DeepSpeedStrategy(TorchStrategy):
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
         super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
-        check_deepspeed(self.options.deepspeed)
+        self.options.deepspeed.check()
         if self.options.compile:
             raise ValueError(
                 "--compile does not go with --strategy deepspeed. Use single, ddp or fsdp, or leave it out."

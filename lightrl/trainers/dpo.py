@@ -1,5 +1,7 @@
-"""Direct preference optimisation (arXiv:2305.18290): of two answers to a prompt the chosen one is to become likelier,
-measured against the model that the training started from."""
+"""Direct preference optimisation (arXiv:2305.18290) makes the chosen of two answers likelier than the rejected one.
+
+Both are measured against the model that the training started from.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,33 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrl.algorithms.preference import answer_log_ratios, pair_mean, preference_terms
 from lightrl.algorithms.tokens import sequence_sums
 from lightrl.config import DPOConfig
-from lightrl.data.example_packing import pair_places, pair_positions
+from lightrl.data.example_packing import pair_places
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
-from lightrl.models.lora import WithoutAdapters
 from lightrl.records import Example, PackedBatch, TokenScores
-from lightrl.trainers.console import Shown
-from lightrl.trainers.offline import Examples, OfflineTrainer
-from lightrl.trainers.reward_model import describe_pairs
+from lightrl.strategy import StrategyBase
+from lightrl.trainers.fit import Shown, StepReport, Trainer
+from lightrl.trainers.offline import (
+    ExampleData,
+    ExampleLearner,
+    Examples,
+    describe_pairs,
+    load_policy_without_entropy,
+    pair_weight,
+    prepare_to_train,
+)
+from lightrl.trainers.run import RunContext, prepare_reference
 
 
-class DPOTrainer(OfflineTrainer):
-    """The loss is the mean over the pairs of the batch; the reference scores every batch once, before the update."""
+class DPOTrainer(Trainer):
+    """Trains on pairs of answers. The reference scores every batch once, before the update."""
 
     config: DPOConfig
-    reference: nn.Module
     kind = "dpo"
     shown = Shown(
         step=("accuracy", "tokens/per_second", "loss", "margin"),
@@ -35,35 +44,40 @@ class DPOTrainer(OfflineTrainer):
         table=("eval/accuracy", "eval/margin", "eval/probability/chosen"),
     )
 
-    def build_examples(self, records: list[Any]) -> list[Example]:
-        data = self.config.data
-        fields = ExampleFields(prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field)
-        return ExampleBuilder(self.tokenizer, fields, chat_template=data.chat_template).pairs(records)
+    def __init__(self, run: RunContext | DPOConfig, *, strategy: StrategyBase | None = None) -> None:
+        super().__init__(run, strategy=strategy)
+        self.examples = ExampleData(self.run, self._build_examples)
+        self.config = self.examples.config
+        self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight)
+        self.saved["sampler"] = self.examples.sampler
+        self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
+        self.reference = prepare_reference(self.run, self.model)
+        self.resume()
 
-    def load_model(self) -> nn.Module:
-        return self.load_policy(is_reference=False)
+    def step(self) -> StepReport:
+        """Draws a batch, packs this rank's part of it, scores that by the reference, learns, reports."""
+        batch = self.examples.draw()
+        mine = self.examples.of_rank(batch)
+        with self.timed("learn", "learn"):
+            packs = self.pack(mine)
+            return self.learner.step(batch, mine, packs)
 
-    def build_models(self) -> nn.Module:
-        policy = super().build_models()
-        if self.config.lora.is_on:
-            self.reference = WithoutAdapters(policy)
-            return policy
-        # Only now: before the policy was sharded, rank 0 would have held both models whole.
-        with self.strategy.comm.phase("loading the reference model", local=True):
-            reference = self.load_policy(is_reference=True)
-        self.reference = self.strategy.prepare(reference, is_rlhf=True)
-        return policy
-
-    def batches(self, mine: Sequence[Example]) -> list[PackedBatch]:
-        """With the logprobs of the reference."""
-        packs = super().batches(mine)
+    def pack(self, mine: Sequence[Example]) -> list[PackedBatch]:
+        """Packs this rank's examples, with the logprobs of the reference."""
+        packs = self.examples.pack(mine)
         scores = self.strategy.forward(packs, model=self.reference)
-        return [replace(pack, ref_logprobs=found.logprobs) for pack, found in zip(packs, scores, strict=True)]
+        return [replace(batch, ref_logprobs=item.logprobs) for batch, item in zip(packs, scores, strict=True)]
 
-    def weight(self, batch: PackedBatch) -> float:
-        return float(len(pair_positions(batch)))
+    def evaluate(self) -> dict[str, float]:
+        """Measures the loss on the held-out examples."""
+        return self.learner.evaluate(self.pack)
+
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+        return self.examples.describe()
 
     def loss(self, output: TokenScores, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
+        """The mean preference loss of the pairs, from the log-ratios of policy and reference."""
         assert batch.ref_logprobs is not None
         config, num_answers = self.config, len(batch.keys)
         ratios = answer_log_ratios(
@@ -88,3 +102,8 @@ class DPOTrainer(OfflineTrainer):
                 label_smoothing=config.label_smoothing,
             )
         )
+
+    def _build_examples(self, records: list[Any]) -> list[Example]:
+        data = self.config.data
+        fields = ExampleFields(prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field)
+        return ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template).pairs(records)

@@ -1,71 +1,129 @@
-"""GRPO (arXiv:2402.03300): prompts are rolled out, scored, given group advantages, learned from, and synced."""
+"""GRPO (arXiv:2402.03300): sample groups of responses, score them, learn from each reward against its group's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrl.algorithms.advantages import overlong_penalty
-from lightrl.config import AlgorithmConfig, GRPOConfig
+from lightrl.config import AlgorithmConfig, GRPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenMasks, TokenValues
-from lightrl.data.sampler import shard
-from lightrl.models.policy import Policy, load_teacher
-from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup, TokenScores
+from lightrl.data.sampler import PromptSampler
+from lightrl.models.policy import load_teacher
+from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.collector import Prompts
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
-from lightrl.trainers.base import StepReport
+from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyObjective
-from lightrl.trainers.policy_trainer import PolicyTrainer, by_sample, is_truncated
+from lightrl.trainers.policy_step import (
+    PolicyUpdates,
+    by_sample,
+    describe_rollout,
+    describe_update,
+    draw_prompts,
+    is_truncated,
+    start_engine,
+    step_metrics,
+    sync_engine,
+)
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
 from lightrl.trainers.token_selection import TokenSelector
 
 
-class GRPOTrainer(PolicyTrainer):
-    """One `step()` is one pass of the loop; everything around it is in PolicyTrainer and below."""
+class Rollout(NamedTuple):
+    """What the engine made of this rank's prompts."""
+
+    samples: list[Sample]  # group_size of each prompt, those of a prompt adjacent
+    greedy: list[Sample] | None  # the greedy response to each prompt; None if the estimator asks for none
+
+
+class GRPOTrainer(Trainer):
+    """Trains a policy on groups of its own samples. `step` is one pass; `__init__` builds what it uses, in order."""
 
     kind = "grpo"
     config: GRPOConfig
-    objective: PolicyObjective
 
     def __init__(
-        self, config: GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+        self, run: RunContext | GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
     ) -> None:
-        teaching = config.distillation if config.teacher_model else None
+        config: GRPOConfig = run.config if isinstance(run, RunContext) else run
+        # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
         self.objective = PolicyObjective(
-            config.algorithm, group_size=config.group_size, distillation=teaching, selects_tokens=True
+            config.algorithm,
+            group_size=config.group_size,
+            distillation=config.distillation if config.teacher_model else None,
+            selects_tokens=True,
         )
         self.selector = TokenSelector(config.algorithm)
-        self.teacher: Policy | None = None
-        self.dynamic_sampling: DynamicSampling | None = None
-        super().__init__(config, strategy=strategy, reward=reward)
+        self.rewards = RewardSet.from_config(config, reward)
+        super().__init__(run, strategy=strategy)
 
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        return self.config.algorithm
+        self.prompts, self.eval_prompts = read_prompts(self.run)
+        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.updates = PolicyUpdates(self.run, self.statistics)
+        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
 
-    def take_step(self) -> StepReport:
-        if self.dynamic_sampling is None:
-            return super().take_step()
-        return self.learn_from(self.dynamic_sampling.fill(self.step_index, self._draw_groups))
+        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+            policy = load_start_policy(self.run)
+        trained = self.strategy.prepare_trained(policy, schedule_length=config.policy_schedule_length)
+        self.model = self.policy = trained.model
+        self.optimizer = trained.optimizer
+        self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
+        self.teacher = self._load_teacher() if config.teacher_model else None
+        self.dynamic_sampling = self._dynamic_sampling() if config.dynamic_sampling.enabled else None
+        self.resume()
+        self.collector = start_engine(self.run, self.policy, self.rewards)
 
-    def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
-        """prompts: (position in the step's global batch, prompt), this rank's share."""
-        return self.learn_from(self.collect(prompts))
+    # ---- A step, in the order of the data ----------------------------------------------------------------------
 
-    def collect(self, prompts: Sequence[tuple[int, Prompt]]) -> list[ScoredGroup]:
-        """Rolls out and scores this rank's prompts."""
-        size = self.config.group_size
-        samples = self.roll_out(prompts)
+    def step(self) -> StepReport:
+        """Samples, scores, turns rewards into advantages, packs, learns, syncs the engine, reports."""
+        groups = self.draw(lambda prompts: self.score(self.sample(prompts)))
+        experience = self.advantages(groups)
+        updates = self.pack(experience)
+        self.learn(updates)
+        self.sync()
+        return self.report(experience)
+
+    def draw(self, roll_out: Callable[[Prompts], list[ScoredGroup]]) -> list[ScoredGroup]:
+        """Rolls out the next num_prompts prompts; dynamic sampling does so until enough groups have a signal."""
+
+        def draw(first: int, count: int) -> list[ScoredGroup]:
+            return roll_out(draw_prompts(self.prompts, self.sampler, self.strategy.comm, count, first))
+
+        if self.dynamic_sampling is not None:
+            return self.dynamic_sampling.fill(self.step_index, draw)
+        return draw(0, self.config.num_prompts)
+
+    def sample(self, prompts: Prompts) -> Rollout:
+        """Samples a group for each of this rank's prompts, and a greedy response if the estimator compares with it."""
+        config, needs_greedy = self.config, self.objective.needs_greedy_baseline
+        with self.watch.measure("time/rollout"):
+            samples = self.collector.sample(
+                prompts,
+                step=self.step_index,
+                group_size=config.group_size,
+                temperature=config.temperature,
+                sleep_engine=not needs_greedy,
+            )
+            return Rollout(samples, self.collector.sample_greedily(prompts) if needs_greedy else None)
+
+    def score(self, rollout: Rollout) -> list[ScoredGroup]:
+        """Rewards every sample; a group has the samples of one prompt."""
+        samples, size = rollout.samples, self.config.group_size
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
-            baselines: Sequence[float | None] = [None] * len(prompts)
-            if self.objective.needs_greedy_baseline:
-                baselines = self.collector.greedy_rewards(prompts, group_size=1, statistics=self.statistics)
-        self.describe_rollout(samples, rewards)
+            baselines: Sequence[float | None] = [None] * (len(samples) // size)
+            if rollout.greedy is not None:
+                baselines = self.collector.score(rollout.greedy, self.statistics, prefix="greedy/")
+        describe_rollout(samples, rewards, self.statistics)
         return [
             ScoredGroup(
                 samples=tuple(samples[start : start + size]),
@@ -76,77 +134,125 @@ class GRPOTrainer(PolicyTrainer):
             for start, baseline in zip(range(0, len(samples), size), baselines, strict=True)
         ]
 
-    def learn_from(self, groups: Sequence[ScoredGroup]) -> StepReport:
-        """The rest of a step: advantages, the updates, the engine's new weights."""
-        experience = self.experience_of(groups)
-        with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
-            self.learn(experience)
-        self.sync_engine()
-        return StepReport(metrics=self.take_metrics(), experience=experience)
-
-    # ---- Data and models ---------------------------------------------------------------------------------------
-
-    def read_data(self, train: list[Any], evaluation: list[Any]) -> None:
-        super().read_data(train, evaluation)
-        config = self.config
-        if config.dynamic_sampling.enabled:
-            self.dynamic_sampling = DynamicSampling(
-                config.dynamic_sampling,
-                num_prompts=config.num_prompts,
-                comm=self.strategy.comm,
-                statistics=self.statistics,
-            )
-
-    def _draw_groups(self, first: int, count: int) -> list[ScoredGroup]:
-        """The next prompts of the data as positions first to first + count - 1 of the step."""
-        drawn = [(first + place, self.prompts[index]) for place, index in enumerate(self.sampler.draw(count))]
-        return self.collect(shard(drawn, self.strategy.comm.rank, self.strategy.comm.world))
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.dynamic_sampling is not None:
-            state["dynamic_sampling"] = self.dynamic_sampling.state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.dynamic_sampling is not None:
-            self.dynamic_sampling.load_state_dict(state["dynamic_sampling"], self.prompts)
-
-    def build_models(self) -> Policy:
-        policy = super().build_models()
-        if self.config.teacher_model:
-            with self.strategy.comm.phase("loading the teacher model", local=True):
-                teacher = load_teacher(
-                    self.config.teacher_model,
-                    self.tokenizer,
-                    materialize=self.strategy.materializes_weights,
-                    trust_remote_code=self.config.trust_remote_code,
-                )
-            self.teacher = self.strategy.prepare(teacher, is_rlhf=True)
-        return policy
-
-    # ---- Learning ----------------------------------------------------------------------------------------------
-
-    def experience_of(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """The samples with their advantages; every rank calls it, with no group too."""
+    def advantages(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Gives each sample its advantage; every rank calls it, even with no group."""
         samples = [sample for group in groups for sample in group.samples]
         rewards = [reward for group in groups for reward in group.rewards]
-        baselines = [float(group.baseline or 0.0) for group in groups for _ in group.samples]
+        baselines, is_trained = None, None
+        if self.objective.needs_greedy_baseline:
+            baselines = [float(group.baseline or 0.0) for group in groups for _ in group.samples]
+        if self.config.overlong.mask_truncated:
+            is_trained = [not is_truncated(sample) for sample in samples]
+        shaping = self._overlong_penalty(samples) if self.config.overlong.buffer else None
         return self.objective.advantages(
-            samples,
-            rewards,
-            self.strategy.comm,
-            baselines if self.objective.needs_greedy_baseline else None,
-            shaping=self._shaping(samples),
-            is_trained=[not (self.config.overlong.mask_truncated and is_truncated(sample)) for sample in samples],
+            samples, rewards, self.strategy.comm, baselines, shaping=shaping, is_trained=is_trained
         )
 
-    def _shaping(self, samples: Sequence[Sample]) -> list[float] | None:
-        """What is added to the rewards for their lengths."""
+    def pack(self, experience: list[Experience]) -> list[list[PackedBatch]]:
+        """Cuts the step into updates of micro-batches, each with the values that the loss compares the policy with."""
+        with self.timed("learn", "learn"):
+            minibatches = self.updates.minibatches(experience, self.step_index)
+            columns = self._columns(minibatches)
+            return [
+                self.updates.micro_batches(part, **values) for part, values in zip(minibatches, columns, strict=True)
+            ]
+
+    def learn(self, updates: list[list[PackedBatch]]) -> None:
+        """Takes one optimizer step per update and epoch."""
+        # Until the first update the policy is still the one that the engine sampled from.
+        loss_fn = self.loss if self._needs_scores else self.first_loss
+        with self.timed("learn", "learn"):
+            for update in updates * self.config.num_epochs:
+                if not update:
+                    describe_update(None, self.statistics)
+                    continue
+                batches = [batch.to(self.strategy.device) for batch in update]
+                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
+                describe_update(result, self.statistics)
+                loss_fn = self.loss
+
+    def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        """The mean loss of a micro-batch."""
+        return self.objective.loss(scores, batch, self.statistics)
+
+    def first_loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        """The loss, with a comparison of the engine's logprobs and the trainer's."""
+        self.updates.measure_mismatch(scores.logprobs, batch)
+        return self.loss(scores, batch)
+
+    def sync(self) -> None:
+        """Gives the engine the weights that this step ended with."""
+        with self.timed("sync", "weight sync"):
+            sync_engine(self.run, self.policy, self.step_index + 1, self.statistics)
+
+    def report(self, experience: Sequence[Experience] = ()) -> StepReport:
+        """Reduces the statistics of the step over all ranks."""
+        metrics = step_metrics(self.objective, self.statistics, self.strategy.comm, self.config.samples_per_step)
+        return StepReport(metrics=metrics, experience=experience)
+
+    # ---- Around the steps --------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Samples the held-out prompts once each."""
+        if not self.eval_prompts:
+            return {}
+        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
+
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+        return describe_batches(self.config, self.strategy.comm.world)
+
+    def close(self) -> None:
+        """Ends the rewards' processes and the engine, and leaves the process group."""
+        self.rewards.close()
+        super().close()
+
+    # ---- Options: each is entered only if asked for ------------------------------------------------------------
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        return self.config.algorithm
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the starting model."""
+        return self.algorithm.kl_coef != 0
+
+    @property
+    def _needs_scores(self) -> bool:
+        """Whether the policy scores all samples before the first update, alike on every rank.
+
+        A single update needs no such pass, since its own logprobs are those before it, unless tokens are selected by
+        their scores or a sample has another policy to be compared with.
+        """
+        recomputes = self.algorithm.old_logprobs == "recompute"
+        several = self.config.optimizer_steps_per_step > 1
+        return self.selector.is_needed or (recomputes and (several or bool(self.updates.stale)))
+
+    def _load_teacher(self) -> nn.Module:
+        with self.strategy.comm.phase("loading the teacher model", local=True):
+            teacher = load_teacher(
+                self.config.teacher_model,
+                self.run.tokenizer,
+                materialize=self.strategy.materializes_weights,
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        return self.strategy.prepare_frozen(teacher)
+
+    def _dynamic_sampling(self) -> DynamicSampling:
+        made = DynamicSampling(
+            self.config.dynamic_sampling,
+            prompts=self.prompts,
+            num_prompts=self.config.num_prompts,
+            comm=self.strategy.comm,
+            statistics=self.statistics,
+        )
+        self.saved["dynamic_sampling"] = made
+        return made
+
+    def _overlong_penalty(self, samples: Sequence[Sample]) -> list[float]:
+        """The amount that is added to each reward for the length of the response."""
         config = self.config.overlong
-        if not config.buffer:
-            return None
         lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
         shaping: list[float] = overlong_penalty(
             lengths, max_length=self.config.max_new_tokens, buffer=config.buffer, scale=config.penalty
@@ -154,88 +260,45 @@ class GRPOTrainer(PolicyTrainer):
         self.statistics.mean("reward/overlong_penalty", sum(shaping), len(shaping))
         return shaping
 
-    def learn(self, experience: list[Experience]) -> None:
-        """All optimizer steps of this step's samples."""
-        minibatches = [self._balanced(part) for part in self._minibatches(experience)]
+    def _columns(self, minibatches: list[list[Experience]]) -> list[dict[str, TokenValues | TokenMasks]]:
+        """Values per token for each mini-batch, by the names of pack()'s arguments."""
         everything = [item for part in minibatches for item in part]
-        self._stale = self._stale_everywhere(everything)
-        is_scored = self._needs_scores()
-        per_token, choices = self._before_updates(minibatches, is_scored=is_scored)
-        is_first = True
-        for _ in range(self.config.num_epochs):
-            for part, choice in zip(minibatches, choices, strict=True):
-                if not self._has_trained_tokens(part):
-                    self.statistics.mean("skipped_updates", 1, 1)
-                    continue
-                batches = self._micro_batches(part, **per_token, **choice)
-                # Before the first update the policy is still the one that the engine sampled from.
-                loss_fn = self._loss(measure_mismatch=is_first and not is_scored)
-                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
-                self._describe_update(result.loss, result.grad_norm, result.lr, result.skipped)
-                is_first = False
+        if self.dynamic_sampling is not None:
+            self.updates.stale = self._stale_everywhere(everything)
+        values: dict[str, TokenValues | TokenMasks] = {}
+        for name, model in (("ref_logprobs", self.reference), ("teacher_logprobs", self.teacher)):
+            if model is not None:
+                values[name] = self.updates.logprobs(model, everything)
+        choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
+        if self._needs_scores:
+            values["old_logprobs"], choices = self._score_and_choose(minibatches)
+        if self.algorithm.old_logprobs == "engine":
+            values["old_logprobs"] = {item.key: item.sample.sampler_logprobs for item in everything}
+        return [values | choice for choice in choices]
 
-    def _is_stale(self, sample: Sample) -> bool:
-        """Whether older weights than the engine's present ones sampled it, whose version is the step's number."""
-        return any(version < self.step_index for version in sample.versions[:1])
+    def _score_and_choose(self, minibatches: list[list[Experience]]) -> tuple[TokenValues, list[dict[str, TokenMasks]]]:
+        """The logprobs before the update, and the tokens that the selector chooses for each mini-batch."""
+        everything = [item for part in minibatches for item in part]
+        scored = list(self.updates.scores(self.policy, everything))
+        for batch, scores in scored:
+            self.updates.measure_mismatch(scores.logprobs, batch)
+        logprobs = by_sample((batch, scores.logprobs) for batch, scores in scored)
+        choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
+        if self.selector.is_needed:
+            entropy = by_sample((batch, scores.entropy) for batch, scores in scored)
+            seed, comm = mix_seed(self.config.seed, self.step_index), self.strategy.comm
+            choices = [
+                self.selector.choose(part, logprobs, entropy, seed=seed, comm=comm, statistics=self.statistics)
+                for part in minibatches
+            ]
+        # A sample of older weights is compared with those weights, whose logprobs the engine reported.
+        stale = {item.key: list(item.sample.sampler_logprobs) for item in everything if item.key in self.updates.stale}
+        return logprobs | stale, choices
 
     def _stale_everywhere(self, mine: Sequence[Experience]) -> frozenset[Key]:
-        """Of all ranks: those that split a model or its tokens run the loss on each other's samples."""
-        found = {item.key for item in mine if self._is_stale(item.sample)}
-        return frozenset().union(*self.strategy.comm.all_gather_object(found))
+        """Samples of all ranks that older weights made: ranks that split a model run the loss on each other's samples.
 
-    def _needs_scores(self) -> bool:
-        """Whether the policy scores all samples first, alike on every rank. A single update needs no such forward,
-        since its own logprobs are those before it, unless a sample has another policy to be compared with."""
-        if self.selector.is_needed:
-            return True
-        return self._recomputes_old or (self.algorithm.old_logprobs == "recompute" and bool(self._stale))
-
-    def _before_updates(
-        self, minibatches: list[list[Experience]], *, is_scored: bool
-    ) -> tuple[dict[str, TokenValues], list[dict[str, TokenMasks]]]:
-        """What pack() is told of all samples, and of each mini-batch the tokens that are chosen."""
-        everything = [item for part in minibatches for item in part]
-        sampler: TokenValues = {item.key: item.sample.sampler_logprobs for item in everything}
-        frozen = {"ref_logprobs": self.reference, "teacher_logprobs": self.teacher}
-        known = {name: self._score_all(model, everything) for name, model in frozen.items() if model is not None}
-        per_token: dict[str, TokenValues] = dict(known)
-        choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
-        if is_scored:
-            logprobs, choices = self._score_and_choose(minibatches)
-            # What an older policy sampled is compared with that one, as the engine reported it.
-            per_token["old_logprobs"] = {key: sampler[key] if key in self._stale else logprobs[key] for key in logprobs}
-        if self.algorithm.old_logprobs == "engine":
-            per_token["old_logprobs"] = sampler
-        return per_token, choices
-
-    def _score_and_choose(
-        self, minibatches: list[list[Experience]]
-    ) -> tuple[dict[tuple[int, int], list[float]], list[dict[str, TokenMasks]]]:
-        """The policy's logprobs, and what the selector makes of its scores."""
-        scored = self._scored_batches(self.policy, [item for part in minibatches for item in part])
-        for batch, scores in scored:
-            self._measure_mismatch(scores, batch)
-        logprobs = by_sample((batch, scores.logprobs) for batch, scores in scored)
-        if not self.selector.is_needed:
-            return logprobs, [{} for _ in minibatches]
-        entropy = by_sample((batch, scores.entropy) for batch, scores in scored)
-        choices = [
-            self.selector.choose(
-                *(part, logprobs, entropy),
-                seed=mix_seed(self.config.seed, self.step_index),
-                comm=self.strategy.comm,
-                statistics=self.statistics,
-            )
-            for part in minibatches
-        ]
-        return logprobs, choices
-
-    # ---- Loss --------------------------------------------------------------------------------------------------
-
-    def _loss(self, *, measure_mismatch: bool) -> Callable[[TokenScores, PackedBatch], Tensor]:
-        def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
-            if measure_mismatch:
-                self._measure_mismatch(scores, batch)
-            return self.objective.loss(scores, batch, self.statistics)
-
-        return loss_fn
+        The version of the weights is the number of the step that they were synced for.
+        """
+        keys = {item.key for item in mine if any(version < self.step_index for version in item.sample.versions[:1])}
+        return frozenset().union(*self.strategy.comm.all_gather_object(keys))

@@ -72,7 +72,7 @@ class OffPolicyCorrection(LossTerm):
         count = int(tokens.mask.sum())
         for name, value in correction.statistics.items():
             if name.endswith("_max"):
-                statistics.highest(f"correction/{name}", float(value))
+                statistics.maximum(f"correction/{name}", float(value))
             elif name != "count":
                 label = name.removesuffix("_sum").removesuffix("_count")
                 statistics.mean(f"correction/{label}", float(value), count)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from lightrl.comm import RankError
-from lightrl.config import RunConfig, tell_user_error
-from lightrl.trainers.base import Trainer
+from lightrl.config import RunConfig, print_user_error
+from lightrl.trainers.fit import Trainer
 
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
@@ -42,7 +42,7 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
     try:
         return trainer_class(config)
     except (ValueError, OSError, ImportError, SyntaxError) as error:
-        tell_user_error(error)
+        print_user_error(error)
         _exit(2)
 
 

@@ -22,7 +22,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import MicroBatch, optional_terms
 
@@ -252,7 +252,7 @@ def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statis
     count = int(mask.sum())
     statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
     statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
-    statistics.highest("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
+    statistics.maximum("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
     statistics.mean("kl", 0.0, count)
     statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
 

@@ -2,190 +2,359 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.algorithms.kl import kl_estimate
-from lightrl.config import AlgorithmConfig, PPOConfig
+from lightrl.config import AlgorithmConfig, PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
+from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_beside
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
-from lightrl.records import Experience, PackedBatch, Prompt, ScoresAndValues, StateValues, TokenScores
+from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
-from lightrl.rewards.failures import has_reward
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
+from lightrl.rollout.collector import Prompts
 from lightrl.strategy import StrategyBase
-from lightrl.strategy.base import TrainBatchResult
-from lightrl.trainers.base import StepReport
+from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
-from lightrl.trainers.policy_trainer import PolicyTrainer
+from lightrl.trainers.policy_step import (
+    PolicyUpdates,
+    describe_rollout,
+    describe_update,
+    draw_prompts,
+    start_engine,
+    step_metrics,
+    sync_engine,
+)
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
-_HEAD_SEED = 5  # apart from the other draws of the run
-Columns = Mapping[str, TokenValues | None]  # the values per token that pack() takes, by its names
+_HEAD_SEED = 5  # keeps the draws of a new value head apart from the other draws of the run
 
 
-class PPOTrainer(PolicyTrainer):
-    """One `step()` is one pass of the loop; everything around it is in PolicyTrainer and below."""
+class TokenExperience(NamedTuple):
+    """This rank's samples of each update of an epoch, and what both models learn from them."""
+
+    minibatches: list[list[Experience]]
+    columns: dict[str, TokenValues | None]  # values per token, by the names of pack()'s arguments
+
+
+class PPOTrainer(Trainer):
+    """Trains a policy and a critic on the policy's samples. `step` is one pass; `__init__` builds what it uses."""
 
     kind = "ppo"
     config: PPOConfig
-    critic: Critic | None  # None: a head on the policy's own body
-    critic_optimizer: Optimizer | None
 
     def __init__(
-        self, config: PPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+        self, run: RunContext | PPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
     ) -> None:
+        config: PPOConfig = run.config if isinstance(run, RunContext) else run
+        # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
         self.objective = PolicyLoss(config.algorithm, kl_in_loss=config.algorithm.kl_in_reward == "none")
         self.value_objective = ValueObjective(config.critic, self.objective.token_weights)
         self.token_advantages = TokenAdvantages(config.algorithm)
-        super().__init__(config, strategy=strategy, reward=reward)
+        self.rewards = RewardSet.from_config(config, reward)
+        super().__init__(run, strategy=strategy)
 
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        return self.config.algorithm
+        self.prompts, self.eval_prompts = read_prompts(self.run)
+        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.updates = PolicyUpdates(self.run, self.statistics)
+        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
+        self.saved["moments"] = self.token_advantages
 
-    def step(self, prompts: Sequence[tuple[int, Prompt]]) -> StepReport:
-        """prompts: (position in the step's global batch, prompt), this rank's share."""
-        samples = self.roll_out(prompts)
+        is_shared = config.critic.shared_backbone
+        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+            policy = self._load_actor_critic() if is_shared else load_start_policy(self.run)
+        trained = self.strategy.prepare_trained(
+            policy,
+            schedule_length=config.policy_schedule_length,
+            head_lr=config.critic_lr if is_shared else None,
+            frozen_head_steps=config.critic_warmup_steps if is_shared else 0,
+        )
+        self.model = self.policy = trained.model
+        self.optimizer = trained.optimizer
+        self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
+        self.critic: Critic | None = None  # None: a value head on the policy's own body
+        self.critic_optimizer: Optimizer | None = None
+        if not is_shared:
+            self._add_critic()
+        self.resume()
+        self.collector = start_engine(self.run, self.policy, self.rewards)
+
+    # ---- A step, in the order of the data ----------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Samples, scores, turns rewards and values into advantages, packs, learns, syncs the engine, reports."""
+        prompts = draw_prompts(self.prompts, self.sampler, self.strategy.comm, self.config.num_prompts)
+        samples = self.sample(prompts)
+        experience = self.score(samples)
+        tokens = self.advantages(experience)
+        updates = self.pack(tokens)
+        self.learn(updates)
+        self.sync()
+        return self.report(_with_mean_advantages(tokens))
+
+    def sample(self, prompts: Prompts) -> list[Sample]:
+        """Samples group_size responses to each of this rank's prompts."""
+        config = self.config
+        with self.watch.measure("time/rollout"):
+            return self.collector.sample(
+                prompts, step=self.step_index, group_size=config.group_size, temperature=config.temperature
+            )
+
+    def score(self, samples: list[Sample]) -> list[Experience]:
+        """Rewards every sample, and leaves out those without a reward."""
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
-            self.describe_rollout(samples, rewards)
-        experience = [
+        describe_rollout(samples, rewards, self.statistics)
+        return [
             Experience(sample=sample, reward=reward, advantage=0.0)
             for sample, reward in zip(samples, rewards, strict=True)
             if has_reward(reward)
         ]
-        with self.watch.measure("time/learn"), self.strategy.comm.phase("learn"):
-            experience = self.learn(experience)
-        self.sync_engine()
-        return StepReport(metrics=self.take_metrics(), experience=experience)
 
-    # ---- Learning ----------------------------------------------------------------------------------------------
-
-    def learn(self, experience: list[Experience]) -> list[Experience]:
-        """All optimizer steps of this step's samples; returns them by position, with the mean of their advantages."""
-        minibatches = [self._balanced(part) for part in self._minibatches(experience)]
-        everything = [item for part in minibatches for item in part]
-        ref_logprobs = self._score_all(self.reference, everything) if self.reference is not None else None
-        old_logprobs, values = self._before_the_update(everything)
-        targets = self.token_advantages.targets(
-            everything,
-            values,
-            self._kl_in_reward(old_logprobs, ref_logprobs),
-            self.objective.coefficients.kl,
-            self.strategy.comm,
-            self.statistics,
-        )
-        columns: Columns = {
-            "old_logprobs": old_logprobs,
-            "ref_logprobs": ref_logprobs,
+    def advantages(self, experience: list[Experience]) -> TokenExperience:
+        """Gives each token an advantage and a return; every rank calls it, even with no sample."""
+        with self.timed("learn", "learn"):
+            minibatches = self.updates.minibatches(experience, self.step_index)
+            everything = [item for part in minibatches for item in part]
+            ref = self.updates.logprobs(self.reference, everything) if self.reference is not None else None
+            old, values = self._score(everything)
+            targets = self.token_advantages.targets(
+                everything,
+                values,
+                self._kl_in_reward(old, ref),
+                self.objective.coefficients.kl,
+                self.strategy.comm,
+                self.statistics,
+            )
+        columns: dict[str, TokenValues | None] = {
+            "old_logprobs": old,
+            "ref_logprobs": ref,
             "advantages": targets.advantages,
             "returns": targets.returns,
             "old_values": {item.key: values[item.key][:-1] for item in everything},
         }
-        if self.critic is not None:
-            self._train_critic(self.critic, minibatches, columns)
-        if not self._is_frozen:
-            self._train_policy(minibatches, columns)
-        return _with_mean_advantages(everything, targets.advantages)
+        return TokenExperience(minibatches, columns)
 
-    @property
-    def _is_frozen(self) -> bool:
-        """Whether the policy stays as it is in this step."""
-        return self.step_index < self.config.critic.policy_frozen_steps
+    def pack(self, tokens: TokenExperience) -> list[list[PackedBatch]]:
+        """Cuts the step into updates of micro-batches, for the critic and the policy alike."""
+        with self.timed("learn", "learn"):
+            return [self.updates.micro_batches(part, **tokens.columns) for part in tokens.minibatches]
 
-    def _train_policy(self, minibatches: list[list[Experience]], columns: Columns) -> None:
-        measures_mismatch = self.critic is not None and not self._recomputes_old
-        with self._waiting(self.critic_optimizer):
-            for part in minibatches * self.config.num_epochs:
-                if not self._has_trained_tokens(part):
-                    self.statistics.mean("skipped_updates", 1, 1)
-                    continue
-                # Before the first update the policy is still the one that the engine sampled from.
-                loss_fn = self._policy_loss(measure_mismatch=measures_mismatch)
-                batches = self._micro_batches(part, **columns)
-                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
-                self._describe_update(result.loss, result.grad_norm, result.lr, result.skipped)
-                measures_mismatch = False
+    def learn(self, updates: list[list[PackedBatch]]) -> None:
+        """Takes one optimizer step of each model per update and epoch.
 
-    def _train_critic(self, critic: Critic, minibatches: list[list[Experience]], columns: Columns) -> None:
-        """By itself: what it learns towards was fixed before, so the order of the two is all one."""
+        The order of the two models does not matter: both learn towards targets that were computed before.
+        """
+        with self.timed("learn", "learn"):
+            if self.critic is not None:
+                self._train_critic(self.critic, updates)
+            if not self._is_frozen:
+                self._train_policy(updates)
+
+    def _train_critic(self, critic: Critic, updates: list[list[PackedBatch]]) -> None:
         with self._waiting(self.optimizer):
-            for part in minibatches * self.config.num_epochs:
-                if not self._has_trained_tokens(part):
-                    self.statistics.mean("critic/skipped_updates", 1, 1)
+            for update in updates * self.config.num_epochs:
+                if not update:
+                    describe_update(None, self.statistics, "critic/")
                     continue
-                batches = self._micro_batches(part, **columns)
-                result = self.strategy.train_batch(batches, self._value_loss, self.objective.weight, model=critic)
-                self._describe_critic_update(result)
+                batches = [batch.to(self.strategy.device) for batch in update]
+                result = self.strategy.train_batch(batches, self.value_loss, self.objective.weight, model=critic)
+                describe_update(result, self.statistics, "critic/")
+
+    def _train_policy(self, updates: list[list[PackedBatch]]) -> None:
+        # Until the first update the policy is still the one that the engine sampled from.
+        loss_fn = self.loss if self.critic is None or self._needs_scores else self.first_loss
+        with self._waiting(self.critic_optimizer):
+            for update in updates * self.config.num_epochs:
+                if not update:
+                    describe_update(None, self.statistics)
+                    continue
+                batches = [batch.to(self.strategy.device) for batch in update]
+                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
+                describe_update(result, self.statistics)
+                loss_fn = self.loss
+
+    def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        """The mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
+        loss = self.objective.loss(scores, batch, self.statistics)
+        return loss + self.value_loss(scores, batch) if isinstance(scores, ScoresAndValues) else loss
+
+    def first_loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        """The loss, with a comparison of the engine's logprobs and the trainer's."""
+        self.updates.measure_mismatch(scores.logprobs, batch)
+        return self.loss(scores, batch)
+
+    def value_loss(self, scores: StateValues | ScoresAndValues, batch: PackedBatch) -> Tensor:
+        """The mean loss of the critic's values over a micro-batch."""
+        return self.value_objective.loss(scores, batch, self.statistics)
+
+    def sync(self) -> None:
+        """Gives the engine the weights that this step ended with."""
+        with self.timed("sync", "weight sync"):
+            sync_engine(self.run, self.policy, self.step_index + 1, self.statistics)
+
+    def report(self, experience: Sequence[Experience] = ()) -> StepReport:
+        """Reduces the statistics of the step over all ranks."""
+        metrics = step_metrics(self.objective, self.statistics, self.strategy.comm, self.config.samples_per_step)
+        return StepReport(metrics=metrics, experience=experience)
+
+    # ---- Around the steps --------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Samples the held-out prompts once each."""
+        if not self.eval_prompts:
+            return {}
+        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
+
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+        return describe_batches(self.config, self.strategy.comm.world)
+
+    def save_models(self, folder: Path) -> None:
+        """Writes the policy, and the critic beside it."""
+        super().save_models(folder)
+        if self.critic is not None and folder == self.folder.final:  # final_ema has no average of the critic
+            critic_folder = folder.with_name("final_critic")
+            self.strategy.save_pretrained(self.critic, critic_folder)
+            if self.strategy.comm.is_main:
+                self.run.tokenizer.save_pretrained(critic_folder)
+        elif isinstance(self.policy, ActorCritic):
+            head = dict(self.strategy.full_parameters(self.policy.value_head))
+            if self.strategy.comm.is_main:
+                save_value_head(folder, head)
+
+    def close(self) -> None:
+        """Ends the rewards' processes and the engine, and leaves the process group."""
+        self.rewards.close()
+        super().close()
+
+    # ---- Models ------------------------------------------------------------------------------------------------
+
+    def _load_actor_critic(self) -> Policy:
+        """The policy with a value head on its own body."""
+        policy = load_start_policy(self.run)
+        head = load_value_head(
+            self.run.model_path,
+            policy.hf.config,
+            materialize=self.strategy.materializes_weights,
+            init_std=self.config.critic.head_init_std,
+            seed=self.config.seed + _HEAD_SEED,
+        )
+        return ActorCritic(policy.hf, head)
+
+    def _add_critic(self) -> None:
+        """Loads a critic of its own after the policy was prepared: rank 0 never holds both models whole."""
+        with self.strategy.comm.phase("loading the critic", local=True):
+            critic = self._load_critic()
+        trained = self.strategy.prepare_trained(
+            critic,
+            lr=self.config.critic_lr,
+            schedule_length=self.config.schedule_length,
+            frozen_head_steps=self.config.critic_warmup_steps,
+        )
+        self.critic, self.critic_optimizer = trained.model, trained.optimizer
+        self.companions["critic"] = trained.model
+
+    def _load_critic(self) -> Critic:
+        config = self.config
+        path = config.critic_model or self.run.model_path
+        if config.critic_model:
+            check_model_folder(path, "--critic_model")
+            tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+            if tokenizer.get_vocab() != self.run.tokenizer.get_vocab():
+                raise ValueError(
+                    f"--critic_model {path} has another tokenizer than --model {config.model}: the critic reads the "
+                    "policy's tokens. Give a model of the same family."
+                )
+        critic = load_critic(
+            path,
+            materialize=self.strategy.materializes_weights,
+            init_std=config.critic.head_init_std,
+            seed=config.seed + _HEAD_SEED,
+            trust_remote_code=config.trust_remote_code,
+        )
+        add_adapters(critic.body, options_beside(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
+        return critic
 
     @contextmanager
     def _waiting(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Its states are in host memory meanwhile, if that is asked for."""
+        """Keeps the states of an idle optimizer in host memory, if the options ask for it."""
         if optimizer is None or not self.config.critic.offload_waiting_optimizer:
             yield
             return
         freed = self.strategy.maybe_offload_optimizer(optimizer)
-        self.statistics.highest("memory/waiting_optimizer_gb", freed / 1e9)
+        self.statistics.maximum("memory/waiting_optimizer_gb", freed / 1e9)
         try:
             yield
         finally:
             self.strategy.maybe_load_optimizer(optimizer)
 
-    def _policy_loss(self, *, measure_mismatch: bool) -> Callable[[TokenScores, PackedBatch], Tensor]:
-        def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
-            if measure_mismatch:
-                self._measure_mismatch(scores, batch)
-            loss = self.objective.loss(scores, batch, self.statistics)
-            return loss + self._value_loss(scores, batch) if isinstance(scores, ScoresAndValues) else loss
-
-        return loss_fn
-
-    def _value_loss(self, scores: StateValues | ScoresAndValues, batch: PackedBatch) -> Tensor:
-        return self.value_objective.loss(scores, batch, self.statistics)
-
-    # ---- Before the update ---------------------------------------------------------------------------------------
+    # ---- Scores before the update ------------------------------------------------------------------------------
 
     @property
-    def _recomputes_old(self) -> bool:
-        """Also where the KL is wanted before there is a loss, and where a frozen policy has none to measure it by."""
-        wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
-        return super()._recomputes_old or (wanted and self.algorithm.old_logprobs == "recompute")
+    def algorithm(self) -> AlgorithmConfig:
+        return self.config.algorithm
 
-    def _before_the_update(self, experience: list[Experience]) -> tuple[TokenValues | None, dict[Key, list[float]]]:
-        """(old logprobs if they are wanted, values), both per sample; a value more than tokens, behind the last."""
-        if self.critic is not None:
-            return self._old_logprobs(experience), self._values(self.critic, experience)
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss or the reward compares the policy with the starting model."""
+        return self.algorithm.kl_coef != 0
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether only the critic learns in this step."""
+        return self.step_index < self.config.critic.policy_frozen_steps
+
+    @property
+    def _needs_scores(self) -> bool:
+        """Whether the policy scores all samples before the first update.
+
+        A single update needs no such pass, since its own logprobs are those before it, unless the reward has a KL term
+        or a frozen policy takes no update that could measure the mismatch.
+        """
+        is_wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
+        several = self.config.optimizer_steps_per_step > 1
+        return self.algorithm.old_logprobs == "recompute" and (several or is_wanted)
+
+    def _score(self, experience: list[Experience]) -> tuple[TokenValues | None, dict[Key, list[float]]]:
+        """Returns (old logprobs if needed, values) by sample; a value for each token and one after the last."""
         logprobs: dict[Key, list[float]] = {}
         values: dict[Key, list[float]] = {}
-        for batch, scores in self._forward(self.policy, experience):
-            self._measure_mismatch(scores, batch)
-            logprobs.update({key: part.tolist() for key, part in unpack(batch, scores.logprobs).items()})
-            values.update(_values_by_sample(scores, batch))
-        is_own = self.algorithm.old_logprobs == "recompute"
-        return logprobs if is_own else self._old_logprobs(experience), values
+        is_scored = self.critic is None or self._needs_scores
+        if is_scored:
+            for batch, scores in self.updates.scores(self.policy, experience):
+                self._measure(scores, batch)
+                logprobs |= {key: part.tolist() for key, part in unpack(batch, scores.logprobs).items()}
+                if self.critic is None:
+                    values |= _values_by_sample(scores, batch)
+        if self.critic is not None:
+            for batch, scores in self.updates.scores(self.critic, experience):
+                values |= _values_by_sample(scores, batch)
+        if self.algorithm.old_logprobs == "engine":
+            return {item.key: item.sample.sampler_logprobs for item in experience}, values
+        return logprobs if is_scored else None, values
 
-    def _values(self, critic: Critic, experience: list[Experience]) -> dict[Key, list[float]]:
-        found: dict[Key, list[float]] = {}
-        for batch, scores in self._forward(critic, experience):
-            found.update(_values_by_sample(scores, batch))
-        return found
-
-    def _forward(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
-        batches = self._micro_batches(experience)
-        return zip(batches, self.strategy.forward(batches, model=model), strict=True)
+    def _measure(self, scores: TokenScores, batch: PackedBatch) -> None:
+        self.updates.measure_mismatch(scores.logprobs, batch)
+        if self._is_frozen:  # no loss will measure the entropy
+            entropy = torch.where(batch.loss_mask, scores.entropy.detach(), 0.0)
+            self.statistics.mean("entropy", float(entropy.sum()), int(batch.loss_mask.sum()))
 
     def _kl_in_reward(self, old: TokenValues | None, ref: TokenValues | None) -> dict[Key, list[float]] | None:
-        """Per sample, of each response token."""
+        """The KL to the reference of each response token, by sample; None if the reward has no such term."""
         kind = self.config.algorithm.kl_in_reward
         if kind == "none":
             return None
@@ -201,99 +370,19 @@ class PPOTrainer(PolicyTrainer):
             if key in ref
         }
 
-    # ---- Models --------------------------------------------------------------------------------------------------
-
-    def build_models(self) -> Policy:
-        policy = super().build_models()
-        self.critic, self.critic_optimizer = None, None
-        if not self.config.critic.shared_backbone:
-            with self.strategy.comm.phase("loading the critic", local=True):
-                critic = self._load_critic()
-            # Only now, as the reference: before the policy was sharded, rank 0 would have held both whole.
-            _, (self.critic, self.critic_optimizer, _), *_ = self.strategy.prepare_models_and_optimizers(
-                None, critic, None, None, self.strategy.args, self.config.schedule_length
-            )
-        return policy
-
-    def _load_critic(self) -> Critic:
-        config = self.config
-        path = config.critic_model or self.model_path
-        if config.critic_model:
-            check_model_folder(path, "--critic_model")
-            tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-            if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-                raise ValueError(
-                    f"--critic_model {path} has another tokenizer than --model {config.model}: the critic reads the "
-                    "policy's tokens. Give a model of the same family."
-                )
-        critic = load_critic(
-            path,
-            materialize=self.strategy.materializes_weights,
-            init_std=config.critic.head_init_std,
-            seed=config.seed + _HEAD_SEED,
-            trust_remote_code=config.trust_remote_code,
-        )
-        add_adapters(critic.body, options_beside(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
-        return critic
-
-    def load_policy(self, *, is_reference: bool) -> Policy:
-        policy = super().load_policy(is_reference=is_reference)
-        if is_reference or not self.config.critic.shared_backbone:
-            return policy
-        head = load_value_head(
-            self.model_path,
-            policy.hf.config,
-            materialize=self.strategy.materializes_weights,
-            init_std=self.config.critic.head_init_std,
-            seed=self.config.seed + _HEAD_SEED,
-        )
-        return ActorCritic(policy.hf, head)
-
-    def companions(self) -> dict[str, nn.Module]:
-        return {} if self.critic is None else {"critic": self.critic}
-
-    def save_models(self, folder: Path) -> None:
-        super().save_models(folder)
-        if self.critic is not None and folder == self.folder.final:  # there is no average of it beside final_ema
-            critic_folder = folder.with_name("final_critic")
-            self.strategy.save_pretrained(self.critic, critic_folder)
-            if self.strategy.comm.is_main:
-                self.tokenizer.save_pretrained(critic_folder)
-        elif isinstance(self.policy, ActorCritic):
-            head = dict(self.strategy.full_parameters(self.policy.value_head))
-            if self.strategy.comm.is_main:
-                save_value_head(folder, head)
-
-    # ---- State and what a step tells -----------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"moments": self.token_advantages.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.token_advantages.load_state_dict(state["moments"])
-
-    def _measure_mismatch(self, scores: TokenScores, batch: PackedBatch) -> None:
-        super()._measure_mismatch(scores, batch)
-        if self._is_frozen:  # no loss will tell it
-            entropy = torch.where(batch.loss_mask, scores.entropy.detach(), 0.0)
-            self.statistics.mean("entropy", float(entropy.sum()), int(batch.loss_mask.sum()))
-
-    def _describe_critic_update(self, result: TrainBatchResult) -> None:
-        self.statistics.mean("critic/grad_norm", result.grad_norm, 1)
-        self.statistics.highest("critic/lr", result.lr)
-        self.statistics.mean("critic/skipped_updates", float(result.skipped), 1)
-
 
 def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch) -> dict[Key, list[float]]:
-    """One before each response token, and one behind the last."""
+    """Returns the values before each response token and after the last one."""
     parts = unpack(batch, scores.values.cpu())  # at once, not sample by sample
     finals = dict(zip(batch.keys, scores.final_values.tolist(), strict=True))
     return {key: [*part.tolist(), finals[key]] for key, part in parts.items()}
 
 
-def _with_mean_advantages(experience: list[Experience], advantages: Mapping[Key, list[float]]) -> list[Experience]:
-    """For the log, which takes the first samples by position."""
-    found = [(item, advantages[item.key]) for item in experience]
-    means = [replace(item, advantage=sum(part) / max(len(part), 1)) for item, part in found]
+def _with_mean_advantages(tokens: TokenExperience) -> list[Experience]:
+    """Samples by position, each with the mean of its advantages, for the log."""
+    advantages = tokens.columns["advantages"] or {}
+    everything = [item for part in tokens.minibatches for item in part]
+    means = [
+        replace(item, advantage=sum(advantages[item.key]) / max(len(advantages[item.key]), 1)) for item in everything
+    ]
     return sorted(means, key=lambda item: item.key)

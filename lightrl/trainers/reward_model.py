@@ -1,4 +1,4 @@
-"""Reward-model training: of two answers to a prompt the chosen one is to score higher (Bradley-Terry)."""
+"""Reward-model training (Bradley-Terry) makes the chosen of two answers to a prompt score higher than the rejected."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from lightrl.metrics import Statistics
 from lightrl.models.lora import add_adapters
 from lightrl.models.reward_model import HEAD_NAME, check_reward_scores, load_reward_model
 from lightrl.records import Example, PackedBatch
-from lightrl.trainers.console import Shown
-from lightrl.trainers.offline import Examples, OfflineTrainer
+from lightrl.strategy import StrategyBase
+from lightrl.trainers.fit import Shown, StepReport, Trainer
+from lightrl.trainers.offline import (
+    ExampleData,
+    ExampleLearner,
+    Examples,
+    describe_pairs,
+    pair_weight,
+    prepare_to_train,
+)
+from lightrl.trainers.run import RunContext
 
 
-class RMTrainer(OfflineTrainer):
-    """The loss is the mean over the pairs of the batch."""
+class RMTrainer(Trainer):
+    """Trains a sequence classifier with one output on pairs of answers. The loss is the mean over the pairs."""
 
     config: RMConfig
     kind = "rm"
@@ -30,45 +39,57 @@ class RMTrainer(OfflineTrainer):
         table=("eval/accuracy", "eval/margin", "eval/loss"),
     )
 
-    def build_examples(self, records: list[Any]) -> list[Example]:
-        data = self.config.data
-        fields = ExampleFields(
-            prompt=data.prompt_field,
-            chosen=data.chosen_field,
-            rejected=data.rejected_field,
-            margin=data.margin_field,
-        )
-        return ExampleBuilder(self.tokenizer, fields, chat_template=data.chat_template).pairs(records)
+    def __init__(self, run: RunContext | RMConfig, *, strategy: StrategyBase | None = None) -> None:
+        super().__init__(run, strategy=strategy)
+        self.examples = ExampleData(self.run, self._build_examples)
+        self.config = self.examples.config
+        self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight)
+        self.saved["sampler"] = self.examples.sampler
+        self.model = prepare_to_train(self.run, self.config, self._load_model)
+        self.resume()
 
-    def load_model(self) -> nn.Module:
+    def step(self) -> StepReport:
+        """Draws a batch, packs this rank's part of it, learns, reports."""
+        batch = self.examples.draw()
+        mine = self.examples.of_rank(batch)
+        with self.timed("learn", "learn"):
+            packs = self.examples.pack(mine)
+            return self.learner.step(batch, mine, packs)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measures the loss on the held-out examples."""
+        return self.learner.evaluate(self.examples.pack)
+
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+        return self.examples.describe()
+
+    def loss(self, output: Tensor, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
+        """The mean Bradley-Terry loss of the pairs. output: the score of each sequence, [S]."""
+        chosen_index, rejected_index = pair_places(batch)
+        chosen, rejected = output[chosen_index], output[rejected_index]
+        margins = torch.tensor([examples[position].margin for position in pair_positions(batch)]).to(chosen)
+        describe_pairs(chosen, rejected, statistics)
+        terms = bradley_terry_terms(chosen, rejected, margins=margins, centring_coef=self.config.centring_coef)
+        return pair_mean(terms)
+
+    def _load_model(self) -> nn.Module:
+        materialize = self.strategy.materializes_weights
         model = load_reward_model(
-            self.model_path,
-            self.tokenizer,
-            materialize=self.strategy.materializes_weights,
+            self.run.model_path,
+            self.run.tokenizer,
+            materialize=materialize,
             seed=self.config.seed,
             trust_remote_code=self.config.trust_remote_code,
         )
         add_adapters(model.hf, self.config.lora, seed=self.config.seed, trained=(HEAD_NAME,))
-        if self.strategy.materializes_weights:
+        if materialize:
             check_reward_scores(model)
         return model
 
-    def weight(self, batch: PackedBatch) -> float:
-        return float(len(pair_positions(batch)))
-
-    def loss(self, output: Tensor, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
-        chosen_places, rejected_places = pair_places(batch)
-        chosen, rejected = output[chosen_places], output[rejected_places]
-        wanted = torch.tensor([examples[position].margin for position in pair_positions(batch)]).to(chosen)
-        describe_pairs(chosen, rejected, statistics)
-        return pair_mean(bradley_terry_terms(chosen, rejected, margins=wanted, centring_coef=self.config.centring_coef))
-
-
-def describe_pairs(chosen: Tensor, rejected: Tensor, statistics: Statistics) -> None:
-    """Of the rewards of both answers of every pair, [P]; a tie is no success."""
-    with torch.no_grad():
-        margins = chosen - rejected
-        statistics.mean("accuracy", float((margins > 0).sum()), len(margins))
-        statistics.mean("margin", float(margins.sum()), len(margins))
-        statistics.mean("reward/chosen", float(chosen.sum()), len(margins))
-        statistics.mean("reward/rejected", float(rejected.sum()), len(margins))
+    def _build_examples(self, records: list[Any]) -> list[Example]:
+        data = self.config.data
+        fields = ExampleFields(
+            prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field, margin=data.margin_field
+        )
+        return ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template).pairs(records)

@@ -1,11 +1,11 @@
-"""Supervised fine-tuning: the assistant's tokens become likelier, every one as much as any other."""
+"""Supervised fine-tuning makes the assistant's tokens likelier, each of them with the same weight."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrl.algorithms.losses import mean_loss, token_mean
 from lightrl.algorithms.tokens import sequence_sums
@@ -13,12 +13,20 @@ from lightrl.config import SFTConfig
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
 from lightrl.records import Example, PackedBatch, TokenScores
-from lightrl.trainers.console import Shown
-from lightrl.trainers.offline import Examples, OfflineTrainer
+from lightrl.strategy import StrategyBase
+from lightrl.trainers.fit import Shown, StepReport, Trainer
+from lightrl.trainers.offline import (
+    ExampleData,
+    ExampleLearner,
+    Examples,
+    load_policy_without_entropy,
+    prepare_to_train,
+)
+from lightrl.trainers.run import RunContext
 
 
-class SFTTrainer(OfflineTrainer):
-    """The loss is the mean over all trained tokens of the batch, however it is split."""
+class SFTTrainer(Trainer):
+    """Trains on responses. The loss is the mean over all trained tokens of the batch, however it is split."""
 
     config: SFTConfig
     kind = "sft"
@@ -28,23 +36,47 @@ class SFTTrainer(OfflineTrainer):
         table=("eval/probability", "eval/loss", "loss"),
     )
 
-    def build_examples(self, records: list[Any]) -> list[Example]:
-        data = self.config.data
-        fields = ExampleFields(prompt=data.prompt_field, response=data.response_field)
-        builder = ExampleBuilder(self.tokenizer, fields, chat_template=data.chat_template, train_on=data.train_on)
-        return builder.responses(records)
+    def __init__(self, run: RunContext | SFTConfig, *, strategy: StrategyBase | None = None) -> None:
+        super().__init__(run, strategy=strategy)
+        self.examples = ExampleData(self.run, self._build_examples)
+        self.config = self.examples.config
+        self.learner = ExampleLearner(self, self.examples, self.loss, self.weight)
+        self.saved["sampler"] = self.examples.sampler
+        self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
+        self.resume()
 
-    def load_model(self) -> nn.Module:
-        return self.load_policy(is_reference=False)
+    def step(self) -> StepReport:
+        """Draws a batch, packs this rank's part of it, learns, reports."""
+        batch = self.examples.draw()
+        mine = self.examples.of_rank(batch)
+        with self.timed("learn", "learn"):
+            packs = self.examples.pack(mine)
+            return self.learner.step(batch, mine, packs)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measures the loss on the held-out examples."""
+        return self.learner.evaluate(self.examples.pack)
+
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+        return self.examples.describe()
 
     def weight(self, batch: PackedBatch) -> Tensor:
+        """The number of trained tokens."""
         return batch.loss_mask.sum()
 
     def loss(self, output: TokenScores, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
+        """The mean negative log likelihood of the trained tokens."""
         weights = token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys))
         trained = torch.where(batch.loss_mask, output.logprobs.detach(), 0.0)
         likelihoods = sequence_sums(trained, batch.sequence_index, len(batch.keys)).exp()
-        num_examples = sum(position >= 0 for position, _ in batch.keys)  # none in a dummy
-        # The share of samples at temperature 1 that would be just this response.
+        num_examples = sum(position >= 0 for position, _ in batch.keys)  # a dummy has none
+        # The share of samples at temperature 1 that would be exactly this response.
         statistics.mean("probability", float(likelihoods.sum()) if num_examples else 0.0, num_examples)
         return mean_loss(-output.logprobs, weights)
+
+    def _build_examples(self, records: list[Any]) -> list[Example]:
+        data = self.config.data
+        fields = ExampleFields(prompt=data.prompt_field, response=data.response_field)
+        builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, train_on=data.train_on)
+        return builder.responses(records)

@@ -146,7 +146,7 @@ def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, sta
     parts = {"advantage": advantages, "critic/return": returns, "critic/value": values}
     for name, part in parts.items():
         mean, std = mean_and_std(_sums(part, comm))
-        statistics.highest(f"{name}_mean", mean)
-        statistics.highest(f"{name}_std", std)
+        statistics.maximum(f"{name}_mean", mean)
+        statistics.maximum(f"{name}_std", std)
     unexplained, total = (mean_and_std(_sums(part, comm))[1] for part in (returns - values, returns))
-    statistics.highest("critic/explained_variance", 1 - (unexplained / total) ** 2 if total else 0.0)
+    statistics.maximum("critic/explained_variance", 1 - (unexplained / total) ** 2 if total else 0.0)

@@ -13,11 +13,11 @@ from lightrl.data import media as media_module
 from lightrl.data.media import (
     MediaError,
     PromptEncoder,
+    absolute_paths,
     image_size,
     media_folder,
     read_image,
     read_video,
-    resolved,
     video_size,
 )
 from lightrl.records import Prompt
@@ -69,10 +69,10 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("")
     assert media_folder(str(tmp_path / "data.jsonl")) == media_folder(str(tmp_path)) == tmp_path
-    assert resolved("a/b.png", tmp_path) == (str(tmp_path / "a/b.png"),)
-    assert resolved(["/x.png", "c.png"], tmp_path) == ("/x.png", str(tmp_path / "c.png"))
+    assert absolute_paths("a/b.png", tmp_path) == (str(tmp_path / "a/b.png"),)
+    assert absolute_paths(["/x.png", "c.png"], tmp_path) == ("/x.png", str(tmp_path / "c.png"))
     with pytest.raises(ValueError, match="is 3: it must be a path or a list of paths"):
-        resolved(3, tmp_path)
+        absolute_paths(3, tmp_path)
 
 
 def test_an_encoder_reads_a_prompt_once_while_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def check_statistics(comm):
     """Sums and counts are reduced apart; a key of one rank only counts; a reduction starts anew."""
     statistics = Statistics()
     statistics.mean("loss", 3.0 + comm.rank, 1 + comm.rank)  # (3 + 4) / (1 + 2)
-    statistics.highest("max", comm.rank)
+    statistics.maximum("max", comm.rank)
     statistics.add("sum", 2)
     if comm.rank == 1:
         statistics.mean("only_one", 6, 4)

@@ -4,7 +4,7 @@ import pytest
 from reward_samples import answered
 
 from lightrl.rewards import NoVerdictError, RewardError
-from lightrl.rewards.failures import FailureBudget, failed, not_a_number, with_traceback, wrong_count
+from lightrl.rewards.scoring import FailureBudget, failed, not_a_number, with_traceback, wrong_count
 
 
 def some_error() -> ValueError:

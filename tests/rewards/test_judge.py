@@ -16,10 +16,9 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig
 from lightrl.records import Prompt
 from lightrl.rewards import RewardError
-from lightrl.rewards.failures import FailureBudget
 from lightrl.rewards.judge import Judge, question_of
-from lightrl.rewards.reward_set import RewardSet
-from lightrl.rewards.scoring import RewardRunner, ScoringLimits
+from lightrl.rewards.reward_set import RewardSet, make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
 Answer = tuple[int, dict[str, str], str]
 KEY = "sk-very-secret"
@@ -74,7 +73,7 @@ def server() -> Iterator[Server]:
 
 def judged(server: Server, *texts: str, max_failures: int = 0, concurrency: int = 8, **settings: Any) -> list[Any]:
     judge = Judge(settings=JudgeConfig(**{"url": server.url, "model": "m", **settings}))
-    runner = RewardRunner(judge, ScoringLimits(timeout_s=20, concurrency=concurrency), name="judge")
+    runner = make_runner(judge, ScoringLimits(timeout_s=20, concurrency=concurrency), name="judge")
     try:
         samples = [answered(text, "42", prompt_text="<|user|>6 x 7?") for text in texts]
         return runner.run(samples, FailureBudget(max_failures))

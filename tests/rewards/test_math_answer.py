@@ -9,15 +9,15 @@ import pytest
 from reward_samples import answered
 
 from lightrl.rewards import RewardError, load_reward
-from lightrl.rewards.failures import FailureBudget
-from lightrl.rewards.scoring import RewardRunner
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, RewardRunner
 
 pytest.importorskip("math_verify")
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[RewardRunner]:
-    runner = RewardRunner(load_reward("math"), name="math")
+    runner = make_runner(load_reward("math"), name="math")
     yield runner
     runner.close()
 

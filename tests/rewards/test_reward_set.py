@@ -9,8 +9,8 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig, parse_config
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
-from lightrl.rewards.failures import FailureBudget, failed
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rewards.scoring import FailureBudget, failed
 
 
 def set_of(*reward: str, args: tuple[str, ...] = (), **options: Any) -> RewardSet:
@@ -119,8 +119,8 @@ def test_options_of_rewards_that_are_not_used_are_refused() -> None:
         ({"reward_concurrency": 0}, "--reward_concurrency is 0: it must be at least 1"),
         ({"reward_failure_value": "zero"}, "--reward_failure_value is 'zero': it must be a number, or exclude"),
         ({"reward_failure_value": "nan"}, "it must be a number, or exclude"),
-        ({"judge": JudgeConfig(timeout_s=0)}, "--judge.timeout_s 0 and --judge.max_score 10.0 must be above 0"),
-        ({"judge": JudgeConfig(retries=-1)}, "--judge.retries -1 .* must be 0 or above"),
+        ({"judge": JudgeConfig(timeout_s=0)}, "--judge.timeout_s is 0: it must be above 0"),
+        ({"judge": JudgeConfig(retries=-1)}, "--judge.retries is -1: it must be 0 or above"),
     ],
 )
 def test_ranges(options: dict[str, Any], message: str) -> None:

@@ -13,8 +13,8 @@ from reward_samples import answered, doing_as_told
 
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import NoVerdictError, RewardError, batch_reward, group_reward, load_reward, score
-from lightrl.rewards.failures import FailureBudget
-from lightrl.rewards.scoring import RewardRunner, ScoringLimits
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
 
 def sample(index: int, text: str) -> Sample:
@@ -138,7 +138,7 @@ def test_an_object_can_be_a_reward() -> None:
 
 
 def run(reward: Any, samples: list[Sample], *, max_failures: int = 0, **limits: Any) -> tuple[list[Any], FailureBudget]:
-    runner, budget = RewardRunner(reward, ScoringLimits(**limits), name="mine"), FailureBudget(max_failures)
+    runner, budget = make_runner(reward, ScoringLimits(**limits), name="mine"), FailureBudget(max_failures)
     try:
         return runner.run(samples, budget), budget
     finally:
@@ -207,7 +207,7 @@ def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
         loops.append(asyncio.get_running_loop())
         return 0.0
 
-    runner = RewardRunner(looping)
+    runner = make_runner(looping)
     runner.run([answered("")], FailureBudget())
     runner.run([answered("")], FailureBudget())
     runner.close()

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightrl.rewards.time_limit import TimeLimitError, time_limit
+from lightrl.rewards.scoring import TimeLimitError, time_limit
 
 
 def test_a_body_that_ends_in_time_is_left_alone() -> None:

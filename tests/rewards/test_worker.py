@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 from reward_samples import answered, counting_what_a_program_reads, doing_as_told
 
-from lightrl.rewards.messages import receive, send
-from lightrl.rewards.worker_pool import packed_for_worker
+from lightrl.rewards.messages import packed_for_worker, receive, send
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Collector and Evaluator on a real strategy and engine in one process."""
+"""Collector on a real strategy and engine in one process: sampling, scoring, evaluation."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from lightrl.records import Prompt, Sample
 from lightrl.rewards import NoVerdictError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Collector
-from lightrl.rollout.evaluator import Evaluator
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
 
 
@@ -76,11 +75,10 @@ def test_rewards_of_samples_and_of_greedy_responses(strategy: StrategyBase, prom
     mine = collector(strategy)
     samples = sample(strategy, prompts)
     assert mine.score(samples) == [float(len(s.response_ids)) for s in samples]
-    greedy = mine.greedy_rewards(prompts, group_size=2)
-    assert len(greedy) == len(samples)
-    assert greedy[::2] == greedy[1::2]
-    assert greedy == mine.greedy_rewards(prompts, group_size=2)
-    assert mine.greedy_rewards([], group_size=2) == []
+    greedy = mine.score(mine.sample_greedily(prompts))
+    assert len(greedy) == len(prompts)
+    assert greedy == mine.score(mine.sample_greedily(prompts))
+    assert mine.score(mine.sample_greedily([])) == []
 
 
 def test_a_baseline_that_fails_is_counted(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
@@ -91,20 +89,19 @@ def test_a_baseline_that_fails_is_counted(strategy: StrategyBase, prompts: list[
         [WeightedReward(label="mine", weight=1.0, reward=failing)], policy=FailurePolicy(max_failures=9)
     )
     statistics = Statistics()
-    found = Collector(strategy, rewards, seed=0, max_new_tokens=6).greedy_rewards(
-        prompts, group_size=1, statistics=statistics
-    )
+    collector = Collector(strategy, rewards, seed=0, max_new_tokens=6)
+    found = collector.score(collector.sample_greedily(prompts), statistics, prefix="greedy/")
     assert len(found) == 3
     assert not any(map(has_reward, found))
     assert statistics.reduce(strategy.comm)["greedy/reward/failures"] == 3
 
 
-def test_the_evaluator_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
-    evaluator = Evaluator(strategy, collector(strategy), [prompt for _, prompt in prompts], temperature=1.0)
+def test_an_evaluation_only_reads(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    mine, held_out = collector(strategy), [prompt for _, prompt in prompts]
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    first = evaluator.evaluate()
-    assert first == evaluator.evaluate()  # the same draws at every step
+    first = mine.evaluate(held_out, temperature=1.0)
+    assert first == mine.evaluate(held_out, temperature=1.0)  # the same draws at every step
     assert torch.equal(before, torch.get_rng_state())
     assert first["eval/reward"] == first["eval/response_tokens"]
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
@@ -117,7 +114,7 @@ def test_an_evaluation_without_rewards_tells_no_accuracy(
         raise NoVerdictError("cannot tell")
 
     scoring = Collector(strategy, unsure, seed=0, max_new_tokens=6)
-    found = Evaluator(strategy, scoring, [prompt for _, prompt in prompts], temperature=1.0).evaluate()
+    found = scoring.evaluate([prompt for _, prompt in prompts], temperature=1.0)
     assert found["eval/reward/no_verdict"] == 3
     assert not {"eval/reward", "eval/accuracy", "eval/reward/unsure"} & set(found)
 

@@ -53,7 +53,7 @@ def script(kinds: str, step: int, asked: list[tuple[int, int]]) -> Callable[[int
 def sampling(num_prompts: int = 4, **options: object) -> tuple[DynamicSampling, Callable[[], dict[str, float]]]:
     statistics = Statistics()
     config = DynamicSamplingConfig(enabled=True, **options)  # type: ignore[arg-type]
-    made = DynamicSampling(config, num_prompts=num_prompts, comm=Comm(), statistics=statistics)
+    made = DynamicSampling(config, prompts=PROMPTS, num_prompts=num_prompts, comm=Comm(), statistics=statistics)
 
     def metrics() -> dict[str, float]:
         found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
@@ -139,7 +139,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:
     torch.save(made.state_dict(), buffer)
     buffer.seek(0)
     resumed, _ = sampling(oversample=2.0, carry_over=2)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True), PROMPTS)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True))
     asked: list[tuple[int, int]] = []
     assert resumed.fill(1, script("", 1, asked)) == made.fill(1, script("", 1, asked))
     assert asked == []  # four were spare

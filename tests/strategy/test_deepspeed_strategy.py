@@ -94,8 +94,11 @@ def test_without_deepspeed_the_error_says_how_to_install_it(monkeypatch: pytest.
         ({"zero_stage": 2, "offload_param": True}, "offload_param needs --deepspeed.zero_stage 3, not 2"),
         ({"zero_stage": 0, "offload_optimizer": True}, "offload_optimizer needs --deepspeed.zero_stage 1, 2 or 3"),
         ({"zero_stage": 4}, "choose one of 0, 1, 2, 3"),
-        ({"bucket_mb": 0}, "bucket_mb 0 must be at least 1"),
-        ({"zero_stage": 1, "param_persistence_threshold": -1}, "param_persistence_threshold -1 at least 0"),
+        ({"bucket_mb": 0}, "bucket_mb is 0: it must be at least 1"),
+        (
+            {"zero_stage": 1, "param_persistence_threshold": -1},
+            "param_persistence_threshold is -1: it must be 0 or above",
+        ),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(settings: dict[str, int], text: str) -> None:

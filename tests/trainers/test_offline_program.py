@@ -130,7 +130,7 @@ def test_long_lines_are_left_out_if_asked(
 ) -> None:
     data = ResponseDataConfig(max_tokens=8, too_long="skip")  # 12+34=46 and 99+9=108 have 9 with their end token
     trainer = sft(offline_flags("sft"), tmp_path / "run", data=data)
-    assert (len(trainer.examples), trainer.num_skipped) == (3, 2)
+    assert (len(trainer.examples.train), trainer.examples.num_skipped) == (3, 2)
     trainer.fit()
     assert "3 examples (2 too long, left out), 5 a step" in capsys.readouterr().out
 

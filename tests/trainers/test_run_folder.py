@@ -8,7 +8,7 @@ import yaml
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.run_folder import RunFolder, find_checkpoint, new_run_path
+from lightrl.trainers.run import RunFolder, find_checkpoint, new_run_path
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:

@@ -97,7 +97,7 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--algorithm.kl_target", "0.1"], "needs a --algorithm.kl_coef above 0 to start from"),
         (["--algorithm.kl_coef", "1", "--algorithm.kl_target", "1", "--algorithm.kl_horizon", "9"], "at least 2560"),
         (["--algorithm.entropy_target", "1", "--algorithm.entropy_coef", "-1"], "entropy_coef -1.0 is negative"),
-        (["--algorithm.entropy_step", "0"], "both must be above 0"),
+        (["--algorithm.entropy_step", "0"], "--algorithm.entropy_step is 0.0: it must be above 0"),
         (["--algorithm.entropy_fraction", "0"], "--algorithm.entropy_fraction is 0.0: it is a share of the tokens"),
         (["--dynamic_sampling.max_rounds", "0"], "--dynamic_sampling.max_rounds is 0: it must be at least 1"),
         (["--dynamic_sampling.oversample", "0.5"], "--dynamic_sampling.oversample is 0.5: it must be between 1 and"),
@@ -109,7 +109,7 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--overlong.buffer", "9"], "--overlong.buffer is 9: it must be between 0 and --max_new_tokens 8"),
         (["--overlong.penalty", "2"], "--overlong.penalty does nothing without --overlong.buffer"),
         (["--distillation.coef", "2"], "The options --distillation... do nothing without --teacher_model"),
-        (["--teacher_model", "x", "--distillation.coef", "0"], "--distillation.coef is 0.0 and"),
+        (["--teacher_model", "x", "--distillation.coef", "0"], "--distillation.coef is 0.0: it must be above 0"),
         (["--seed", "99999999999999999999999"], "it must fit in 64 bits"),
         (["--checkpoint.keep", "0"], "--checkpoint.keep is 0: it must be at least 1"),
     ],
@@ -209,8 +209,8 @@ def test_the_batch_arithmetic_is_written_out() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
-    package = Path(__file__).parents[1] / "lightrl"
-    declared = {package / "config" / name for name in ("offline.py", "runs.py", "sections.py")}
+    package = Path(__file__).parents[2] / "lightrl"
+    declared = {package / "config" / name for name in ("runs.py", "sections.py", "strategy.py")}
     source = "\n".join(path.read_text() for path in package.rglob("*.py") if path not in declared)
     names = {name: name.rpartition(".")[2] for name in option_names(kind)}
     unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]
@@ -220,8 +220,8 @@ def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--lora.rank", "-1"], "--lora.rank -1"),
-        (["--lora.rank", "4", "--lora.alpha", "inf"], "--lora.alpha inf"),
+        (["--lora.rank", "-1"], "--lora.rank is -1: it must be 0 or above"),
+        (["--lora.rank", "4", "--lora.alpha", "inf"], "--lora.alpha is inf: it must be a finite number"),
         (["--lora.alpha", "16"], "describe new adapters: give --lora.rank too"),
         (["--lora.target_modules", "q_proj"], "give --lora.rank too"),
         (["--lora.path", "x", "--lora.use_rslora", "True"], "An adapter of --lora.path has its own"),

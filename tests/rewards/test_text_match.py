@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards.last_number import last_number
+from lightrl.rewards.text_match import contains, exact_match, expected_answer, last_number
 
 
 def answered(text: str, answer: Any) -> Sample:
@@ -80,3 +80,66 @@ def test_a_long_response_takes_no_time() -> None:
     for text in ("1" * 100_000, "1,234" * 20_000, "-" * 100_000, "." * 100_000, "1e" * 50_000):
         last_number(answered(text, 42))
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("42", "42", 1.0),
+        ("it is 42, I think", 42, 1.0),
+        ("142", "42", 1.0),
+        ("4 2", "42", 0.0),
+        ("", "42", 0.0),
+        ("Blue", "blue", 0.0),
+    ],
+)
+def test_the_answer_counts_wherever_it_stands(text: str, answer: Any, reward: float) -> None:
+    assert contains(answered(text, answer)) == reward
+
+
+@pytest.mark.parametrize("answer", [None, "", " "])
+def test_contains_needs_an_answer(answer: Any) -> None:
+    with pytest.raises(
+        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
+    ):
+        contains(answered("None", answer))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("42", "42", 1.0),
+        (" 42\n", 42, 1.0),
+        ("42", "42\n", 1.0),
+        ("42.", "42", 0.0),
+        ("the 42", "42", 0.0),
+        ("", "42", 0.0),
+        ("Blue", "blue", 0.0),
+        ("0", 0, 1.0),
+    ],
+)
+def test_only_the_whole_answer_counts(text: str, answer: Any, reward: float) -> None:
+    assert exact_match(answered(text, answer)) == reward
+
+
+@pytest.mark.parametrize("answer", [None, "", " "])
+def test_exact_match_needs_an_answer(answer: Any) -> None:
+    with pytest.raises(
+        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
+    ):
+        exact_match(answered("None", answer))
+
+
+def test_the_answer_becomes_stripped_text() -> None:
+    assert [expected_answer(answered("", answer)) for answer in (" a b\n", 0, 2.5, False)] == [
+        "a b",
+        "0",
+        "2.5",
+        "False",
+    ]
+
+
+@pytest.mark.parametrize("answer", [None, "", "\n"])
+def test_no_answer_is_refused(answer: object) -> None:
+    with pytest.raises(ValueError, match="no answer to compare with"):
+        expected_answer(answered("", answer))

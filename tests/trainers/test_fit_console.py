@@ -1,6 +1,6 @@
 import pytest
 
-from lightrl.trainers.console import RunConsole, Shown
+from lightrl.trainers.fit import RunConsole, Shown
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
 

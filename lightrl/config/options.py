@@ -1,0 +1,385 @@
+"""How options are declared, checked, read from flags and YAML, and written down. What the options are is elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+ConfigT = TypeVar("ConfigT")
+Resume = Literal["fixed", "free"]
+
+# ---- Declaring an option -----------------------------------------------------------------------------------------
+
+
+def option(
+    default: T,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    finite: bool = False,
+    wanted: str = "",
+    resume: Resume = "fixed",
+) -> T:
+    """Declares an option by its default, its range, and whether a resumed run may change it.
+
+    Args:
+        wanted: Replaces "it must be ..." in the error about a value out of range.
+        resume: "free" lets a resumed run change the option, because no step's result depends on it.
+    """
+    limits = {">=": at_least, ">": above, "<=": at_most, "<": below}
+    limits = {sign: bound for sign, bound in limits.items() if bound is not None}
+    return dataclasses.field(
+        default=default, metadata={"limits": limits, "finite": finite, "wanted": wanted, "resume": resume}
+    )
+
+
+def section(kind: Callable[[], T], *, resume: Resume = "fixed") -> T:
+    """Declares a group of options; resume="free" holds for all of them."""
+    return dataclasses.field(default_factory=kind, metadata={"resume": resume})
+
+
+def constant(make: Callable[[], T]) -> T:
+    """Declares an attribute that a config has and nobody can set: no argument, no flag, no YAML key."""
+    return dataclasses.field(default_factory=make, init=False, repr=False)
+
+
+def without(*sections: type[Any]) -> Callable[[type[T]], type[T]]:
+    """Decorates a kind of run that has no use for some sections: their options keep their defaults.
+
+    A strategy reads the attributes of every kind of run; they are no arguments, flags or YAML keys of this one. The
+    decorator stands below @dataclass.
+    """
+
+    def keep_defaults(kind: type[T]) -> type[T]:
+        for name, (item, hint) in itertools.chain.from_iterable(own_fields(section).items() for section in sections):
+            is_section = dataclasses.is_dataclass(hint)
+            kind.__annotations__[name] = hint
+            setattr(kind, name, constant(hint if is_section else functools.partial(copy.copy, item.default)))
+        return kind
+
+    return keep_defaults
+
+
+def own_fields(config_class: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Returns the options and sections of a config class: field and type by name."""
+    hints = get_type_hints(config_class)
+    return {item.name: (item, hints[item.name]) for item in dataclasses.fields(config_class) if item.init}
+
+
+def option_types(config_class: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the type of every option by its full name, as a flag spells it without the dashes."""
+    types: dict[str, Any] = {}
+    for name, (_, hint) in own_fields(config_class).items():
+        is_section = dataclasses.is_dataclass(hint)
+        types |= option_types(hint, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": hint}
+    return types
+
+
+def option_names(config_class: type[Any]) -> list[str]:
+    """Returns the full name of every option, as a flag spells it without the dashes."""
+    return list(option_types(config_class))
+
+
+# ---- Checking ----------------------------------------------------------------------------------------------------
+
+
+def check_options(config: Any, prefix: str = "") -> None:
+    """Raises TypeError or ValueError for a value of the wrong type or out of range, here or in a section.
+
+    Then the `check` methods of the class and of all its bases run, so that a subclass adds checks and repeats none. A
+    section that was left at its defaults needs no check.
+    """
+    for name, (item, hint) in own_fields(type(config)).items():
+        value = getattr(config, name)
+        is_section = dataclasses.is_dataclass(hint)
+        if not is_section:
+            _check_type(f"{prefix}{name}", hint, value)
+            _check_range(f"{prefix}{name}", item, value)
+        elif not isinstance(value, hint):
+            raise TypeError(f"{prefix}{name} must be a {hint.__name__}, not {value!r}.")
+        elif value != hint():
+            check_options(value, f"{prefix}{name}.")
+    for kind in reversed(type(config).__mro__):
+        if "check" in vars(kind):
+            vars(kind)["check"](config)
+
+
+def check_values(config: Any, prefix: str = "") -> None:
+    """Raises ValueError for a wrong choice or a number out of range, and lets every type pass.
+
+    It is for options that came from another trainer, whose types may differ.
+    """
+    for name, (item, hint) in own_fields(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(hint):
+            check_values(value, f"{prefix}{name}.")
+        elif get_origin(hint) is Literal:
+            _check_type(f"{prefix}{name}", hint, value)
+        elif isinstance(value, int | float):
+            _check_range(f"{prefix}{name}", item, value)
+
+
+def _check_type(name: str, hint: Any, value: object) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
+        return
+    if hint == float | None:
+        hint = float if value is not None else None
+    if hint not in (bool, int, float, str):
+        return
+    is_right = isinstance(value, int | float if hint is float else hint)
+    if not is_right or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
+
+
+def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:
+    if value is None or "limits" not in item.metadata:
+        return
+    if item.metadata["finite"] and not math.isfinite(value):
+        raise ValueError(f"--{name} is {value}: it must be a finite number.")
+    for sign, bound in item.metadata["limits"].items():
+        fits = {">=": value >= bound, ">": value > bound, "<=": value <= bound, "<": value < bound}
+        if not fits[sign]:
+            raise ValueError(f"--{name} is {value}: {item.metadata['wanted'] or _range_in_words(item)}.")
+
+
+def _range_in_words(item: dataclasses.Field[Any]) -> str:
+    limits = item.metadata["limits"]
+    if {">=", "<="} == set(limits):
+        return f"it must be between {limits['>=']} and {limits['<=']}"
+    if limits == {">=": 0}:
+        return "it must be 0 or above"
+    words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+    return "it must be " + " and ".join(f"{words[sign]} {bound}" for sign, bound in limits.items())
+
+
+# ---- Reading flags and YAML --------------------------------------------------------------------------------------
+
+
+def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
+    """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank."""
+    import tyro  # noqa: PLC0415  (only the command line needs it)
+
+    args = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(args):
+        _set_help(config_class)
+    try:
+        flags = _yaml_flags(config_class, _config_path(args)) + args
+        try:
+            return tyro.cli(config_class, args=flags, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the help has seen enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except (ValueError, OSError) as error:
+        exit_with_user_error(error)
+
+
+def exit_with_user_error(error: BaseException) -> NoReturn:
+    """Prints the error without a traceback and ends the process with code 2."""
+    print_user_error(error)
+    raise SystemExit(2) from error
+
+
+def print_user_error(error: BaseException) -> None:
+    """Prints the error on every rank: torchrun stops the others as soon as the first one leaves."""
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    sys.stderr.write(f"{where}error: {error}\n")
+    sys.stderr.flush()
+
+
+def _config_path(args: Sequence[str]) -> str:
+    path = ""
+    for arg, following in itertools.zip_longest(args, args[1:]):
+        if arg == "--config" and following is not None:
+            path = following
+        elif arg.startswith("--config="):
+            path = arg.removeprefix("--config=")
+    return path
+
+
+def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
+    """Returns a YAML file as flags, so that there is one parser and one set of errors."""
+    if not path:
+        return []
+    types = option_types(config_class)
+    flags: list[str] = []
+    for name, value in flatten(_read_yaml(path)):
+        if name not in types:
+            raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, set(types))}")
+        if value is None and type(None) not in get_args(types[name]):
+            raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
+        if name == "config":
+            continue  # the path that the run which saved this file was started with
+        # Name and value are one word, so that a value may begin with dashes.
+        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    return flags
+
+
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
+    return content
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the options of a nested mapping by their full names."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _set_help(config_class: type[Any]) -> None:
+    """Sets each option's help to the text under its field, as one paragraph.
+
+    tyro reads those texts too, but keeps the line breaks of the source:
+    https://github.com/brentyi/tyro/blob/1.0.17/src/tyro/_strings.py (remove_single_line_breaks ends a paragraph at each
+    indented line).
+    """
+    texts: dict[str, str] = {}
+    for kind in reversed(config_class.__mro__):
+        texts |= _texts_under_fields(kind)
+    for name, (item, hint) in own_fields(config_class).items():
+        if name in texts:
+            item.metadata = MappingProxyType({**item.metadata, "help": texts[name]})
+        if dataclasses.is_dataclass(hint):
+            _set_help(hint)  # type: ignore[arg-type]
+
+
+def _texts_under_fields(kind: type[Any]) -> dict[str, str]:
+    definition = _classes_of(kind.__module__).get(kind.__name__)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(definition.body if definition else ())
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # built in, or typed at a prompt
+        return {}
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+# ---- Writing down ------------------------------------------------------------------------------------------------
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Returns the options as plain values, for YAML and JSON."""
+    return {name: _plain(getattr(config, name)) for name in own_fields(type(config))}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return as_dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def to_yaml(config: Any) -> str:
+    """Returns the options as a YAML file that --config reads."""
+    return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+def changed_options(config: Any, saved: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Compares a config with that of the run to be resumed, for options that must stay the same.
+
+    Args:
+        saved: The content of the run's config.yaml. An option that did not exist then had its default.
+
+    Returns:
+        Full name, saved value and value now of each option that differs, sorted by name.
+    """
+    known, defaults = own_fields(type(config)), type(config)()
+    changed: list[tuple[str, Any, Any]] = []
+    for name in sorted({*known, *saved}):
+        if name not in known:
+            changed.append((f"{prefix}{name}", saved[name], None))
+            continue
+        if known[name][0].metadata.get("resume") == "free":
+            continue
+        now, before = getattr(config, name), saved.get(name, _plain(getattr(defaults, name)))
+        if dataclasses.is_dataclass(now) and isinstance(before, Mapping):
+            changed += changed_options(now, before, f"{prefix}{name}.")
+        elif before != _plain(now):
+            changed.append((f"{prefix}{name}", before, _plain(now)))
+    return changed
+
+
+# ---- Values and hints --------------------------------------------------------------------------------------------
+
+
+def named_values(items: Sequence[str], name: str) -> dict[str, Any]:
+    """Parses the name=value texts of an option; values are read as YAML, so that 4, 0.5, 3e-4, true and [a, b] work."""
+    values: dict[str, Any] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator or not key.isidentifier():
+            raise ValueError(f"--{name} {item!r}: it must be name=value, without spaces around the sign.")
+        if key in values:
+            raise ValueError(f"--{name}: {key} is given twice.")
+        values[key] = _yaml_value(value)
+    return values
+
+
+def engine_arguments(config: Any) -> dict[str, Any]:
+    """Returns --engine_args as a dict."""
+    return named_values(config.engine_args, "engine_args")
+
+
+def _yaml_value(text: str) -> Any:
+    """Reads 3e-4 as a number too, which YAML 1.1 takes for a text because it has no point."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def nearest_multiples(value: int, divisor: int, name: str) -> str:
+    """Returns a hint with the two nearest valid values."""
+    low = value // divisor * divisor
+    options = [low, low + divisor] if low else [divisor]
+    return f"Nearest valid {name}: {' or '.join(map(str, options))}."
+
+
+def nearest_name(name: str, known: Sequence[str] | set[str]) -> str:
+    """Returns a hint with the nearest known names, or with all of them."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(known))}."

@@ -1,0 +1,338 @@
+"""The options that a strategy and its engine read. Every run's config is a StrategyOptions and more."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightrl.config.options import check_values, engine_arguments, option, option_names, section
+
+logger = logging.getLogger(__name__)
+
+# ---- Sections ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """The optimizer and the schedule of its learning rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the matrices of the transformer's blocks and AdamW for the rest. muon needs whole
+    matrices: --strategy single or ddp."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = option(1e-8, above=0)
+    """AdamW's epsilon."""
+    momentum: float = option(0.95, at_least=0, below=1)
+    """Muon's momentum. Its update has the size of AdamW's, so that both share lr and weight_decay."""
+    weight_decay: float = option(0.0, at_least=0)
+    """Decoupled weight decay. Vectors (norms, biases) are never decayed."""
+    decay_embeddings: bool = True
+    """Also decay the token embeddings and the output layer."""
+    lr_scales: tuple[str, ...] = ()
+    """Factors of the learning rate by parameter, as pattern=factor, such as lm_head=0.1 or layers.*.mlp=2. A pattern
+    may match anywhere in a parameter's name, * stands for any text, and the first pattern that matches is used."""
+    max_norm: float = option(1.0, at_least=0)
+    """Clip the global gradient norm to this value. 0: do not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate develops after the warm-up."""
+    schedule_unit: Literal["optimizer_step", "rl_step"] = "optimizer_step"
+    """What warm-up and schedule count. optimizer_step: updates, max_steps x num_epochs x num_minibatches in a run;
+    skipped updates do not count. rl_step: steps of the run, max_steps in all."""
+    warmup_steps: int = option(0, at_least=0)
+    """Length of the linear warm-up from lr / warmup_steps to lr, in schedule units."""
+    warmup_ratio: float = option(0.0, at_least=0, at_most=1)
+    """Length of the warm-up as a share of the whole schedule; replaces warmup_steps."""
+    min_lr: float = option(0.0, at_least=0)
+    """Learning rate at the end of the schedule."""
+    min_lr_ratio: float = option(0.0, at_least=0, at_most=1)
+    """Learning rate at the end of the schedule as a share of lr; replaces min_lr."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that contradict each other."""
+        for one, other in (("min_lr", "min_lr_ratio"), ("warmup_steps", "warmup_ratio")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(
+                    f"--optim.{one} {getattr(self, one)} and --optim.{other} {getattr(self, other)} say the same: give "
+                    "one of them."
+                )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--optim.betas is {self.betas}: the betas must be in [0, 1).")
+        lr_scales(self)
+
+
+def lr_scales(config: OptimConfig) -> dict[str, float]:
+    """Returns --optim.lr_scales as {pattern: factor}, in the order given."""
+    scales: dict[str, float] = {}
+    for item in config.lr_scales:
+        pattern, _, factor = item.rpartition("=")
+        try:
+            scales[pattern] = float(factor)
+        except ValueError:
+            scales[pattern] = -1.0
+        if not pattern or not 0 <= scales[pattern] < float("inf"):
+            raise ValueError(f"--optim.lr_scales {item!r}: it must be pattern=factor, such as lm_head=0.1.")
+    if len(scales) < len(config.lr_scales):
+        raise ValueError(f"--optim.lr_scales {' '.join(config.lr_scales)}: a pattern is given twice.")
+    return scales
+
+
+@dataclass(kw_only=True, slots=True)
+class FSDPConfig:
+    """Options of --strategy fsdp."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered weights of a block after its forward and gather them again for the backward (ZeRO-3). False:
+    keep them in between (ZeRO-2)."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory."""
+    replicate_size: int = option(1, at_least=1)
+    """Number of replicas in hybrid sharding; each is sharded over world / replicate_size ranks."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over the ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeepSpeedConfig:
+    """Options of --strategy deepspeed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What is sharded over the ranks. 0: nothing. 1: optimizer states. 2: gradients too. 3: parameters too."""
+    offload_optimizer: bool = False
+    """Keep the optimizer states in host memory and step there. Needs stage 1, 2 or 3."""
+    offload_param: bool = False
+    """Keep the parameters in host memory between uses. Needs stage 3."""
+    cpu_adam: bool = False
+    """Use DeepSpeed's Adam for host memory instead of torch's. Its first use compiles it, which takes minutes."""
+    bucket_mb: int = option(128, at_least=1)
+    """Megabytes of gradients that are reduced at a time, and of parameters that are gathered after a step."""
+    param_persistence_threshold: int = option(100_000, at_least=0)
+    """At stage 3, a parameter with fewer elements than this stays whole on every rank."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that contradict each other."""
+        if self.offload_param and self.zero_stage != 3:
+            raise ValueError(
+                f"--deepspeed.offload_param needs --deepspeed.zero_stage 3, not {self.zero_stage}: only it shards them."
+            )
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("--deepspeed.offload_optimizer needs --deepspeed.zero_stage 1, 2 or 3.")
+
+
+@dataclass(kw_only=True, slots=True)
+class NativeEngineConfig:
+    """Options of --engine native."""
+
+    max_num_seqs: int = option(256, at_least=1)
+    """Number of sequences decoded at the same time on a rank; more requests wait their turn."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DistributedConfig:
+    """Processes and devices."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model. auto: a GPU if there is one."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time. They are slower on a GPU, and an operation that has none is
+    an error."""
+    timeout_s: float = option(1800.0, above=0, at_most=1e7)
+    """Seconds that a rank waits for another before it stops the run and reports where both were."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept."""
+
+    every: int = option(50, at_least=0)
+    """Steps between checkpoints; one more is written after the last step. 0: write none."""
+    keep: int = option(2, at_least=1)
+    """Number of checkpoints to keep, the newest ones."""
+    asynchronous: bool = False
+    """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
+
+
+# ---- What a run's config and StrategyOptions inherit -------------------------------------------------------------
+# These classes have no slots of their own, so that a class can inherit several of them; the class that does has slots.
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """How a model computes and learns."""
+
+    __slots__ = ()
+
+    seed: int = option(0, at_least=-(2**63), below=2**63, wanted="it must fit in 64 bits")
+    """Seed of all random draws of the run. A draw depends on the seed, the step, the prompt and the sample, never on
+    the rank."""
+    lr: float = option(1e-4, at_least=0, finite=True)
+    """Peak learning rate."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation in trainer and engine. Parameters and optimizer states stay float32."""
+    gradient_checkpointing: bool = option(False, resume="free")
+    """Recompute activations in the backward to save memory."""
+    compile: bool = option(False, resume="free")
+    """Compile each block of a trained model with torch.compile; the first step then takes minutes. Strategies single,
+    ddp and fsdp."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    optim: OptimConfig = section(OptimConfig)
+    """Optimizer."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig, resume="free")
+    """Checkpoints."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How a model is spread over ranks."""
+
+    __slots__ = ()
+
+    tp_size: int = option(1, at_least=1, resume="free")
+    """Number of consecutive ranks that split every weight matrix between them (tensor parallelism). Strategy fsdp."""
+    sp_size: int = option(1, at_least=1, resume="free")
+    """Number of ranks that split the tokens of every micro-batch between them (sequence parallelism), for long
+    contexts. Strategy fsdp."""
+    fsdp: FSDPConfig = section(FSDPConfig, resume="free")
+    """Strategy fsdp."""
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, resume="free")
+    """Strategy deepspeed."""
+    distributed: DistributedConfig = section(DistributedConfig, resume="free")
+    """Processes and devices."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """What generates responses, and how it shares the device with the trainer."""
+
+    __slots__ = ()
+
+    engine: str = "native"
+    """What generates responses: native, vllm, sglang, or your own class as package.module:MyEngine."""
+    engine_tp_size: int = option(1, at_least=1)
+    """Number of consecutive ranks that share one engine by tensor parallelism."""
+    engine_mem_fraction: float = option(0.4, above=0, below=1, wanted="it must be between 0 and 1", resume="free")
+    """Share of a GPU's memory for the engine's weights and KV cache while it is awake. Engines vllm and sglang."""
+    engine_args: tuple[str, ...] = ()
+    """Further arguments of the engine as name=value: those of LLM() for vllm, of Engine() for sglang."""
+    engine_sleep_level: Literal[1, 2] = option(1, resume="free")
+    """What the engine gives up while the model trains. 1: the KV cache; vllm also moves its weights to host memory. 2:
+    the weights too, which the next weight sync restores."""
+    sync_bucket_mb: int = option(512, at_least=1, resume="free")
+    """Megabytes of whole weights that a weight sync holds at a time, besides those of trainer and engine."""
+    canary_every: int = option(50, at_least=0, resume="free")
+    """Number of weight syncs between two comparisons of a few logprobs, engine against trainer. The first sync is
+    always compared. 0: never compare."""
+    offload_while_generating: bool = option(False, resume="free")
+    """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
+    engine is awake. Each rollout then takes two copies longer."""
+    native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
+    """Engine native."""
+
+    def check(self) -> None:
+        """Raises ValueError for engine_args that cannot be read."""
+        engine_arguments(self)
+
+
+@dataclass(kw_only=True)
+class CriticTrainingConfig:
+    """How a critic learns, as far as it differs from the policy."""
+
+    __slots__ = ()
+
+    critic_lr: float = option(1e-4, at_least=0, finite=True)
+    """Peak learning rate of the critic, or of its head alone on a shared backbone."""
+    critic_warmup_steps: int = option(0, at_least=0)
+    """Number of first optimizer steps in which the critic trains its value head alone. To freeze the policy instead,
+    use --critic.policy_frozen_steps."""
+
+
+# ---- All of them -------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, TrainingConfig):
+    """What a strategy reads. A run's config is one itself, so that an option is written, and read, in one place."""
+
+    exact_batches: bool = False
+    """train_batch is called with whole batches; nothing is accumulated over calls of backward."""
+
+    @classmethod
+    def from_args(cls, args: Any) -> StrategyOptions:
+        """Returns a run's config itself; of a Namespace or dict it takes the known names and warns about the rest."""
+        return args if isinstance(args, StrategyOptions) else _from_foreign(args)
+
+    def check(self) -> None:
+        """Raises ValueError for options that do not go together."""
+        if self.compile and self.tp_size > 1:
+            raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
+        if self.optim.min_lr > self.lr:
+            raise ValueError(
+                f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}, at which the schedule begins."
+            )
+
+
+# Names that other SPMD trainers give to our options, so that their argparse.Namespace works as it is.
+_FOREIGN_NAMES = {
+    "actor_learning_rate": "lr",
+    "critic_learning_rate": "critic_lr",
+    "adam_betas": "optim.betas",
+    "betas": "optim.betas",
+    "l2": "optim.weight_decay",
+    "weight_decay": "optim.weight_decay",
+    "lr_warmup_ratio": "optim.warmup_ratio",
+    "lr_warmup_steps": "optim.warmup_steps",
+    "lr_scheduler": "optim.schedule",
+    "engine_type": "engine",
+}
+
+
+def _from_foreign(args: Any) -> StrategyOptions:
+    options = StrategyOptions()
+    unknown = [name for name, value in _as_mapping(args).items() if not _set_option(options, name, value)]
+    if unknown:
+        logger.warning("Strategy options that lightrl does not read: %s.", ", ".join(sorted(unknown)))
+    check_values(options)
+    return options
+
+
+def _set_option(options: StrategyOptions, name: str, value: Any) -> bool:
+    """Sets an option by its own, its dotted, or a foreign name; returns False if none takes the value."""
+    path = _FOREIGN_NAMES.get(name, name)
+    if path not in {*option_names(StrategyOptions), *(item.name for item in dataclasses.fields(options))}:
+        return False
+    *sections, last = path.split(".")
+    target: Any = options
+    for name_of_section in sections:
+        target = getattr(target, name_of_section)
+    if path == "optim.schedule":
+        value = _schedule_name(value)
+    current = getattr(target, last)
+    if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
+        value = dataclasses.replace(current, **value)  # type: ignore[type-var]
+    if dataclasses.is_dataclass(current) and not isinstance(value, type(current)):
+        return False  # such as another trainer's switch of that name
+    setattr(target, last, value)
+    return True
+
+
+def _as_mapping(args: Any) -> dict[str, Any]:
+    if args is None:
+        return {}
+    if isinstance(args, Mapping):
+        return dict(args)
+    if dataclasses.is_dataclass(args):
+        return {item.name: getattr(args, item.name) for item in dataclasses.fields(args)}
+    return dict(vars(args))
+
+
+def _schedule_name(name: str) -> str:
+    """Returns our name of a schedule, also for the name that transformers gives to the same curve."""
+    known = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+    known |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+    if name not in known:
+        raise ValueError(f"Unknown learning-rate schedule {name!r}. Choose one of {', '.join(known)}.")
+    return known[name]

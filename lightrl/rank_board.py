@@ -1,0 +1,95 @@
+"""RankBoard: what each rank of a job is doing and why it left, where all ranks can read it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Protocol
+
+
+class Store(Protocol):
+    """The part of torch's key-value store that the board uses."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a value."""
+
+    def get(self, key: str) -> bytes:
+        """Returns a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether every key has a value."""
+
+
+class RankBoard:
+    """Posts this rank's phase and error, and reads those of the others."""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._phases = ["start"]
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase that this rank is in."""
+        return self._phases[-1]
+
+    def enter(self, phase: str) -> None:
+        """Posts that this rank begins a phase."""
+        self._phases.append(phase)
+        self._post_phase()
+
+    def leave(self) -> None:
+        """Posts that this rank is back in the phase around it."""
+        self._phases.pop()
+        self._post_phase()
+
+    def post_error(self, error: BaseException) -> None:
+        """Posts the traceback that this rank leaves with."""
+        self._post(f"lightrl/error/{self._rank}", describe(error))
+
+    def errors_of_others(self) -> dict[int, str]:
+        """Returns the tracebacks that other ranks posted, after a short wait: a broken connection travels faster."""
+        keys = {rank: f"lightrl/error/{rank}" for rank in range(self._world) if rank != self._rank}
+        for _ in range(10):
+            errors = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
+            if errors:
+                return errors
+            time.sleep(0.1)
+        return {}
+
+    def describe_errors(self, errors: Mapping[int, str]) -> str:
+        """Returns a message that names the failed ranks and holds their tracebacks."""
+        reports = "\n".join(f"--- rank {rank} ---\n{report}" for rank, report in sorted(errors.items()))
+        return f"rank {', '.join(map(str, sorted(errors)))} failed in phase {self.phase!r}:\n{reports}"
+
+    def describe_phases(self) -> str:
+        """Returns a message that says which phase each rank was last seen in."""
+        lines = [f"rank {self._rank} was in phase {self.phase!r}. Last word of the others:"]
+        now = time.time()
+        for rank in range(self._world):
+            key = f"lightrl/phase/{rank}"
+            if rank != self._rank and self._has(key):
+                name, since = self._store.get(key).decode().rsplit("|", 1)
+                lines.append(f"rank {rank} is in phase {name!r} since {now - float(since):.0f} s")
+        return "\n".join(lines)
+
+    def _post_phase(self) -> None:
+        self._post(f"lightrl/phase/{self._rank}", f"{self.phase}|{time.time():.1f}")
+
+    def _post(self, key: str, text: str) -> None:
+        with suppress(RuntimeError):  # the store's host is gone: the error that this rank has says more
+            self._store.set(key, text)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:  # the store's host is gone too
+            return False
+
+
+def describe(error: BaseException) -> str:
+    """Returns the error with its traceback."""
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,84 @@
+"""Runs an async reward over samples, many calls at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.records import Sample
+from lightrl.rewards.kinds import RewardKind
+from lightrl.rewards.scoring import (
+    FailureBudget,
+    Outcome,
+    RewardError,
+    RewardRunner,
+    ScoringLimits,
+    TimeLimitError,
+    failed,
+    time_limit,
+)
+
+
+class AsyncRunner(RewardRunner):
+    """Awaits the calls of an async reward; all of a run share one event loop, on which a user's session may depend."""
+
+    def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
+        super().__init__(reward, kind, limits, name)
+        self._concurrency = min(limits.concurrency, kind.max_concurrency or limits.concurrency)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
+        units = self.units(samples)
+        if not units:
+            return []
+        self._loop = self._loop or asyncio.new_event_loop()
+        rounds = 1 + math.ceil(len(units) / self._concurrency)
+        try:
+            # The limits of the single calls cannot end one that blocks the loop itself.
+            with time_limit(self.limits.timeout_s * rounds * max(map(len, units))):
+                outcomes = self._loop.run_until_complete(self._gather(units, budget))
+        except TimeLimitError as error:
+            raise RewardError(
+                f"The reward {self.name!r} is async and blocks: it waits for something without await."
+            ) from error
+        return [outcome for unit in outcomes for outcome in unit]
+
+    def close(self) -> None:
+        """Closes the event loop."""
+        if self._loop is not None:
+            self._loop.close()
+        self._loop = None
+
+    async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def run_one(unit: list[Sample]) -> list[Outcome]:
+            async with gate:
+                outcomes = await self._await_call(unit, budget)
+            budget.record(outcomes)
+            return outcomes
+
+        tasks = [asyncio.ensure_future(run_one(unit)) for unit in units]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one exceeded the budget the others are not waited for
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _await_call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
+        timeout_s = self.limits.timeout_s * len(unit)
+        call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
+        try:
+            returned = await asyncio.wait_for(call, timeout_s or None)
+            values = [returned] if self.kind.scope == "sample" else list(returned)
+        except Exception as error:
+            if self.goes_on_singly(unit, budget):
+                return [outcome for sample in unit for outcome in await self._await_call([sample], budget)]
+            if isinstance(error, asyncio.TimeoutError):
+                error = TimeLimitError(f"no result after {timeout_s:g} s")
+            return [failed(self.name, unit, error)] * len(unit)
+        return self.checked(unit, values)

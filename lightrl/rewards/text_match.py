@@ -1,0 +1,52 @@
+"""Rewards that compare the response with the prompt's answer as text or as a number."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from lightrl.records import Sample
+
+# A minus counts as a sign only where it does not subtract; commas only between thousands. The exponent is kept short,
+# since Decimal raises beyond its range and a response may hold anything.
+_NUMBER = re.compile(
+    r"""
+    (?: (?<![\w.)\]]) - )?
+    (?: (?: [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) | [0-9]+ ) (?: \.[0-9]+ )? | \.[0-9]+ )
+    (?: [eE] [+-]? [0-9]{1,3} (?![0-9]) )?
+    """,
+    re.VERBOSE,
+)
+
+
+def exact_match(sample: Sample) -> float:
+    """Returns 1 if the response, without surrounding white space, equals the answer as text."""
+    return float(sample.text.strip() == expected_answer(sample))
+
+
+def contains(sample: Sample) -> float:
+    """Returns 1 if the answer's text occurs anywhere in the response, also inside a longer word or number."""
+    return float(expected_answer(sample) in sample.text)
+
+
+def last_number(sample: Sample) -> float:
+    """Returns 1 if the last number of the response equals the last one of the answer: 1,234.50 equals 1234.5."""
+    expected = _last_number_in(expected_answer(sample))
+    if expected is None:
+        raise ValueError(f"the prompt's answer {sample.prompt.answer!r} holds no number to compare with")
+    return float(_last_number_in(sample.text) == expected)
+
+
+def expected_answer(sample: Sample) -> str:
+    """Returns the prompt's answer, stripped; raises ValueError if it has none, which a reward of 0 would hide."""
+    answer = sample.prompt.answer
+    if answer is None or not str(answer).strip():
+        raise ValueError(
+            "the prompt has no answer to compare with. Name the field that holds it by --data.answer_field"
+        )
+    return str(answer).strip()
+
+
+def _last_number_in(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,314 @@
+"""The loop around a trainer's steps: evaluation, logging, checkpoints, the saved model, and output for people."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+from lightrl.metrics import Statistics, Stopwatch, memory_in_use
+from lightrl.records import Experience
+from lightrl.strategy import StrategyBase
+from lightrl.trainers.run import RunContext, TrainerConfig, open_run
+
+logger = logging.getLogger(__name__)
+
+_COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
+_LINES_PER_RUN = 20  # printed by a run without a terminal
+
+
+class Stateful(Protocol):
+    """A part of a trainer that a checkpoint holds."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Names of the metrics that a trainer prints."""
+
+    step: tuple[str, ...] = ("reward/mean", "tokens/per_second", "entropy")
+    evaluation: tuple[str, ...] = ("eval/accuracy", "eval/reward")
+    table: tuple[str, ...] = ("eval/accuracy", "reward/mean", "entropy")  # the first is drawn as a bar, out of 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Result of a step, for the loop."""
+
+    metrics: dict[str, float]  # over all ranks
+    experience: Sequence[Experience] = ()  # of this rank; the first samples are logged
+
+
+class Trainer(ABC):
+    """A run that can be stepped. A subclass builds its models in `__init__` and writes the step.
+
+    Its `__init__` calls this one first, sets `model`, adds to `saved` and `companions`, and then calls `resume()`.
+    """
+
+    kind: ClassVar[str]  # names the folder of a run
+    shown: ClassVar[Shown] = Shown()
+    config: Any  # the subclass names its own class of options
+    model: nn.Module  # trained, saved and resumed
+
+    def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
+        """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
+        self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
+        self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
+        self.step_index = 0  # number of finished steps
+        self.statistics = Statistics()
+        self.watch = Stopwatch()
+        self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
+        self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint
+
+    @abstractmethod
+    def step(self) -> StepReport:
+        """Draws the batch of step_index and learns from it once."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics over all ranks, without any change to the training. Empty if there is no evaluation data."""
+
+    @abstractmethod
+    def describe_batches(self) -> str:
+        """The batch arithmetic in one line."""
+
+    def save_models(self, folder: Path) -> None:
+        """Writes the models for their users; every rank calls it."""
+        self.strategy.save_pretrained(self.model, folder)
+        if self.strategy.comm.is_main:
+            saved = self.run.tokenizer if self.run.media is None else self.run.media.processor
+            saved.save_pretrained(folder)
+
+    def fit(self) -> dict[str, float]:
+        """Trains to max_steps; returns the metrics of the last step."""
+        return fit(self)
+
+    def close(self) -> None:
+        """Ends the engine and leaves the process group."""
+        self.strategy.close()
+
+    @contextmanager
+    def timed(self, name: str, phase: str) -> Iterator[None]:
+        """Adds the seconds of the body to the metric time/NAME, and names the phase in other ranks' errors."""
+        with self.watch.measure(f"time/{name}"), self.strategy.comm.phase(phase):
+            yield
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Reads the checkpoint that the run continues from, if any. Call it when all models are prepared."""
+        if self.config.ema_decay:
+            self.strategy.keep_average(self.model, self.config.ema_decay)
+        with self.strategy.comm.phase("set-up"):
+            if self.run.checkpoint is not None:
+                self._load(self.run.checkpoint)
+            self.strategy.set_global_step(self.step_index)
+
+    def _load(self, checkpoint: Path) -> None:
+        _, state = self.strategy.load_ckpt(self.model, str(checkpoint.parent), tag=checkpoint.name, **self._beside())
+        self.step_index = int(state["step"])
+        try:
+            for name, part in self.saved.items():
+                part.load_state_dict(state[name])
+        except KeyError as error:
+            raise ValueError(
+                f"{checkpoint} holds no {error}: its run had other options. Continue it with those in its config.yaml."
+            ) from error
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step; every rank calls it."""
+        parts = {name: part.state_dict() for name, part in self.saved.items()}
+        with self.watch.measure("time/checkpoint"):
+            self.strategy.set_global_step(self.step_index)
+            self.strategy.save_ckpt(
+                self.model,
+                str(self.folder.checkpoints),
+                max_num=self.config.checkpoint.keep,
+                max_mem=0,
+                client_state={"step": self.step_index, **parts},
+                **self._beside(),
+            )
+
+    def _beside(self) -> dict[str, Any]:
+        """Empty without companions, for a user's strategy that does not know the argument."""
+        return {"companions": self.companions} if self.companions else {}
+
+
+# ---- The loop --------------------------------------------------------------------------------------------------------
+
+
+def fit(trainer: Trainer) -> dict[str, float]:
+    """Trains to max_steps: evaluates, logs and saves as the options say. Returns the metrics of the last step."""
+    config, comm, folder = trainer.config, trainer.strategy.comm, trainer.folder
+    with comm.phase("set-up", local=True):
+        if comm.is_main:
+            folder.open(config, trainer.step_index)
+    console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
+    log = RunLog(trainer)
+    with console:
+        console.say(f"run folder: {folder.root}")
+        console.say(trainer.describe_batches())
+        metrics: dict[str, float] = {}
+        if trainer.step_index:
+            console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint}")
+        elif config.eval.every:
+            metrics = _evaluate(trainer, console)
+            log.write(metrics)
+        while trainer.step_index < config.max_steps:
+            metrics = _one_step(trainer, log)
+            console.step_done(trainer.step_index, metrics)
+            if _is_due(trainer, config.eval.every):
+                metrics |= _evaluate(trainer, console)
+            log.write(metrics)
+            if _is_due(trainer, config.checkpoint.every):
+                trainer.save()
+    trainer.strategy.finish_saving()
+    trainer.save_models(folder.final)
+    if config.ema_decay:
+        with trainer.strategy.averaged_weights(trainer.model):
+            trainer.save_models(folder.final_ema)
+    if comm.is_main:
+        console.final_table(folder.metrics())
+        console.say(f"model: {folder.final}")
+    log.close()
+    return metrics
+
+
+def _one_step(trainer: Trainer, log: RunLog) -> dict[str, float]:
+    started = time.perf_counter()
+    report = trainer.step()
+    if trainer.config.optim.schedule_unit == "rl_step":
+        trainer.strategy.step_schedules()
+    seconds = time.perf_counter() - started
+    trainer.step_index += 1
+    log.write_samples(report.experience)
+    counted = sum(report.metrics.get(f"tokens/{part}", 0.0) for part in _COUNTED)
+    times = {**trainer.watch.take(), "time/step": seconds, "tokens/per_second": counted / seconds}
+    return report.metrics | times | memory_in_use()
+
+
+def _evaluate(trainer: Trainer, console: RunConsole) -> dict[str, float]:
+    with trainer.watch.measure("time/eval"):
+        metrics = trainer.evaluate()
+    if not metrics:
+        return {}
+    console.evaluated(trainer.step_index, metrics)
+    return metrics | dict(trainer.watch.take())
+
+
+def _is_due(trainer: Trainer, every: int) -> bool:
+    """Whether an action of every so many steps is due now; the last step counts too. 0 is never."""
+    return every > 0 and (trainer.step_index % every == 0 or trainer.step_index == trainer.config.max_steps)
+
+
+class RunLog:
+    """Writes the files of a run: metrics.jsonl, samples.jsonl and tensorboard/. Rank 0 writes, every rank calls."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._comm = trainer, trainer.strategy.comm
+        self._num_samples = getattr(trainer.config.log, "samples_per_step", 0)
+        self._board: Any = None
+        if self._comm.is_main and trainer.config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to import, needed on one rank only)
+
+            self._board = SummaryWriter(str(trainer.folder.root / "tensorboard"), purge_step=trainer.step_index + 1)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        """Logs the metrics of the last step; step 0 is the evaluation before any training."""
+        if not self._comm.is_main or not metrics:
+            return
+        step = self._trainer.step_index
+        self._trainer.folder.append_metrics(step, metrics)
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    def write_samples(self, experience: Sequence[Experience]) -> None:
+        """Logs the first samples of the step by position, on whichever rank they are."""
+        if not self._num_samples:
+            return
+        gathered = self._comm.all_gather_object(list(experience[: self._num_samples]))
+        if self._comm.is_main:
+            everything = sorted((item for part in gathered for item in part), key=lambda item: item.key)
+            self._trainer.folder.append_samples(self._trainer.step_index, everything[: self._num_samples])
+
+    def close(self) -> None:
+        """Flushes what TensorBoard has not written yet."""
+        if self._board is not None:
+            self._board.close()
+
+
+class RunConsole:
+    """Shows a run: a progress bar on a terminal, plain lines elsewhere, a table at the end. Silent if not enabled."""
+
+    def __init__(self, shown: Shown, *, enabled: bool, first_step: int, max_steps: int) -> None:
+        self._shown = shown
+        self._console = Console(quiet=not enabled, highlight=False)
+        self._every = max(1, max_steps // _LINES_PER_RUN)
+        self._max_steps = max_steps
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not enabled or not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=max_steps, completed=first_step, status="")
+
+    def __enter__(self) -> RunConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a finished step; step counts from 1."""
+        texts = [_text(name, metrics[name]) for name in self._shown.step if name in metrics]
+        self._progress.update(self._task, completed=step, status="  ".join(texts[:2]))
+        if not self._console.is_terminal and (step % self._every == 0 or step == self._max_steps):
+            self.say("  ".join([f"step {step}/{self._max_steps}", *texts]))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the results of an evaluation."""
+        names = [name for name in self._shown.evaluation if name in metrics]
+        self.say("  ".join([f"step {step}", *(f"{name} {metrics[name]:.3f}" for name in names)]))
+
+    def final_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints the evaluations of the run, one a line."""
+        first, *others = self._shown.table
+        table = Table("step", first, "", *others, "seconds")
+        seconds = 0.0
+        for row in rows:
+            seconds += row.get("time/step") or 0.0
+            if row.get(first) is not None:
+                bar = "#" * round(20 * min(max(row[first], 0.0), 1.0))
+                cells = [f"{row[name]:.3f}" if row.get(name) is not None else "" for name in (first, *others)]
+                table.add_row(str(row["step"]), cells[0], bar, *cells[1:], f"{seconds:.0f}")
+        if table.row_count:
+            self._console.print(table)
+
+
+def _text(name: str, value: float) -> str:
+    return f"{value:,.0f} tokens/s" if name == "tokens/per_second" else f"{name.removesuffix('/mean')} {value:.3f}"

@@ -1,0 +1,222 @@
+"""Parts of a step that GRPO and PPO share: prompts in, statistics of samples, updates of micro-batches, weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.algorithms.kl import mismatch_statistics
+from lightrl.comm import Comm
+from lightrl.config import OfflineConfig, RolloutConfig
+from lightrl.data.balance import assign_to_ranks, imbalance
+from lightrl.data.packing import Key, Packable, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.sampler import PromptSampler, permutation, shard
+from lightrl.metrics import Statistics
+from lightrl.records import Experience, PackedBatch, Prompt, Sample
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
+from lightrl.rollout.collector import Collector, Prompts
+from lightrl.strategy.base import TrainBatchResult
+from lightrl.trainers.objective import PolicyLoss
+from lightrl.trainers.run import RunContext
+
+_MINIBATCH_STREAM = 3
+
+_Item = TypeVar("_Item", bound=Packable)
+
+
+# ---- Updates ---------------------------------------------------------------------------------------------------------
+
+
+class PolicyUpdates:
+    """Cuts the samples of a step into updates, and scores them by a model."""
+
+    def __init__(self, run: RunContext, statistics: Statistics) -> None:
+        self._config: RolloutConfig = run.config
+        self._strategy = run.strategy
+        self._encoder = run.encoder
+        self._statistics = statistics
+        self.stale: Set[Key] = frozenset()  # samples of the step that older weights made
+
+    def minibatches(self, experience: list[Experience], step: int) -> list[list[Experience]]:
+        """Returns this rank's samples of each update of an epoch, with about as many tokens as on other ranks.
+
+        Groups stay whole. A seeded order of the step's positions deals them out, so that the mini-batches are the same
+        at any world size.
+        """
+        num_parts = self._config.num_minibatches
+        parts: list[list[Experience]] = [experience]
+        if num_parts > 1:
+            num_groups = self._strategy.comm.max_int(1 + max((item.sample.position for item in experience), default=-1))
+            order = permutation(num_groups, self._config.seed + _MINIBATCH_STREAM, step)
+            index_of = {position: index for index, position in enumerate(order)}
+            parts = [[] for _ in range(num_parts)]
+            for item in experience:
+                parts[index_of[item.sample.position] * num_parts // num_groups].append(item)
+        return parts if self._strategy.comm.world == 1 else [self._balanced(part) for part in parts]
+
+    def _balanced(self, mine: list[Experience]) -> list[Experience]:
+        """Moves samples between ranks until all have about the same number of tokens."""
+        comm = self._strategy.comm
+        lengths_by_rank = comm.all_gather_object([item.num_tokens for item in mine])
+        lengths = [length for part in lengths_by_rank for length in part]
+        owners = [rank for rank, part in enumerate(lengths_by_rank) for _ in part]
+        if not lengths:
+            return mine
+        targets = assign_to_ranks(lengths, owners, comm.world)
+        self._statistics.maximum("balance/max_over_mean", imbalance(lengths, targets, comm.world))
+        if targets == owners:
+            return mine
+        own_targets = [target for target, owner in zip(targets, owners, strict=True) if owner == comm.rank]
+        outgoing: list[list[Experience]] = [[] for _ in range(comm.world)]
+        for item, target in zip(mine, own_targets, strict=True):
+            outgoing[target].append(item)
+        return comm.exchange(outgoing)
+
+    def micro_batches(self, minibatch: list[Experience], **per_token: Any) -> list[PackedBatch]:
+        """Packs a mini-batch; empty if no rank has a token to train in it.
+
+        Such an update must be left out: even a gradient of 0 would move the weights, by Adam's momentum and the decay.
+        per_token: values by the names of pack()'s arguments.
+        """
+        has_tokens = any(item.is_trained and item.sample.response_ids for item in minibatch)
+        return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
+
+    def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
+        given = {"old_logprobs": None, "ref_logprobs": None, **per_token}
+        temperature, encode = self._config.temperature, self._encoder
+        parts = even_parts(experience, self._config, self._strategy.comm)
+        with self._strategy.comm.phase("packing", local=True):
+            return [
+                pack(part, temperature=temperature, encode=encode, **given)
+                if part
+                else dummy_batch(temperature=temperature)
+                for part in parts
+            ]
+
+    def scores(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
+        """Runs the model on all samples, without gradients: pairs of a micro-batch and the model's output."""
+        batches = [batch.to(self._strategy.device) for batch in self._packed(experience, {})]
+        return zip(batches, self._strategy.forward(batches, model=model), strict=True)
+
+    def logprobs(self, model: nn.Module, experience: list[Experience]) -> dict[Key, list[float]]:
+        """The model's logprob of every response token, by sample."""
+        return by_sample((batch, scores.logprobs) for batch, scores in self.scores(model, experience))
+
+    def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
+        """Compares the engine's logprobs with the trainer's of the same weights, before any clipping or update."""
+        mask = batch.loss_mask
+        if self.stale:
+            is_fresh = torch.tensor([key not in self.stale for key in batch.keys], device=mask.device)
+            mask = mask & is_fresh[batch.sequence_index]
+        result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
+        count = float(result["count"])
+        self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
+        self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
+        self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
+
+
+def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, comm: Comm) -> list[list[_Item]]:
+    """Cuts items into micro-batches within the limits, the same number on every rank; the last may be empty."""
+    max_tokens = None if config.micro_batch_size else config.max_tokens_per_microbatch
+    max_samples = config.micro_batch_size or None
+    with comm.phase("micro-batches", local=True):
+        parts = split_micro_batches(items, max_tokens=max_tokens, max_samples=max_samples)
+    count = comm.max_int(max(1, len(parts)))
+    if len(parts) < count:
+        parts = split_micro_batches(items, max_tokens=max_tokens, max_samples=max_samples, min_num=count)
+    return parts
+
+
+def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[float]]:
+    """Cuts each pack's values, [N] one per response token, into a list per sample."""
+    return {key: part.tolist() for batch, tensor in values for key, part in unpack(batch, tensor).items()}
+
+
+# ---- Engine ----------------------------------------------------------------------------------------------------------
+
+
+def draw_prompts(prompts: Sequence[Prompt], sampler: PromptSampler, comm: Comm, count: int, first: int = 0) -> Prompts:
+    """Draws the next count prompts of the data as positions first, first + 1, ... of the step; returns this rank's."""
+    drawn = [(first + offset, prompts[index]) for offset, index in enumerate(sampler.draw(count))]
+    return shard(drawn, comm.rank, comm.world)
+
+
+def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Collector:
+    """Builds the engine with the policy's weights and puts it to sleep; returns what samples and scores by it."""
+    config, strategy = run.config, run.strategy
+    with strategy.comm.phase("set-up"):
+        rewards.prepare(strategy)
+        strategy.setup_inference_engine(config, config.engine, actor=policy)
+        strategy.sleep_engine()
+    return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
+
+
+def sync_engine(run: RunContext, policy: nn.Module, version: int, statistics: Statistics) -> None:
+    """Gives the engine the policy's weights, stamped with the number of finished steps."""
+    strategy = run.strategy
+    freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
+    strategy.set_global_step(version)
+    report = strategy.sync_weights(policy)
+    values = {"sync/gb": report.num_bytes / 1e9, "sync/gb_per_s": report.gb_per_s, "sync/version": report.version}
+    values["memory/engine_freed_gb"] = freed / 1e9
+    if report.canary is not None:
+        values["sync/canary_max_abs"] = report.canary
+    if run.config.offload_while_generating:
+        values["memory/offloaded_gb"] = strategy.residency.offloaded_bytes / 1e9
+    for name, value in values.items():
+        statistics.maximum(name, value)
+
+
+# ---- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
+    """Adds the reward and length statistics of this rank's samples."""
+    count = len(samples)
+    scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
+    if scored:  # if no sample on any rank has a reward, there is no mean to report, and 0 would be one
+        statistics.mean("reward/mean", sum(reward for _, reward in scored), len(scored))
+    groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
+    statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
+    response_tokens = sum(len(sample.response_ids) for sample in samples)
+    statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
+    statistics.add("tokens/response", response_tokens)
+    statistics.mean("tokens/response_mean", response_tokens, count)
+    statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
+    statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
+
+
+def describe_update(result: TrainBatchResult | None, statistics: Statistics, prefix: str = "") -> None:
+    """Adds the statistics of an update; None is one without a token to train.
+
+    The numbers are the same on every rank already, and a mean over ranks leaves them as they are.
+    """
+    if result is None:
+        statistics.mean(f"{prefix}skipped_updates", 1, 1)
+        return
+    if not prefix:  # a critic's loss is reported by its objective
+        statistics.mean("loss", result.loss, 1)
+    statistics.mean(f"{prefix}grad_norm", result.grad_norm, 1)
+    statistics.maximum(f"{prefix}lr", result.lr)
+    statistics.mean(f"{prefix}skipped_updates", float(result.skipped), 1)
+
+
+def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_samples: int) -> dict[str, float]:
+    """Reduces the statistics of the step over all ranks; coefficients that follow a target move by them."""
+    coefficients = objective.coefficients
+    statistics.maximum("kl_coef", coefficients.kl)
+    statistics.maximum("entropy_coef", coefficients.entropy)
+    metrics = statistics.reduce(comm)
+    if "kl" in metrics:  # the policy was updated
+        coefficients.follow(kl=metrics["kl"], entropy=metrics["entropy"], num_samples=num_samples)
+    return metrics
+
+
+def is_truncated(sample: Sample) -> bool:
+    """Whether the response was cut off at max_new_tokens."""
+    return sample.finish_reason == "length"

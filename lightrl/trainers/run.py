@@ -1,0 +1,363 @@
+"""What a trainer starts from: `open_run` finds the strategy, the run's folder, a checkpoint, data and tokenizer.
+
+The folder holds config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, final/ and final_ema/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lightrl.builtin import model as builtin_model
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.comm import Comm
+from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
+from lightrl.data.media import PromptEncoder
+from lightrl.data.prompts import HELD_OUT, MediaFields, build_prompts, load_records
+from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
+from lightrl.models.multimodal import MediaProcessor
+from lightrl.models.policy import (
+    Policy,
+    check_model_folder,
+    check_scores,
+    context_length,
+    load_config,
+    load_policy,
+    load_tokenizer,
+)
+from lightrl.records import Experience, Prompt
+from lightrl.strategy import StrategyBase, create_strategy
+
+TrainerConfig = RolloutConfig | OfflineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Everything that a trainer needs before it builds its models. It is the same on every rank."""
+
+    config: Any  # the trainer's own kind of RolloutConfig or OfflineConfig
+    strategy: StrategyBase
+    folder: RunFolder
+    checkpoint: Path | None  # to continue from; None starts at step 0
+    model_path: str  # a folder or a Hugging Face name
+    tokenizer: PreTrainedTokenizerBase
+    media: MediaProcessor | None  # None: the model takes text alone
+    encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
+    train_records: list[Any]  # the lines of --train_data
+    eval_records: list[Any]
+
+
+def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None = None) -> RunContext:
+    """Joins the world and checks folder, data and model files, in this order, before any weights are loaded.
+
+    Args:
+        config: the options of the run.
+        kind: the trainer's name, used for a new folder under runs/.
+        strategy: the caller's own strategy; None creates the one that the config names.
+    """
+    if config.lora.is_on:
+        require_peft(config.lora)
+    strategy = strategy or create_strategy(config)
+    strategy.setup_distributed()
+    comm, remote_code = strategy.comm, config.trust_remote_code
+    folder, checkpoint = _open_folder(config, kind, comm)
+    with comm.phase("set-up", local=True):
+        if checkpoint is not None and not checkpoint.is_dir():
+            raise FileNotFoundError(f"{checkpoint} is not there for every rank: use a folder that all ranks see.")
+        train_records = load_records(config.train_data)
+        eval_source = config.eval_data or HELD_OUT.get(config.train_data, "")
+        eval_records = load_records(eval_source) if eval_source else []
+    model_path = _find_model(config.model, strategy)
+    with comm.phase("set-up", local=True):
+        strategy.check_model_config(load_config(model_path, trust_remote_code=remote_code))
+        tokenizer = load_tokenizer(model_path, trust_remote_code=remote_code)
+        media = MediaProcessor.load(model_path, trust_remote_code=remote_code)
+    strategy.tokenizer, strategy.media = tokenizer, media
+    return RunContext(
+        config=config,
+        strategy=strategy,
+        folder=folder,
+        checkpoint=checkpoint,
+        model_path=model_path,
+        tokenizer=tokenizer,
+        media=media,
+        encoder=PromptEncoder(media) if media is not None else None,
+        train_records=train_records,
+        eval_records=eval_records,
+    )
+
+
+def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
+    """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
+    result: tuple[Path, Path | None] | str = ""
+    if comm.is_main:
+        try:
+            root = Path(config.output_dir) if config.output_dir else new_run_path(kind)
+            folder = RunFolder(root.absolute())
+            folder.check(config)
+            result = folder.root, find_checkpoint(config, folder.checkpoints)
+        except (ValueError, OSError) as error:
+            result = str(error)
+    result = comm.broadcast_object(result)
+    if isinstance(result, str):
+        raise ValueError(result)
+    return RunFolder(result[0]), result[1]
+
+
+def _find_model(model: str, strategy: StrategyBase) -> str:
+    """The path or name to load. Rank 0 makes the built-in model while the others wait."""
+    if model != BUILTIN_MODEL:
+        with strategy.comm.phase("set-up", local=True):
+            check_model_folder(model)
+        return model
+    path = ""
+    with strategy.comm.phase("building the built-in model", local=True):
+        if strategy.comm.is_main:
+            path = str(builtin_model.builtin_model_path(on_progress=strategy.print))
+    return strategy.comm.broadcast_object(path)
+
+
+# ---- Data and models -------------------------------------------------------------------------------------------------
+
+
+def read_prompts(run: RunContext) -> tuple[list[Prompt], list[Prompt]]:
+    """The tokenised prompts of --train_data and of --eval_data; an unusable line is an error on every rank."""
+    config: RolloutConfig = run.config
+    with run.strategy.comm.phase("set-up", local=True):
+        train = _build_prompts(run, run.train_records, config.train_data)
+        evaluation = _build_prompts(run, run.eval_records, config.eval_data)
+    return train, evaluation[: config.eval.max_prompts or None]
+
+
+def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Prompt]:
+    if not records:
+        return []
+    config: RolloutConfig = run.config
+    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
+    if context <= config.max_new_tokens:
+        raise ValueError(
+            f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+            f"{context} tokens."
+        )
+    prompts = build_prompts(
+        records,
+        run.tokenizer,
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        max_prompt_tokens=context - config.max_new_tokens,
+        chat_template=config.data.chat_template,
+        media=MediaFields(
+            image_field=config.data.image_field,
+            video_field=config.data.video_field,
+            folder=source,
+            processor=run.media,
+        ),
+    )
+    longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
+        raise ValueError(
+            f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
+            f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
+        )
+    return prompts
+
+
+def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
+    """The model that the run starts from, on this rank, not yet prepared; with new adapters if it is to be trained."""
+    materialize = run.strategy.materializes_weights
+    policy = load_policy(
+        run.model_path,
+        materialize=materialize,
+        trust_remote_code=run.config.trust_remote_code,
+        is_reference=is_reference,
+    )
+    if run.config.lora.is_on and not is_reference:
+        add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
+    if materialize and not is_reference:
+        check_scores(policy, next(policy.parameters()).device)
+    return policy
+
+
+def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
+    """The frozen model that the policy is compared with: the policy without its adapters, or a copy of the start.
+
+    Call it after the policy was prepared: before that, rank 0 would hold both models whole.
+    """
+    if run.config.lora.is_on:
+        return WithoutAdapters(policy)
+    with run.strategy.comm.phase("loading the reference model", local=True):
+        reference = load_start_policy(run, is_reference=True)
+    return run.strategy.prepare_frozen(reference)
+
+
+# ---- The folder ------------------------------------------------------------------------------------------------------
+
+
+class RunFolder:
+    """Only rank 0 writes; every rank knows the paths."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.final = root / "final"
+        self.final_ema = root / "final_ema"
+        self._metrics = root / "metrics.jsonl"
+        self._samples = root / "samples.jsonl"
+
+    # ---- Opening -----------------------------------------------------------------------------------------------
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ValueError if the folder holds anything but this run; changes nothing."""
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"--output_dir {self.root} is a file. Name a folder.")
+        if self.root.exists() and any(self.root.iterdir()):
+            self._check_content(config)
+
+    def _check_content(self, config: RunConfig) -> None:
+        saved = self.root / "config.yaml"
+        if saved.exists() and not self._metrics.exists() and not self.checkpoints.exists():
+            return  # that run ended before its first step
+        if not saved.exists():
+            raise ValueError(
+                f"--output_dir {self.root} is not empty and is no run of lightrl (it has no config.yaml). "
+                "Choose another folder."
+            )
+        if config.resume == "never":
+            raise ValueError(
+                f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
+                "this one, or continue it with --resume auto."
+            )
+        different = changed_options(config, _read_config(saved))
+        if different:
+            listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
+            raise ValueError(
+                f"--output_dir {self.root} belongs to another run: {listed}. Choose another folder, or give the same "
+                "options to continue that run."
+            )
+
+    def open(self, config: RunConfig, steps_done: int) -> None:
+        """Saves the config; what an interrupted run logged after the checkpoint that is continued is dropped."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / "config.yaml").write_text(to_yaml(config))
+        for path in (self._metrics, self._samples):
+            if steps_done:
+                _keep_steps(path, steps_done)
+            elif path.exists():
+                path.rename(_unused_name(path))  # a run that starts over leaves what the last one logged
+
+    # ---- Writing -----------------------------------------------------------------------------------------------
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        _append(self._metrics, [{"step": step, **{name: _number(value) for name, value in metrics.items()}}])
+
+    def append_samples(self, step: int, experience: Iterable[Experience]) -> None:
+        _append(self._samples, [_sample_row(step, item) for item in experience])
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What has been logged so far."""
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
+
+
+def new_run_path(kind: str) -> Path:
+    """Makes a folder that no other run has, even one started in the same second."""
+    name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Choose another --output_dir.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
+    return content
+
+
+def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
+    """The checkpoint that --resume asks for; None starts from the beginning."""
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return CheckpointDirectory(checkpoints, keep=1).latest() if checkpoints.is_dir() else None
+    path = Path(config.resume)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."
+        )
+    if path.name == "checkpoints" or (path / "checkpoints").is_dir():
+        root = path if path.name == "checkpoints" else path / "checkpoints"
+        newest = CheckpointDirectory(root, keep=1).latest()
+        if newest is None:
+            raise FileNotFoundError(f"--resume {path}: there is no complete checkpoint in {root}.")
+        return newest
+    if not path.name.removeprefix("step-").isdigit():
+        raise ValueError(f"--resume {path} is no checkpoint: give a run's folder or one of its checkpoints/step-... .")
+    return CheckpointDirectory(path.parent, keep=1).path(int(path.name.removeprefix("step-")))
+
+
+def _keep_steps(path: Path, steps_done: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the line that a kill cut short
+        if row["step"] <= steps_done:
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.replace(path)
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _number(value: float) -> float | int | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no NaN
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > 1e6 else value
+
+
+def _sample_row(step: int, item: Experience) -> dict[str, Any]:
+    sample = item.sample
+    return {
+        "step": step,
+        "position": sample.position,
+        "sample": sample.sample_index,
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "answer": sample.prompt.answer,
+        "reward": item.reward,
+        "shaping": item.shaping,
+        "advantage": item.advantage,
+        "finish_reason": sample.finish_reason,
+        "version": sample.versions[-1] if sample.versions else None,
+    }

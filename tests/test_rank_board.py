@@ -1,0 +1,60 @@
+"""RankBoard over a dict: what a rank reads of the others."""
+
+import pytest
+
+from lightrl.rank_board import RankBoard
+
+
+class DictStore:
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.is_gone = False
+
+    def set(self, key: str, value: str) -> None:
+        self._require_there()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._require_there()
+        return all(key in self.values for key in keys)
+
+    def _require_there(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer")
+
+
+def test_ranks_see_the_phases_and_errors_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 100.0)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store = DictStore()
+    first, second = RankBoard(store, 0, 2), RankBoard(store, 1, 2)
+    second.enter("step")
+    second.enter("generate")
+    first.enter("learn")
+    phases = first.describe_phases()
+    assert phases.splitlines() == [
+        "rank 0 was in phase 'learn'. Last word of the others:",
+        "rank 1 is in phase 'generate' since 0 s",
+    ]
+    second.leave()
+    assert second.phase == "step"
+    assert first.errors_of_others() == {}
+    second.post_error(ZeroDivisionError("the loss"))
+    errors = first.errors_of_others()
+    assert errors[1].endswith("ZeroDivisionError: the loss\n")
+    assert second.errors_of_others() == {}
+    assert first.describe_errors(errors).startswith("rank 1 failed in phase 'learn':\n--- rank 1 ---\n")
+
+
+def test_a_store_that_is_gone_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store = DictStore()
+    board = RankBoard(store, 0, 2)
+    store.is_gone = True
+    board.enter("learn")
+    board.post_error(ValueError("mine"))
+    assert board.errors_of_others() == {}
+    assert board.describe_phases().splitlines() == ["rank 0 was in phase 'learn'. Last word of the others:"]
