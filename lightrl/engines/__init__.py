@@ -10,7 +10,7 @@ from lightrl.engines.base import EngineGroup, InferenceEngine
 from lightrl.imports import load_object
 
 BUILTIN_ENGINES = {
-    "native": "lightrl.engines.native.build:build_native_engine",
+    "native": "lightrl.engines.native.engine:build_native_engine",
     "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
     "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
 }

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightrl.engines.base import WeightSyncError
+from lightrl.engines.weights.account import WeightAccount, raise_problems
 
 _CHUNK = 1 << 24  # elements turned to float64 at a time: 128 MiB
-_SHOWN = 20  # parameters named in an error
 
 
 class Fingerprint(NamedTuple):
@@ -51,8 +50,7 @@ class WeightProof:
     def __init__(self, expected: Mapping[str, Fingerprint] | None) -> None:
         """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
-        self._seen: set[str] = set()
-        self._problems: list[str] = []
+        self._account = WeightAccount(dict.fromkeys(expected or ()))
         self.num_bytes = 0
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -64,23 +62,9 @@ class WeightProof:
             yield name, tensor
 
     def _check(self, name: str, tensor: Tensor, expected: Mapping[str, Fingerprint]) -> None:
-        if name in self._seen:
-            self._problems.append(f"{name} came twice")
-        elif name not in expected:
-            self._problems.append(f"{name} is no parameter of the trainer")
-        elif not is_same(fingerprint(tensor), expected[name]):
-            self._problems.append(f"{name} differs from the trainer's")
-        self._seen.add(name)
+        if self._account.accept(name, tensor) and not is_same(fingerprint(tensor), expected[name]):
+            self._account.add_problem(f"{name} differs from the trainer's")
 
     def finish(self, version: int) -> None:
         """Raises WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
-        missing = sorted(set(self._expected or ()) - self._seen)
-        problems = self._problems + [f"{name} was not sent" for name in missing]
-        raise_problems(problems, f"Weight sync to version {version}")
-
-
-def raise_problems(problems: list[str], what: str) -> None:
-    """Raises WeightSyncError with the first of the problems, if there are any."""
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise WeightSyncError(f"{what} failed: {'; '.join(problems[:_SHOWN])}{more}.")
+        raise_problems(self._account.problems(), f"Weight sync to version {version}")

@@ -51,11 +51,11 @@ def test_each_kind_of_sabotage_is_named() -> None:
     proof = WeightProof(EXPECTED)
     assert list(proof.watched(good)) == good
     proof.finish(7)
-    assert problems(good[1:]) == "a was not sent."
+    assert problems(good[1:]) == "missing a."
     swapped = [("a", WEIGHTS["b"]), ("b", WEIGHTS["a"]), *good[2:]]
     assert problems(swapped) == "a differs from the trainer's; b differs from the trainer's."
     assert problems([("a", WEIGHTS["a"] * 1.01), *good[1:]]) == "a differs from the trainer's."
-    assert problems([*good, ("e", torch.zeros(1))]) == "e is no parameter of the trainer."
+    assert problems([*good, ("e", torch.zeros(1))]) == "unknown e."
     assert problems([*good, good[0]]) == "a came twice."
 
 
@@ -69,5 +69,5 @@ def test_without_expectations_bytes_are_counted_only() -> None:
 def test_a_long_list_of_problems_is_cut() -> None:
     proof = WeightProof({f"w{place}": fingerprint(torch.zeros(1)) for place in range(30)})
     list(proof.watched([]))
-    with pytest.raises(WeightSyncError, match="w9 was not sent; and 10 more|and 10 more"):
+    with pytest.raises(WeightSyncError, match="missing w9; .*and 10 more"):
         proof.finish(1)

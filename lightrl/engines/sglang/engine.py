@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments
+from lightrl.engines.architecture import eos_ids, model_folder, skeleton
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -32,14 +33,13 @@ from lightrl.engines.base import (
     WeightSyncError,
     as_prompt,
 )
-from lightrl.engines.native.engine import eos_ids
 from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
 from lightrl.engines.sglang.loader import LOADER
 from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
 from lightrl.engines.sglang.requests import Sample, SampleTasks, is_cut, media_features
 from lightrl.engines.sglang.sync import Route, WeightSender
-from lightrl.engines.weight_sync import raise_problems
-from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.engines.weights.account import WeightAccount, raise_problems
+from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 
@@ -132,9 +132,10 @@ class SGLangEngine(InferenceEngine):
             from sglang.srt.server_args import ServerArgs
         if is_cpu:
             _require_cpu_platform()
+        scratch = self._new_folder()
         arguments = server_arguments(
             self._options,
-            model_path=self._model_path(source),
+            model_path=model_folder(source, None, scratch),
             context_length=context,
             is_cpu=is_cpu,
             gpu=self._device.index or 0,
@@ -154,21 +155,10 @@ class SGLangEngine(InferenceEngine):
         length = self._process.manager.context_len - SPARE_PLACES
         return _Traits(
             model_path=arguments["model_path"],
-            is_real_model=len(self._folders) == 1,  # that of the reports
+            is_real_model=arguments["model_path"] != str(scratch),
             max_model_len=min(length, self._process.max_total_tokens - SPARE_PLACES),
             tells_cut_logprobs=hasattr(GenerateReqInput, "return_sampling_mask"),
         )
-
-    def _model_path(self, source: PreTrainedModel) -> str:
-        """The folder or hub name that the model came from, or a folder made for its config."""
-        name = str(source.name_or_path or "")
-        if name and (Path(name).is_dir() or not name.startswith(("/", ".", "~"))):
-            return name
-        folder = self._new_folder()
-        config = type(self._skeleton.config).from_dict(self._skeleton.config.to_dict())
-        config.architectures = [type(self._skeleton).__name__]
-        config.save_pretrained(folder)
-        return str(folder)
 
     def _new_folder(self) -> Path:
         self._folders.append(Path(tempfile.mkdtemp(prefix="lightrl-sglang-")))
@@ -323,8 +313,8 @@ class SGLangEngine(InferenceEngine):
         self._require_open("load_weights")
         if "weights" in self._released:
             raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
-        expected = ExpectedWeights(self._skeleton)
-        fitting = ((name, tensor) for name, tensor in weights if expected.accept(name, tensor))
+        account = WeightAccount.of_model(self._skeleton)
+        fitting = ((name, tensor) for name, tensor in weights if account.accept(name, tensor))
         sender = WeightSender(self._route(), version, is_busy=bool(self._left))
         try:
             for name, tensor in checkpoint_pairs(self._skeleton, fitting):
@@ -333,7 +323,7 @@ class SGLangEngine(InferenceEngine):
             for _ in fitting:  # to the end whatever happened: the tensors may come out of collectives
                 pass
             problems = sender.finish()
-        raise_problems(expected.problems() + problems, f"Weight sync to version {version}")
+        raise_problems(account.problems() + problems, f"Weight sync to version {version}")
         if self._samples is not None:
             self._samples.version = version
 

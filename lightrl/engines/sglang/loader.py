@@ -1,14 +1,13 @@
 """Weights on their way into SGLang's scheduler processes: how a bucket is packed, loaded, and read back.
 
 load_bucket runs in the schedulers, which SGLang tells to call it by name. It must not raise, since an error there ends
-the scheduler and with it the run: what is wrong is written to a report, which the engine's owner reads.
+the scheduler and with it the run: it writes what is wrong to a report, which the engine's owner reads.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,35 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightrl.engines.weights.account import is_held, sampled_indices
+from lightrl.engines.weights.placement import Placement, ServerRules
+
 LOADER = f"{__name__}.load_bucket"
-_NUM_SAMPLES = 32  # values compared of each tensor
-_STRIDE = 2_654_435_761  # prime, so that the samples meet every row and column of a matrix
+RULES = ServerRules(renamed={"qkv": "qkv_proj"}, finds_by_ending=True)
 _ALIGNMENT = 16  # bytes: a view of a wider type must begin at a multiple of its size
-_READABLE = (torch.float32, torch.bfloat16, torch.float16)
-_FUSED: tuple[
-    tuple[str, str, int | str], ...
-] = (  # the last name before .weight, that of SGLang's fused layer, the piece of it
-    ("q_proj", "qkv_proj", "q"),
-    ("k_proj", "qkv_proj", "k"),
-    ("v_proj", "qkv_proj", "v"),
-    ("gate_proj", "gate_up_proj", 0),
-    ("up_proj", "gate_up_proj", 1),
-    ("qkv", "qkv_proj", "qkv"),
-)
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-_PIECE_OF_EXPERT = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": None, "w2": None}
-
-
-def sample_places(numel: int) -> list[int]:
-    """Flat places of the values that are compared; the same wherever they are asked for."""
-    return sorted({place * _STRIDE % numel for place in range(min(numel, _NUM_SAMPLES))})
-
-
-def sample_values(tensor: Tensor) -> list[float]:
-    """The values at sample_places; exact, since float64 holds every value of a narrower type."""
-    places = torch.tensor(sample_places(tensor.numel()), device=tensor.device)
-    values: list[float] = tensor.detach()[torch.unravel_index(places, tensor.shape)].double().tolist()
-    return values
 
 
 # ---- The trainer's side
@@ -54,17 +30,18 @@ def sample_values(tensor: Tensor) -> list[float]:
 
 @dataclass(slots=True)
 class Bucket:
-    """Tensors to be sent together, with the values that they are known by."""
+    """Tensors to be sent together, with the values that they are recognised by."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     num_bytes: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor of the checkpoint."""
         self.tensors.append((name, tensor.detach()))
         self.num_bytes += _padded(tensor.numel() * tensor.element_size())
 
     def pack(self, *, report: str, is_first: bool, is_last: bool, device: torch.device) -> list[tuple[str, Tensor]]:
-        """Two byte tensors: all the values, and as JSON what they are. Frees the tensors as they are copied."""
+        """Returns two byte tensors: all the values, and a JSON description of them. Frees the tensors once copied."""
         flat = torch.empty(max(self.num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
         described: list[dict[str, Any]] = []
         start = 0
@@ -72,10 +49,7 @@ class Bucket:
             size = tensor.numel() * tensor.element_size()
             flat[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            values = sample_values(tensor)
-            described.append(
-                {"name": name, "dtype": dtype, "shape": list(tensor.shape), "start": start, "values": values}
-            )
+            described.append({"name": name, "dtype": dtype, "start": start, **description(tensor)})
             start += _padded(size)
         self.tensors, self.num_bytes = [], 0
         head = {"report": report, "is_first": is_first, "is_last": is_last, "tensors": described}
@@ -84,15 +58,21 @@ class Bucket:
         return [("values", flat), ("head", written)]
 
 
+def description(tensor: Tensor) -> dict[str, Any]:
+    """Returns the shape and a few values; exact, since float64 holds every value of a narrower type."""
+    values = tensor.detach()[sampled_indices(tuple(tensor.shape), device=tensor.device)].double().tolist()
+    return {"shape": list(tensor.shape), "values": values}
+
+
 def read_reports(folder: Path, count: int) -> tuple[list[str], list[str]]:
-    """What the schedulers found, (problems, names that they cannot read back), and removes their files."""
+    """Returns (problems, names that cannot be read back) from the schedulers' reports, and removes their files."""
     problems: dict[str, None] = {}
     unread: dict[str, None] = {}
     files = sorted(folder.glob("*.json"))
     for file in files:
-        found = json.loads(file.read_text())
-        problems |= dict.fromkeys(found["problems"])
-        unread |= dict.fromkeys(found["unread"])
+        report = json.loads(file.read_text())
+        problems |= dict.fromkeys(report["problems"])
+        unread |= dict.fromkeys(report["unread"])
         file.unlink()
     if len(files) != count:
         problems[f"{len(files)} of {count} schedulers reported that they loaded the weights"] = None
@@ -111,7 +91,7 @@ class _Sync:
     """What came in the buckets so far."""
 
     given: dict[str, dict[str, Any]] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)  # that are in the engine, where it is not known how to find them
+    written: set[str] = field(default_factory=set)  # loaded somewhere, but where is not known
     problems: list[str] = field(default_factory=list)
 
 
@@ -132,7 +112,7 @@ def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -
     except Exception as error:
         _sync.problems.append(f"{type(error).__name__}: {error}")
     if head["is_last"]:
-        _write_report(model, Path(head["report"]))
+        _write_report(Path(head["report"]))
 
 
 def _unpack(flat: Tensor, described: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor]]:
@@ -147,13 +127,13 @@ def _unpack(flat: Tensor, described: Sequence[dict[str, Any]]) -> list[tuple[str
 
 
 def _load(model: Any, tensors: list[tuple[str, Tensor]]) -> None:
-    places = Places(model)
+    placement = _placement(model)
     try:
         model.load_weights(list(tensors))
-    except Exception:  # all at once names no culprit
+    except Exception:  # loading all at once does not show which one is wrong
         _load_one_by_one(model, tensors)
     for name, tensor in tensors:
-        if not places.find(name) and _is_written(model, name, tensor):
+        if placement.places(name, tuple(tensor.shape)) is None and _is_written(model, name, tensor):
             _sync.written.add(name)
 
 
@@ -166,167 +146,48 @@ def _load_one_by_one(model: Any, tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _read_back(model: nn.Module) -> None:
-    places, rank = Places(model), _tp_rank()
+    placement = _placement(model)
     failed = {problem.split(" ", 1)[0] for problem in _sync.problems}
     for name, item in _sync.given.items():
-        if name in failed:
+        if name in failed or name in _sync.written:
             continue
-        place = places.find(name)
-        if place is None:
-            if name not in _sync.written:
-                _sync.problems.append(f"{name} is no parameter of {type(model).__name__} in SGLang")
-        elif not is_held(place, item, rank):
+        is_where_it_belongs = is_loaded(placement, name, item)
+        if is_where_it_belongs is None:
+            _sync.problems.append(f"{name} is no parameter of {type(model).__name__} in SGLang")
+        elif not is_where_it_belongs:
             _sync.problems.append(f"{name} is not held as it was given")
-        elif place.parameter.dtype not in _READABLE:
-            _sync.written.add(name)
 
 
-def _write_report(model: nn.Module, folder: Path) -> None:
+def is_loaded(placement: Placement, name: str, item: dict[str, Any]) -> bool | None:
+    """Returns whether the model has the described values of a tensor, this rank's part of them; None if not known."""
+    shape = tuple(item["shape"])
+    places = placement.places(name, shape)
+    if places is None:
+        return None
+    where = sampled_indices(shape)
+    values = torch.tensor(item["values"], dtype=torch.float64)
+    return all(is_held(placement.parameters[place.parameter], place, shape, where, values) for place in places)
+
+
+def _write_report(folder: Path) -> None:
     file = folder / f"{os.getpid()}.json"
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps({"problems": _sync.problems, "unread": sorted(_sync.written)}))
     unfinished.rename(file)
 
 
-def _tp_rank() -> int:
+def _placement(model: nn.Module) -> Placement:
+    rank, size = _tp_rank_and_size()
+    return Placement(model, RULES, tp_rank=rank, tp_size=size)
+
+
+def _tp_rank_and_size() -> tuple[int, int]:
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().tp_rank)
+    return int(get_parallel().tp_rank), int(get_parallel().tp_size)
 
 
-# ---- Where a tensor lies
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The parameter of the engine that holds a tensor of the checkpoint, and which piece of it."""
-
-    module: nn.Module
-    parameter: Tensor
-    piece: int | str | None = None  # of a fused layer; None is all of it
-    expert: int | None = None
-
-
-class Places:
-    """Finds the engine's parameter for a name of the checkpoint.
-
-    Prefixes differ ("model.language_model.layers.0.x" may be "model.layers.0.x"), so a name is known by its longest
-    ending that belongs to one parameter only.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._by_ending: dict[str, list[str]] = {}
-        for name in self._parameters:
-            parts = name.split(".")
-            for start in range(len(parts) - 1):
-                self._by_ending.setdefault(".".join(parts[start:]), []).append(name)
-
-    def find(self, name: str) -> Place | None:
-        expert = _EXPERT.match(name)
-        if expert:
-            prefix, number, last = expert.groups()
-            piece = _PIECE_OF_EXPERT[last]
-            weight = f"{prefix}.w2_weight" if piece is None else f"{prefix}.w13_weight"
-            return self._place(weight, piece, int(number)) or self._place(name)
-        found = self._place(name)
-        *path, last, kind = ["", *name.split(".")]
-        for own, fused, part in _FUSED:
-            if found is None and last == own:
-                found = self._place(".".join([*path, fused, kind]).lstrip("."), part)
-        return found
-
-    def _place(self, name: str, piece: int | str | None = None, expert: int | None = None) -> Place | None:
-        parts = name.split(".")
-        if name in self._parameters:
-            return self._make(name, piece, expert)
-        for start in range(1, len(parts) - 1):
-            same = self._by_ending.get(".".join(parts[start:]), [])
-            if len(same) > 1:
-                return None
-            if same:
-                return self._make(same[0], piece, expert)
-        return None
-
-    def _make(self, name: str, piece: int | str | None, expert: int | None) -> Place:
-        return Place(self._modules[name.rpartition(".")[0]], self._parameters[name], piece, expert)
-
-
-def is_held(place: Place, item: dict[str, Any], rank: int) -> bool:
-    """Whether the sampled values that belong to this tensor-parallel rank are there, to the bit; True of none."""
-    shape, given = torch.Size(item["shape"]), torch.tensor(item["values"], dtype=torch.float64)
-    held = place.parameter
-    if held.dtype not in _READABLE:
-        return True
-    if place.expert is not None:
-        local = place.expert - getattr(place.module, "moe_ep_rank", 0) * held.shape[0]
-        if not 0 <= local < held.shape[0]:
-            return True
-        held, rank = held[local], getattr(place.module, "moe_tp_rank", rank)
-    if _equal(held, shape, given, place, rank):
-        return True
-    is_transposed = place.piece is None and held.dim() == 2 and held.shape == shape[::-1]
-    return is_transposed and _equal(held.t(), shape, given, place, rank)
-
-
-def _equal(held: Tensor, shape: torch.Size, given: Tensor, place: Place, rank: int) -> bool:
-    """held and the tensor given are looked at as matrices of shape[0] rows."""
-    places = torch.tensor(sample_places(shape.numel()))
-    num_columns = shape.numel() // shape[0]
-    matrix = held.reshape(held.shape[0], -1)
-    rows = _local_rows(place, shape[0], matrix.shape[0], places // num_columns, rank)
-    columns = places % num_columns
-    if matrix.shape[1] != num_columns:  # a layer that is split along its input
-        columns = columns - rank * matrix.shape[1]
-    is_here = (rows >= 0) & (columns >= 0) & (columns < matrix.shape[1])
-    ours = matrix[rows[is_here].to(held.device), columns[is_here].to(held.device)].cpu()
-    return torch.allclose(ours.double(), given[is_here].to(held.dtype).double(), rtol=0, atol=0, equal_nan=True)
-
-
-def _local_rows(place: Place, num_rows: int, num_held: int, rows: Tensor, rank: int) -> Tensor:
-    """Row of the engine's parameter for each row of the tensor; -1 where another rank has it."""
-    module: Any = place.module
-    if place.piece in ("q", "k", "v"):
-        return _rows_of_attention(module, str(place.piece), rows, rank)
-    if place.piece == "qkv":
-        return _rows_of_whole_attention(module, num_rows, rows, rank)
-    if isinstance(place.piece, int):  # gate above up
-        half = num_held // 2
-        order = 1 - place.piece if _has_up_first(module) else place.piece
-        return _shifted(rows, rank * half if half != num_rows else 0, half, order * half)
-    indices = getattr(module, "shard_indices", None)
-    if indices is not None:  # a vocabulary, padded
-        start = int(indices.org_vocab_start_index)
-        return _shifted(rows, start, int(indices.org_vocab_end_index) - start, 0)
-    return _shifted(rows, 0 if num_held == num_rows else rank * num_held, num_held, 0)
-
-
-def _rows_of_attention(module: Any, piece: str, rows: Tensor, rank: int) -> Tensor:
-    q_size, kv_size = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
-    if piece == "q":
-        return _shifted(rows, rank * q_size, q_size, 0)
-    first = rank // module.num_kv_head_replicas * kv_size  # ranks share a key head where there are few
-    return _shifted(rows, first, kv_size, q_size if piece == "k" else q_size + kv_size)
-
-
-def _rows_of_whole_attention(module: Any, num_rows: int, rows: Tensor, rank: int) -> Tensor:
-    third, local = num_rows // 3, torch.full_like(rows, -1)
-    for index, piece in enumerate("qkv"):
-        own = rows // third == index
-        local[own] = _rows_of_attention(module, piece, rows[own] - index * third, rank)
-    return local
-
-
-def _has_up_first(module: Any) -> bool:
-    return bool(getattr(getattr(module, "quant_method", None), "load_up_proj_weight_first", False))
-
-
-def _shifted(rows: Tensor, start: int, size: int, offset: int) -> Tensor:
-    return torch.where((rows >= start) & (rows < start + size), rows - start + offset, -1)
-
-
-# ---- Tensors of layers that Places does not know
+# ---- Tensors of layers that the placement rules do not know
 
 
 class _Writes(TorchDispatchMode):
@@ -343,7 +204,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _is_written(model: Any, name: str, tensor: Tensor) -> bool:
-    """Whether loading the tensor writes to any parameter: SGLang passes over names it does not know in silence."""
+    """Returns whether loading the tensor writes to any parameter; SGLang skips names that it does not know."""
     writes = _Writes()
     try:
         with writes:

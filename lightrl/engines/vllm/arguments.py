@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments, nearest_name
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CPU_KV_BYTES = 256 << 20
 _CPU_NUM_SEQS = 64  # more of them decode slower
 _MEDIA_PER_PROMPT = {"image": 8, "video": 2}
@@ -99,24 +95,3 @@ def llm_arguments(
         }
     arguments |= user_arguments(options, known)
     return {name: value for name, value in arguments.items() if name in known}
-
-
-def model_folder(source: PreTrainedModel, processor: Any, scratch: Path) -> str:
-    """Where vLLM reads the architecture: the folder or hub name that the model came from, else scratch."""
-    name = str(source.name_or_path or "")
-    if (Path(name) / "config.json").is_file() if name else False:
-        return name
-    if _HUB_NAME.fullmatch(name) and not Path(name).exists() and not name.startswith("."):
-        return name
-    config = type(source.config).from_dict(source.config.to_dict())
-    config.architectures = [architecture_of(source)]
-    config.save_pretrained(scratch)
-    if hasattr(processor, "image_processor"):
-        processor.save_pretrained(scratch)
-    return str(scratch)
-
-
-def architecture_of(source: PreTrainedModel) -> str:
-    """The class's name before FSDP put itself in front of it."""
-    classes = [kind for kind in type(source).__mro__ if issubclass(kind, PreTrainedModel)]
-    return next(kind.__name__ for kind in classes if not hasattr(kind, "unshard"))

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
+from lightrl.engines.architecture import architecture_of, eos_ids, model_folder
 from lightrl.engines.base import EngineGroup
-from lightrl.engines.native.engine import eos_ids
 from lightrl.engines.vllm import host
-from lightrl.engines.vllm.arguments import architecture_of, llm_arguments, model_folder
+from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token
 from lightrl.imports import is_installed
 

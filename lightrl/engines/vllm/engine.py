@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
+from lightrl.engines.architecture import skeleton
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -27,11 +28,11 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
-from lightrl.engines.native.weights import drop_weights
 from lightrl.engines.vllm import host
-from lightrl.engines.weight_sync import raise_problems
-from lightrl.engines.weights.names import skeleton
-from lightrl.engines.weights.placement import Delivery, Landed, named_shapes
+from lightrl.engines.vllm.delivery import Delivery
+from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
+from lightrl.engines.weights.placement import Placement, ServerRules
+from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed
@@ -289,20 +290,22 @@ class VLLMEngine(InferenceEngine):
 
     def _deliver(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         packs = self._packs_experts
-        landed = Landed(model, tp_rank=self._group.rank, tp_size=self._group.size, compare_experts=not packs)
+        rules = ServerRules(compares_experts=not packs)
+        placement = Placement(model, rules, tp_rank=self._group.rank, tp_size=self._group.size)
         taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-        buffers = [(name, buffer) for name, buffer in self._buffers.items() if landed.own_name(name) in taken]
+        buffers = [(name, buffer) for name, buffer in self._buffers.items() if placement.own_name(name) in taken]
         shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
+        account = WeightAccount(shapes, self._tied)
         load: Any = self._reload if packs else model.load_weights
-        delivery = Delivery(load, landed, shapes, can_load_one=not packs)
+        delivery = Delivery(load, account, placement, can_load_one=not packs)
         delivery.run(chain(weights, buffers))
-        problems = delivery.problems + delivery.missing(self._tied) + landed.problems()
+        problems = account.problems()
         if delivery.loaded:
             own = {name for name, _ in model.named_parameters()}
             problems += [f"the engine's {name} got nothing" for name in sorted(own - delivery.loaded)]
-        if landed.unread and not self._num_loads:
+        if delivery.unread and not self._num_loads:
             logger.info(
-                "vLLM keeps %d parameters in a way that is not read back: %s", len(landed.unread), landed.unread
+                "vLLM keeps %d parameters in a way that is not read back: %s", len(delivery.unread), delivery.unread
             )
         if not problems and self._device.type == "cpu":
             host.repack_experts(model)

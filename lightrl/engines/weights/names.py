@@ -1,7 +1,7 @@
-"""Names of weights: what a sync must bring, and from transformers' names in memory to those of a checkpoint.
+"""Translates the names that transformers gives to weights in memory into those of a checkpoint.
 
-Since transformers 5 a model in memory may name its weights otherwise than its checkpoint does, or hold the weights of
-several experts as one tensor. Engines that read checkpoints want the checkpoint's.
+Since transformers 5 a model in memory may name its weights differently from its checkpoint, or hold the weights of
+several experts as one tensor. Engines that read checkpoints want the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,60 +18,15 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def skeleton(source: PreTrainedModel) -> PreTrainedModel:
-    """The source's architecture without memory for its weights; the source itself may be sharded or wrapped."""
-    plain = next(kind for kind in type(source).__mro__ if not kind.__name__.startswith("FSDP"))
-    config = type(source.config).from_dict(source.config.to_dict())
-    with torch.device("meta"):
-        model: PreTrainedModel = plain(config)
-    model.tie_weights()
-    return model
-
-
-class ExpectedWeights:
-    """Checks that every parameter comes, once or under each of its tied names, and with its shape."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        named = list(model.named_parameters(remove_duplicate=False))
-        self._shapes = {name: parameter.shape for name, parameter in named}
-        self._owner = {name: id(parameter) for name, parameter in named}
-        self._received: set[int] = set()
-        self._names: set[str] = set()
-        self._problems: list[str] = []
-
-    def accept(self, name: str, tensor: Tensor) -> bool:
-        """Whether the pair fits; what does not is a problem."""
-        problem = self._problem(name, tensor)
-        if problem:
-            self._problems.append(problem)
-        self._names.add(name)
-        self._received.add(self._owner.get(name, 0))
-        return not problem
-
-    def _problem(self, name: str, tensor: Tensor) -> str:
-        if name not in self._shapes:
-            return f"unknown {name}"
-        if name in self._names:
-            return f"{name} came twice"
-        if tensor.shape != self._shapes[name]:
-            return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {tuple(self._shapes[name])}"
-        return ""
-
-    def problems(self) -> list[str]:
-        """All that was wrong with the pairs, and what did not come."""
-        missing: dict[int, str] = {}
-        for name, owner in self._owner.items():
-            if owner not in self._received:
-                missing.setdefault(owner, name)
-        return self._problems + [f"missing {name}" for name in missing.values()]
-
-
 def checkpoint_pairs(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The pairs under the names, and in the form, that the model's checkpoint has.
+    """Yields the pairs under the names, and in the form, that the model's checkpoint has.
 
-    One layer is held at a time, where the form changes: the pairs must come layer by layer, as sorted names do.
+    Where the form changes, one layer is held at a time: the pairs must come layer by layer, as sorted names do.
     """
-    # Not those of from_pretrained: ranks that built the model from its config have none, and all must agree.
+    # from_pretrained notes its conversions on the model, but a rank that built the model from its config has none of
+    # them, and all ranks must agree. These two functions are not public. They can go when transformers offers a way to
+    # name weights as save_pretrained does without saving; 5.19 has none:
+    # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/core_model_loading.py
     conversions = [
         item for item in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(item, PrefixChange)
     ]
@@ -85,5 +39,6 @@ def checkpoint_pairs(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]
 
 
 def _layer(name: str) -> str:
-    found = _LAYER.match(name)
-    return found[1] if found else name
+    """Returns the part of a name up to the number of its layer, or the whole name."""
+    match = _LAYER.match(name)
+    return match[1] if match else name

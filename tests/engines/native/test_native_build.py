@@ -5,7 +5,7 @@ from torch.testing import assert_close
 from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, SamplingParams
-from lightrl.engines.native.build import build_native_engine, empty_copy
+from lightrl.engines.native.engine import build_native_engine, empty_copy
 
 CPU = torch.device("cpu")
 

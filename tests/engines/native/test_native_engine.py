@@ -3,10 +3,10 @@ import random
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import GenerationConfig
 
 from lightrl.engines.base import SamplingParams
-from lightrl.engines.native.engine import NativeEngine, eos_ids
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.native.engine import NativeEngine
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mistral", "qwen3_moe", "gpt_oss"]
@@ -203,12 +203,13 @@ def test_weights_loaded_in_flight_stamp_later_tokens_and_keep_the_cache(family, 
 
 
 def test_a_bad_prompt_is_named_and_takes_no_id(make_engine):
-    engine = make_engine(max_model_len=10)
-    with pytest.raises(ValueError, match="Request 0 has an empty prompt"):
+    engine = ColocatedEngine(make_engine(max_model_len=10))
+    engine.version = 0  # it has its weights
+    with pytest.raises(ValueError, match="the prompt of request 0 is empty"):
         engine.submit([], SamplingParams())
-    with pytest.raises(ValueError, match=r"Request 0 has token ids \[61, -1\] outside the vocabulary of 61"):
+    with pytest.raises(ValueError, match="request 0 holds token id 61, outside the model's vocabulary of 61"):
         engine.submit([3, 61, -1], SamplingParams())
-    with pytest.raises(ValueError, match="4 prompt tokens \\+ 7 new tokens = 11, beyond max_model_len 10"):
+    with pytest.raises(ValueError, match="request 0 has 4 tokens; with max_new_tokens 7 that is beyond"):
         engine.submit([3, 4, 5, 6], SamplingParams(max_new_tokens=7))
     assert engine.submit([3, 4, 5, 6], SamplingParams(max_new_tokens=6, ignore_eos=True)) == 0
     assert engine.submit([3], SamplingParams(max_new_tokens=1)) == 1
@@ -274,16 +275,3 @@ def test_logits_that_are_not_finite_name_the_request(make_engine):
     engine.load_weights(broken, version=3)
     with pytest.raises(RuntimeError, match="request 0, token 2, weight version 3"):
         engine.step()
-
-
-def test_eos_ids_collects_every_source(tiny_model):
-    class Tokenizer:
-        eos_token_id = 9
-
-    model = tiny_model("qwen3")  # its config says 2
-    model.generation_config = GenerationConfig(eos_token_id=[7, 2])
-    assert eos_ids(model, Tokenizer()) == (2, 7, 9)
-    assert eos_ids(model) == (2, 7)
-    model.config.eos_token_id = None
-    model.generation_config = None
-    assert eos_ids(model) == ()

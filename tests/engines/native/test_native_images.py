@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.engines.native.build import build_native_engine
-from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.models.policy import load_policy
 from lightrl.records import Experience, Prompt, Sample
 
@@ -110,8 +109,9 @@ def test_an_engine_built_for_a_policy_sees_its_new_weights_and_images(family, tm
 
 
 def test_images_that_a_model_does_not_take_are_refused(tiny_model):
-    engine = NativeEngine(tiny_model("llama"), eos_token_ids=(2,), device=CPU)
-    with pytest.raises(ValueError, match="has no images or videos for LlamaForCausalLM: it takes them for qwen2_5_vl"):
+    engine = ColocatedEngine(NativeEngine(tiny_model("llama"), eos_token_ids=(2,), device=CPU))
+    engine.version = 0  # it has its weights
+    with pytest.raises(ValueError, match="comes with images, which this engine's model does not take"):
         engine.submit(EnginePrompt(token_ids=(5,), images=(checkered(28, 28),)), SamplingParams())
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine
-from lightrl.engines.native.kv_cache import SlotCache
-from lightrl.engines.native.model_runner import ModelRunner
+from lightrl.engines.native.forward import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_prefill_gives_the_logits_after_each_prompt(family, tiny_model):
     runner, reference = ModelRunner(tiny_model(family), CPU), tiny_model(family)
-    prompts, cache, rows = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]], SlotCache(), torch.arange(3)
+    prompts, cache, rows = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]], RowCache(), torch.arange(3)
     with torch.inference_mode():
         runner.verify(61)
         cache.reserve(3, 8, 3, 8)

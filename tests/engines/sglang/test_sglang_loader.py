@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightrl.engines.sglang import loader
-from lightrl.engines.sglang.loader import Bucket, Places, is_held, read_reports, sample_places, sample_values
+from lightrl.engines.sglang.loader import RULES, Bucket, description, is_loaded, read_reports
+from lightrl.engines.weights.placement import Placement
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, VOCAB = 4, 2, 2, 6, 10, 7
 
@@ -56,6 +57,9 @@ def engine_model(full, rank, size):
         "num_kv_heads": KV_HEADS // size,
         "num_kv_head_replicas": 1,
         "head_size": SIZE,
+        "total_num_heads": HEADS,
+        "total_num_kv_heads": KV_HEADS,
+        "output_sizes": [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE],
     }
     end = min(VOCAB, (rank + 1) * 4) if size > 1 else VOCAB
     vocabulary = _Range(rank * 4 if size > 1 else 0, end)
@@ -69,9 +73,9 @@ def engine_model(full, rank, size):
     layer.self_attn, layer.mlp = nn.Module(), nn.Module()
     layer.self_attn.qkv_proj = _Layer(torch.cat(qkv), **attention)
     layer.self_attn.o_proj = _Layer(text["layers.0.self_attn.o_proj.weight"][:, column].contiguous())
-    layer.mlp.gate_up_proj = _Layer(torch.cat(gate_up))
+    layer.mlp.gate_up_proj = _Layer(torch.cat(gate_up), output_sizes=[INNER, INNER])
     layer.mlp.experts = nn.Module()
-    layer.mlp.experts.moe_tp_rank = rank
+    layer.mlp.experts.moe_tp_rank, layer.mlp.experts.moe_tp_size = rank, size
     w13, w2 = torch.zeros(2, 2 * inner, HIDDEN), torch.zeros(2, HIDDEN, inner)
     w13[1, inner:] = rows("layers.0.mlp.experts.1.up_proj.weight", inner)
     w2[1] = text["layers.0.mlp.experts.1.down_proj.weight"][:, rank * inner : (rank + 1) * inner]
@@ -84,31 +88,25 @@ def engine_model(full, rank, size):
     block.attn = nn.Module()
     thirds = text["visual.blocks.0.attn.qkv.weight"].chunk(3)
     parts = [third[rank * heads : (rank + 1) * heads] for third in thirds]
-    block.attn.qkv_proj = _Layer(torch.cat(parts), **{**attention, "num_kv_heads": HEADS // size})
+    alike = {"num_kv_heads": HEADS // size, "total_num_kv_heads": HEADS, "output_sizes": [HEADS * SIZE] * 3}
+    block.attn.qkv_proj = _Layer(torch.cat(parts), **{**attention, **alike})
     model.visual.blocks = nn.ModuleList([block])
     model.visual.patch_embed = nn.Module()
     model.visual.patch_embed.proj = _Layer(text["visual.patch_embed.proj.weight"].reshape(HIDDEN, -1).clone())
     return model
 
 
-def described(tensor):
-    return {"shape": list(tensor.shape), "values": sample_values(tensor)}
-
-
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_every_layout_is_found_and_every_change_is_seen(rank, size):
     full = checkpoint()
-    model = engine_model(full, rank, size)
-    places = Places(model)
+    placement = Placement(engine_model(full, rank, size), RULES, tp_rank=rank, tp_size=size)
     for name, tensor in full.items():
-        place = places.find(name)
-        assert place is not None, name
-        assert is_held(place, described(tensor), rank), name
-        assert not is_held(place, described(tensor * 1.01), rank), name
-    gate, up = (full[f"model.language_model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    place = places.find("model.language_model.layers.0.mlp.gate_proj.weight")
-    assert is_held(place, described(gate), rank)
-    assert not is_held(place, described(up), rank)
+        assert is_loaded(placement, name, description(tensor)) is True, name
+        assert is_loaded(placement, name, description(tensor * 1.01)) is False, name
+    gate, up = (f"model.language_model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    assert is_loaded(placement, gate, description(full[gate]))
+    assert not is_loaded(placement, gate, description(full[up]))
+    assert is_loaded(placement, "nowhere.weight", description(torch.zeros(3))) is None
 
 
 def test_key_heads_that_ranks_share():
@@ -116,24 +114,13 @@ def test_key_heads_that_ranks_share():
     rank = 3
     held = torch.cat([weight[rank * 2 : rank * 2 + 2], weight[8:10], weight[10:12]])
     attributes = {"num_heads": 1, "num_kv_heads": 1, "num_kv_head_replicas": 4, "head_size": 2}
+    attributes |= {"total_num_heads": 4, "total_num_kv_heads": 1, "output_sizes": [8, 8, 8]}
     model = nn.Module()
     model.attn = nn.Module()
     model.attn.qkv_proj = _Layer(held, **attributes)
+    placement = Placement(model, RULES, tp_rank=rank, tp_size=4)
     for name, tensor in (("q", weight[:8]), ("k", weight[8:10]), ("v", weight[10:12])):
-        assert is_held(Places(model).find(f"attn.{name}_proj.weight"), described(tensor.clone()), rank)
-
-
-def test_an_ending_that_two_parameters_share_is_not_guessed():
-    model = nn.Module()
-    model.first, model.second = nn.Module(), nn.Module()
-    model.first.norm, model.second.norm = nn.LayerNorm(2), nn.LayerNorm(2)
-    assert Places(model).find("other.norm.weight") is None
-    assert Places(model).find("model.first.norm.weight").parameter is model.first.norm.weight
-
-
-def test_samples_meet_every_column_of_a_matrix():
-    assert len({place % 8 for place in sample_places(64 * 8)}) == 8
-    assert sample_places(3) == [0, 1, 2]
+        assert is_loaded(placement, f"attn.{name}_proj.weight", description(tensor.clone())) is True
 
 
 class _Target(nn.Module):
@@ -154,7 +141,7 @@ class _Target(nn.Module):
 
 
 def send(model, tensors, folder, monkeypatch, num_buckets=2):
-    monkeypatch.setattr(loader, "_tp_rank", lambda: 0)
+    monkeypatch.setattr(loader, "_tp_rank_and_size", lambda: (0, 1))
     names = list(tensors)
     cut = len(names) // num_buckets
     for index, part in enumerate((names[:cut], names[cut:])):

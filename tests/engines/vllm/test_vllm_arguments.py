@@ -1,15 +1,10 @@
 """The arguments of vllm.LLM(), without vLLM."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
-from transformers import AutoModelForCausalLM
 
 from lightrl.config import StrategyOptions
-from lightrl.engines.vllm.arguments import llm_arguments, model_folder, user_arguments
+from lightrl.engines.vllm.arguments import llm_arguments, user_arguments
 
 KNOWN = {
     *("model", "load_format", "dtype", "tensor_parallel_size", "logprobs_mode", "max_num_seqs", "max_model_len"),
@@ -56,19 +51,3 @@ def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "distributed_executor_backend" not in alone
     assert alone["limit_mm_per_prompt"]["image"] > 1
     assert alone["skip_tokenizer_init"] is False
-
-
-def test_the_folder_that_the_model_came_from_or_one_with_its_config(tmp_path: Path) -> None:
-    folder = save_tiny_model("tied", tmp_path / "model")
-    source = AutoModelForCausalLM.from_pretrained(folder)
-    scratch = tmp_path / "scratch"
-    assert model_folder(source, None, scratch) == folder
-    source.name_or_path = "org/some-model"
-    assert model_folder(source, None, scratch) == "org/some-model"
-    assert not scratch.exists()
-    made = AutoModelForCausalLM.from_config(TEXT_FAMILIES["untied"]())
-    made.__class__ = type("FSDPQwen2ForCausalLM", (type(made),), {"unshard": None})  # as fully_shard() leaves it
-    for name in ("", str(tmp_path / "gone")):
-        made.name_or_path = name
-        assert model_folder(made, None, scratch) == str(scratch)
-        assert json.loads((scratch / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]

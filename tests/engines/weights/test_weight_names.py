@@ -1,4 +1,4 @@
-"""Checkpoint names for a mixture of experts and a vision-language model, and the check that nothing is missing."""
+"""Checkpoint names for a mixture of experts and a vision-language model."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lightrl.engines.weights.names import ExpectedWeights, checkpoint_pairs, skeleton
+from lightrl.engines.architecture import skeleton
+from lightrl.engines.weights.names import checkpoint_pairs
 
 TEXT = {
     "vocab_size": 32,
@@ -74,29 +75,3 @@ def test_a_plain_model_goes_through_as_it_is():
     model = Qwen3ForCausalLM(Qwen3Config(**TEXT))
     pairs = sorted_pairs(model)
     assert all(a is b for (_, a), (_, b) in zip(checkpoint_pairs(skeleton(model), pairs), pairs, strict=True))
-
-
-def test_missing_unknown_misshapen_and_repeated_weights_are_named():
-    model = Qwen3ForCausalLM(Qwen3Config(**TEXT, tie_word_embeddings=True))
-    expected = ExpectedWeights(skeleton(model))
-    for name, tensor in sorted_pairs(model):
-        if name == "model.norm.weight":
-            assert not expected.accept(name, tensor[:-1])
-        elif name != "model.layers.1.mlp.up_proj.weight":
-            assert expected.accept(name, tensor)
-    assert expected.accept("lm_head.weight", model.lm_head.weight)  # tied: under each of its names
-    assert not expected.accept("lm_head.bias", torch.zeros(1))
-    assert not expected.accept("lm_head.weight", model.lm_head.weight)
-    assert expected.problems() == [
-        "misshapen model.norm.weight: got (15,), the model has (16,)",
-        "unknown lm_head.bias",
-        "lm_head.weight came twice",
-        "missing model.layers.1.mlp.up_proj.weight",
-    ]
-
-
-def test_tied_weights_may_come_under_one_name():
-    model = Qwen3ForCausalLM(Qwen3Config(**TEXT, tie_word_embeddings=True))
-    expected = ExpectedWeights(skeleton(model))
-    assert all(expected.accept(name, tensor) for name, tensor in sorted_pairs(model))
-    assert expected.problems() == []

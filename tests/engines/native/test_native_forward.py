@@ -4,8 +4,8 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.engines.native.fused_forward import FusedForward, FusedLinear, RMSNorm
-from lightrl.engines.native.kv_cache import SlotCache
+from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.forward import FusedForward, FusedLinear, RMSNorm, is_supported
 
 
 def test_fused_linear_equals_its_layers_and_follows_their_parameters():
@@ -55,7 +55,7 @@ def test_refreshing_a_norm_whose_weights_are_dropped_waits_for_the_next_refresh(
 
 @pytest.mark.parametrize(("window", "seen"), [(None, [[0], [0, 1, 2, 3, 4]]), (3, [[0], [2, 3, 4]])])
 def test_the_mask_shows_each_row_what_its_position_and_window_allow(window, seen, tiny_model):
-    forward, cache = FusedForward(tiny_model("llama")), SlotCache()
+    forward, cache = FusedForward(tiny_model("llama")), RowCache()
     forward._ramps = {window: torch.empty(0)}
     cache.reserve(2, 16, 2, 16)
     cache.begin_decode(torch.tensor([0, 4]), 0, 4)
@@ -73,7 +73,7 @@ def test_the_mask_shows_each_row_what_its_position_and_window_allow(window, seen
     [("llama", True), ("mistral", True), ("qwen2", True), ("qwen3", True), ("gpt2", False), ("gemma2", False)],
 )
 def test_only_the_families_it_computes_exactly_are_taken(family, is_known, tiny_model):
-    assert (FusedForward.build(tiny_model(family)) is not None) == is_known
+    assert (is_supported(tiny_model(family))) == is_known
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_only_the_families_it_computes_exactly_are_taken(family, is_known, tiny_
 def test_a_variant_that_it_does_not_compute_is_left_to_the_modules(option):
     shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, **option)
-    assert FusedForward.build(LlamaForCausalLM(config)) is None
+    assert not is_supported(LlamaForCausalLM(config))
 
 
 def test_an_adapted_layer_is_left_to_the_modules(tiny_model):
@@ -98,4 +98,4 @@ def test_an_adapted_layer_is_left_to_the_modules(tiny_model):
         pass
 
     model.model.layers[1].mlp.down_proj = Adapted(48, 32, bias=False)
-    assert FusedForward.build(model) is None
+    assert not is_supported(model)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightrl.engines.native.kv_cache import SlotCache, round_up
+from lightrl.engines.native.cache import RowCache, round_up
 
 
 def test_round_up():
@@ -10,8 +10,8 @@ def test_round_up():
 
 def filled_cache():
     """Two prompts of two tokens, in rows 2 and 0; one layer, one head of size one."""
-    cache = SlotCache()
-    cache.reserve(rows=3, places=2, most_rows=8, most_places=100)
+    cache = RowCache()
+    cache.reserve(rows=3, positions=2, most_rows=8, most_positions=100)
     keys = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 1, 2, 1)
     cache.begin_prefill(torch.tensor([2, 0]), torch.tensor([0, 1]))
     cache.update(keys, -keys, 0)
@@ -33,12 +33,12 @@ def test_rows_at_one_position_store_and_read_like_others():
     for place in (2, 3, 8):  # the last reads more places
         cache.begin_decode(torch.tensor([place] * 3), place, place)
         cache.append(tokens + place, -tokens, 0)
-        keys, values = cache.looked_at(0)
+        keys, values = cache.read(0)
         assert keys[:, 0, place].tolist() == [7.0 + place, 8.0 + place, 9.0 + place]
         assert values[:, place, 0].tolist() == [-7, -8, -9]
     assert tuple(keys.shape) == (3, 1, 16)
     assert keys[:, 0, :5].tolist() == [[3, 4, 9, 10, 0], [0, 0, 10, 11, 0], [1, 2, 11, 12, 0]]
-    cache.reserve(rows=3, places=17, most_rows=8, most_places=100)
+    cache.reserve(rows=3, positions=17, most_rows=8, most_positions=100)
     cache.begin_decode(torch.tensor([9] * 3), 9, 9)
     cache.append(tokens, tokens, 0)
     assert cache.layer(0).keys[:, 0, 9, 0].tolist() == [7, 8, 9]  # not in the storage outgrown
@@ -46,28 +46,28 @@ def test_rows_at_one_position_store_and_read_like_others():
 
 @pytest.mark.parametrize(("places", "capacity"), [(1, 16), (16, 16), (17, 48), (48, 48), (49, 80)])
 def test_capacity_is_an_odd_number_of_cache_lines(places, capacity):
-    cache = SlotCache()
-    cache.reserve(rows=1, places=places, most_rows=1, most_places=100)
+    cache = RowCache()
+    cache.reserve(rows=1, positions=places, most_rows=1, most_positions=100)
     assert cache.capacity == capacity
 
 
 def test_growth_keeps_what_is_stored_and_stays_within_the_bounds():
     cache = filled_cache()
-    cache.reserve(rows=4, places=33, most_rows=4, most_places=40)
+    cache.reserve(rows=4, positions=33, most_rows=4, most_positions=40)
     assert (cache.num_rows, cache.capacity) == (4, 48)
     layer = cache.layer(0)
     assert tuple(layer.keys.shape) == (4, 1, 48, 1)
     assert layer.keys[2, 0, :3, 0].tolist() == [1, 2, 0]
-    cache.reserve(rows=1, places=1, most_rows=4, most_places=40)
+    cache.reserve(rows=1, positions=1, most_rows=4, most_positions=40)
     assert (cache.num_rows, cache.capacity) == (4, 48)
 
 
 def test_rows_move_and_are_read_and_written_whole():
     cache = filled_cache()
-    cache.move_rows(torch.tensor([2]), torch.tensor([1]), places=2)
+    cache.move_rows(torch.tensor([2]), torch.tensor([1]), length=2)
     assert cache.layer(0).keys[1, 0, :2, 0].tolist() == [1, 2]
-    copy = cache.read_row(0, places=2)
-    cache.write_rows(slice(1, 3), copy, places=2)
+    copy = cache.read_row(0, length=2)
+    cache.write_rows(slice(1, 3), copy, length=2)
     assert cache.layer(0).values[:, 0, :2, 0].tolist() == [[-3, -4]] * 3
 
 
@@ -80,7 +80,7 @@ def test_free_returns_the_bytes_even_if_a_view_is_held():
 
 
 def test_decoding_before_a_prefill_is_a_bug():
-    cache = SlotCache()
+    cache = RowCache()
     cache.storage.append(None)
     with pytest.raises(AssertionError, match="layer 0 decodes before its first prefill"):
         cache.layer(0)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from lightrl.engines.native.attention import decode_attention, native_attention, native_mask
+from lightrl.engines.native.modules import decode_attention, native_attention, native_mask
 
 CPU = torch.device("cpu")
 

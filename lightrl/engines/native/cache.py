@@ -1,0 +1,265 @@
+"""Keys and values of all running samples: one row a sample, and position j of a row holds the sample's position j.
+
+Rows are left-aligned, so a model's own mask rules (causal, sliding, chunked) apply to the cache as they stand.
+Transformers sees the cache as a `Cache`; what `update` does depends on the phase that was begun before the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+_LINE = 16  # positions of fp32 in a cache line
+_STEP = 2 * _LINE  # storage grows in multiples of this
+_STEP_READ = 8  # decoding reads in multiples of this: a larger one wastes memory bandwidth, which is what bounds it
+
+
+def round_up(value: int, multiple: int = _STEP) -> int:
+    """Returns the least multiple that holds the value."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(slots=True)
+class LayerStorage:
+    """One attention layer. Latent-attention models have keys and values of different head sizes."""
+
+    keys: Tensor  # [rows, kv_heads, capacity, key_dim], a view of storage whose positions lie side by side
+    values: Tensor  # [rows, kv_heads, capacity, value_dim]
+
+    @classmethod
+    def zeros(cls, keys: Tensor, values: Tensor, rows: int, capacity: int) -> LayerStorage:
+        """Makes storage for keys and values like these [_, heads, _, dim].
+
+        Zeros, not empty: a masked position still enters "weight 0 times value", and 0 * NaN is NaN. Keys are stored as
+        [rows, heads, dim, capacity]: a query of one token then meets rows of consecutive positions, which takes half
+        the time of a product with short rows.
+        """
+        num_heads, key_dim = keys.shape[1], keys.shape[3]
+        return cls(
+            keys.new_zeros(rows, num_heads, key_dim, capacity).transpose(2, 3),
+            values.new_zeros(rows, num_heads, capacity, values.shape[3]),
+        )
+
+    def resized(self, rows: int, capacity: int) -> LayerStorage:
+        """Returns storage of another size with the content of this one."""
+        grown = LayerStorage.zeros(self.keys, self.values, rows, capacity)
+        kept_rows, kept = min(rows, self.keys.shape[0]), min(capacity, self.keys.shape[2])
+        grown.keys[:kept_rows, :, :kept] = self.keys[:kept_rows, :, :kept]
+        grown.values[:kept_rows, :, :kept] = self.values[:kept_rows, :, :kept]
+        return grown
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of keys and values."""
+        return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
+
+    def free(self) -> None:
+        """Gives the memory back, even if a traceback or a captured graph still holds a view of it."""
+        self.keys.untyped_storage().resize_(0)
+        self.values.untyped_storage().resize_(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompts enter: row target_rows[j] receives the keys and values of prompt source_prompts[j]."""
+
+    target_rows: Tensor  # [m] int64
+    source_prompts: Tensor  # [m] int64
+
+
+@dataclass(slots=True)
+class Decode:
+    """One token a row: rows 0 .. len(positions) - 1 write at their position and read the first num_read positions."""
+
+    positions: Tensor  # [n] int64
+    num_read: int
+    shared_position: int | None  # the position of every row, if it is one
+
+    def reads_like(self, other: object) -> bool:
+        """Returns whether the other phase reads as many positions of as many rows."""
+        if not isinstance(other, Decode):
+            return False
+        return self.num_read == other.num_read and self.positions.shape == other.positions.shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """What a layer's decode step reads and writes, kept over the steps: making views costs as much as small sums."""
+
+    keys: Tensor  # [n * kv_heads, dim, num_read]
+    values: Tensor  # [n * kv_heads, num_read, dim]
+    keys_by_position: Tensor  # [num_read, n, kv_heads, dim]
+    values_by_position: Tensor
+
+
+class RowCache(Cache):
+    """Row storage for every layer, made at the layer's first prefill and grown in rounded steps."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.storage: list[LayerStorage | None] = []
+        self.num_rows = 0
+        self.capacity = 0
+        self._phase: Prefill | Decode | None = None
+        self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
+        self._views: dict[int, _Views] = {}  # by layer; valid while the same positions of as many rows are read
+
+    def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
+        """Grows to hold rows x positions; by half at least, so that a long answer does not copy at every step."""
+        if rows <= self.num_rows and positions <= self.capacity:
+            return
+        if rows > self.num_rows:
+            self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
+        if positions > self.capacity:
+            wanted = min(most_positions, max(positions, self.capacity * 3 // 2))
+            # An odd number of lines: an even one maps neighbouring rows to the same few sets of a processor's cache.
+            self.capacity = round_up(wanted - _LINE) + _LINE
+        self._views.clear()
+        self.storage = [layer and layer.resized(self.num_rows, self.capacity) for layer in self.storage]
+
+    def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
+        """Makes update() store prompts."""
+        self._phase = Prefill(target_rows, source_prompts)
+
+    def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
+        """Makes update() and append() store one token a row, at these positions."""
+        num_read = min(round_up(highest_position + 1, _STEP_READ), self.capacity)
+        phase = Decode(positions, num_read, highest_position if lowest_position == highest_position else None)
+        if not phase.reads_like(self._phase):
+            self._views.clear()
+        self._phase = phase
+        self._write_index.clear()
+
+    @property
+    def decode_phase(self) -> Decode:
+        """The decode phase that was begun last."""
+        assert isinstance(self._phase, Decode)
+        return self._phase
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values [b, kv_heads, t, dim]; returns those that the queries may look at."""
+        if isinstance(self._phase, Prefill):
+            self.store_prompts(key_states, value_states, layer_idx)
+            return key_states, value_states
+        self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
+        keys, values = self.read(layer_idx)
+        rows = key_states.shape[:2]
+        return keys.unflatten(0, rows).transpose(2, 3), values.unflatten(0, rows)
+
+    def store_prompts(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        """Stores keys and values [prompts, kv_heads, t, dim] in the rows of the prefill phase."""
+        assert isinstance(self._phase, Prefill)
+        self.storage.extend([None] * (layer_idx + 1 - len(self.storage)))
+        layer = self.storage[layer_idx]
+        if layer is None:
+            layer = self.storage[layer_idx] = LayerStorage.zeros(keys, values, self.num_rows, self.capacity)
+        length = keys.shape[2]
+        layer.keys[self._phase.target_rows, :, :length] = keys[self._phase.source_prompts]
+        layer.values[self._phase.target_rows, :, :length] = values[self._phase.source_prompts]
+
+    def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
+        phase = self.decode_phase
+        layer = self.layer(layer_idx)
+        num_heads, key_dim = keys.shape[1:]
+        if phase.shared_position is not None:  # plain copies take half the time of indexed ones
+            views = self._views_of(layer_idx)
+            views.keys_by_position[phase.shared_position] = keys
+            views.values_by_position[phase.shared_position] = values
+            return
+        layer.keys.transpose(2, 3).put_(self._flat_index(phase, num_heads * key_dim), keys)
+        index = self._flat_index(phase, num_heads)
+        layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns views of what a decode step reads: keys [n * kv_heads, dim, num_read], values [.., num_read, dim]."""
+        views = self._views_of(layer_idx)
+        return views.keys, views.values
+
+    def _views_of(self, layer_idx: int) -> _Views:
+        views = self._views.get(layer_idx)
+        if views is None:
+            phase, layer = self.decode_phase, self.layer(layer_idx)
+            keys, values = (part[: len(phase.positions), :, : phase.num_read] for part in (layer.keys, layer.values))
+            views = self._views[layer_idx] = _Views(
+                keys=keys.transpose(2, 3).flatten(0, 1),
+                values=values.flatten(0, 1),
+                keys_by_position=keys.movedim(2, 0),
+                values_by_position=values.movedim(2, 0),
+            )
+        return views
+
+    def layer(self, layer_idx: int) -> LayerStorage:
+        """Returns the storage of a layer that has seen a prefill."""
+        layer = self.storage[layer_idx]
+        assert layer is not None, f"layer {layer_idx} decodes before its first prefill"
+        return layer
+
+    def move_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies the first positions of rows; sources and targets share no row."""
+        for layer in filter(None, self.storage):
+            layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
+            layer.values[targets, :, :length] = layer.values[sources, :, :length]
+
+    def read_row(self, row: int, length: int) -> list[LayerStorage | None]:
+        """Returns a copy of the first positions of one row."""
+        return [
+            layer
+            and LayerStorage(layer.keys[row : row + 1, :, :length].clone(), layer.values[row, None, :, :length].clone())
+            for layer in self.storage
+        ]
+
+    def write_rows(self, rows: slice, content: list[LayerStorage | None], length: int) -> None:
+        """Puts what read_row returned into each of the rows."""
+        for layer, copy in zip(self.storage, content, strict=True):
+            if layer is not None and copy is not None:
+                layer.keys[rows, :, :length] = copy.keys
+                layer.values[rows, :, :length] = copy.values
+
+    def free(self) -> int:
+        """Gives the storage back; returns its bytes."""
+        layers = [layer for layer in self.storage if layer is not None]
+        num_bytes = sum(layer.num_bytes() for layer in layers)
+        for layer in layers:
+            layer.free()
+        self.storage = []
+        self.num_rows = self.capacity = 0
+        self._phase = None
+        self._write_index.clear()
+        self._views.clear()
+        return num_bytes
+
+    def _flat_index(self, phase: Decode, num_lines: int) -> Tensor:
+        """Returns where each row's position lies in storage of num_lines lines of positions a row: [n * num_lines]."""
+        index = self._write_index.get(num_lines)
+        if index is None:
+            positions = phase.positions
+            lines = torch.arange(positions.shape[0] * num_lines, device=positions.device).view(-1, num_lines)
+            index = (lines * self.capacity + positions[:, None]).view(-1)
+            self._write_index[num_lines] = index
+        return index
+
+    # What transformers asks of a cache, mostly to build masks. Its masks take one query offset for all rows; ours has
+    # one a row, which native_mask (modules.py) expects. That can go when q_offset is a tensor of rows upstream:
+    # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/masking_utils.py (5.19: not yet)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Returns the number of positions that the queries look at, and the first of them."""
+        return (self._phase.num_read if isinstance(self._phase, Decode) else query_length), 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the number of positions before the token that is decoded."""
+        return self._phase.num_read - 1 if isinstance(self._phase, Decode) else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
+        """Returns one offset a row while decoding."""
+        return self._phase.positions if isinstance(self._phase, Decode) else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Returns -1: there is no fixed length."""
+        return -1

@@ -1,0 +1,437 @@
+"""Logits from a model and the row cache: by a few large operations where they are known to be exact, or by its modules.
+
+FusedForward computes the Llama family (Llama, Mistral, Qwen2, Qwen3). At small batch the modules of transformers spend
+more on dispatch than on arithmetic. It reads the same parameters: the projections that share an input lie side by side
+in one storage of which the parameters become views, so weights copied into the parameters arrive here too. Only the
+norms' weights need refresh() after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.modules import ModuleForward
+from lightrl.models.multimodal import FAMILIES
+from lightrl.records import EncodedPrompt
+
+logger = logging.getLogger(__name__)
+
+_PROBE_LENGTHS = (3, 6)  # prompts of the comparison: two, so that rows decode at different positions
+_PROBE_STEPS = 2
+_FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+# Their frequencies depend on nothing but the position, so cosines and sines can be tabulated.
+_FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class ModelRunner:
+    """Runs prompts and single tokens, by the fused forward or by modules; compares either with the plain model once."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.prefill_tokens = 0  # prompt tokens run so far, padding left out
+        # A vision tower attends to whole images, without a cache: it keeps its own attention.
+        self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
+        self._fused = FusedForward(model) if is_supported(model) else None
+        self._modules: ModuleForward | None = None  # made when something needs it
+        self._verified: FusedForward | ModuleForward | None = None  # the one that is used
+
+    @property
+    def uses_fused_forward(self) -> bool:
+        """Whether the fused forward was found to compute what the model computes."""
+        return self._verified is not None and self._verified is self._fused
+
+    def refresh(self) -> None:
+        """Brings what is derived from the weights up to date; call it after they changed."""
+        if self._fused is not None:
+            self._fused.refresh()
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        target_rows: Tensor,
+        source_prompts: Tensor,
+        cache: RowCache,
+        encoded: Sequence[EncodedPrompt] | None = None,
+    ) -> Tensor:
+        """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab].
+
+        encoded: the prompts as a vision-language model takes them.
+        """
+        self.prefill_tokens += sum(map(len, prompts))
+        ids, last = _padded(prompts, self.device)
+        cache.begin_prefill(target_rows, source_prompts)
+        if encoded is not None:
+            return self._through_modules().prefill_with_images(ids, last, encoded, cache)
+        return (self._verified or self._through_modules()).prefill(ids, last, cache)
+
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lowest: int,
+        highest: int,
+        cache: RowCache,
+        rope_deltas: Tensor | None = None,
+    ) -> Tensor:
+        """Runs one token in each of the first n rows, [n] int64 each; returns logits [n, vocab].
+
+        lowest and highest are those of the positions. rope_deltas: [n], for a vision-language model: what its own
+        positions are beyond these.
+        """
+        cache.begin_decode(positions, lowest, highest)
+        return (self._verified or self._through_modules()).decode(tokens, positions, cache, rope_deltas)
+
+    def verify(self, vocab_size: int) -> None:
+        """Compares prefill and decoding with the plain model on a few tokens, once there are weights to compare with.
+
+        A fused forward that differs is dropped; a model that the cache cannot drive is refused.
+        """
+        if self._verified is not None:
+            return
+        sequences = [
+            [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
+            for row, length in enumerate(_PROBE_LENGTHS)
+        ]
+        expected = self._attempt(lambda: torch.stack([self._plain_logits(sequence) for sequence in sequences]))
+        if not expected.isfinite().all() or expected.amin() == expected.amax():
+            return  # weights not loaded yet: nothing to compare
+        if self._fused is not None and self._agrees(self._probe(self._fused, sequences), expected):
+            self._verified = self._fused
+        else:
+            self._fall_back_to_modules(sequences, expected)
+
+    def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> None:
+        if self._fused is not None:
+            logger.warning("The fused forward of %s differs from the model: not used.", type(self.model).__name__)
+            self._fused = None
+        modules = self._through_modules()
+        if not self._agrees(self._attempt(lambda: self._probe(modules, sequences)), expected):
+            if expected.dtype == torch.float32:
+                raise RuntimeError(self._describe())
+            logger.warning("%s", self._describe())
+        self._verified = modules
+
+    def _through_modules(self) -> ModuleForward:
+        if self._modules is None:
+            self._modules = ModuleForward(self.model, self._decoder)
+        return self._modules
+
+    def _attempt(self, compute: Callable[[], Tensor]) -> Tensor:
+        try:
+            return compute()
+        except Exception as error:
+            raise RuntimeError(f"{self._describe()} ({type(error).__name__}: {error})") from error
+
+    def _describe(self) -> str:
+        return (
+            f"The native engine's row cache does not reproduce the logits of {type(self.model).__name__}."
+            " It needs softmax attention through transformers' AttentionInterface. Use --engine vllm or sglang."
+        )
+
+    def _agrees(self, got: Tensor, expected: Tensor) -> bool:
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
+        scale = expected.abs().amax().clamp_min(1e-6)
+        return bool(((got - expected).abs().amax() <= tolerance * scale).item())
+
+    def _plain_logits(self, sequence: list[int]) -> Tensor:
+        """Returns the last _PROBE_STEPS + 1 rows of the model's logits without a cache, by its eager attention."""
+        usual = self._decoder.config._attn_implementation
+        self._decoder.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([sequence], device=self.device)
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            self._decoder.set_attn_implementation(usual)
+        return logits[0, -_PROBE_STEPS - 1 :].float()
+
+    def _probe(self, forward: FusedForward | ModuleForward, sequences: list[list[int]]) -> Tensor:
+        """Returns logits of the sequences' last tokens: a prefill, then _PROBE_STEPS tokens one by one."""
+        cache = RowCache()
+        num_rows, longest = len(sequences), max(map(len, sequences))
+        cache.reserve(num_rows, longest, num_rows, longest)
+        rows = torch.arange(num_rows, device=self.device)
+        cache.begin_prefill(rows, rows)
+        steps = [forward.prefill(*_padded([s[:-_PROBE_STEPS] for s in sequences], self.device), cache)]
+        for step in range(-_PROBE_STEPS, 0):
+            places = [len(sequence) + step for sequence in sequences]
+            tokens = torch.tensor([sequence[step] for sequence in sequences], device=self.device)
+            positions = torch.tensor(places, device=self.device)
+            cache.begin_decode(positions, min(places), max(places))
+            steps.append(forward.decode(tokens, positions, cache))
+        return torch.stack(steps, dim=1).float()
+
+
+def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the prompts as [prompts, longest], padded on the right, and the index of the last token of each."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    return ids.to(device), torch.tensor([len(prompt) - 1 for prompt in prompts]).to(device)
+
+
+# ---- The Llama family
+
+
+class FusedLinear:
+    """Linear layers of one input as one product; their parameters become views of its storage.
+
+    The storage is [in, out], the layout that matrix products of few rows read fastest.
+    """
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self._layers = layers
+        self.weight, self.bias = self._lay_side_by_side()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs.mm(self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
+
+    def refresh(self) -> None:
+        """Fuses again if something (a move to another device and back) gave the parameters storage of their own."""
+        start = self.weight.untyped_storage().data_ptr()
+        if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
+            self.weight, self.bias = self._lay_side_by_side()
+
+    @torch.no_grad()
+    def _lay_side_by_side(self) -> tuple[Tensor, Tensor | None]:
+        weight = torch.cat([layer.weight for layer in self._layers]).t().contiguous()
+        sizes = [layer.out_features for layer in self._layers]
+        for layer, part in zip(self._layers, weight.split(sizes, dim=1), strict=True):
+            layer.weight.data = part.t()
+        if self._layers[0].bias is None:
+            return weight, None
+        bias = torch.cat([layer.bias for layer in self._layers])
+        for layer, part in zip(self._layers, bias.split(sizes), strict=True):
+            layer.bias.data = part
+        return weight, bias
+
+
+class RMSNorm:
+    """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
+
+    def __init__(self, parameters: list[Tensor], eps: float) -> None:
+        self._parameters = parameters
+        self._eps = eps
+        self.refresh()
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if not self._is_fp32_on_cpu:
+            return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
+        # rms_norm is a dozen small operations on a CPU; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
+        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        return (values * self._scaled).div_(length.hypot_(self._floor))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Reads the parameters again; call it after they changed."""
+        first = self._parameters[0]
+        if any(parameter.untyped_storage().nbytes() == 0 for parameter in self._parameters):
+            return  # dropped while the engine sleeps: reading them would crash, and loading them refreshes again
+        self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
+        self._is_fp32_on_cpu = first.dtype == torch.float32 and first.device.type == "cpu"
+        root = math.sqrt(first.shape[0])
+        self._scaled = self._weight * root
+        self._floor = torch.tensor(root * math.sqrt(self._eps), device=first.device)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The fused parts of one decoder layer."""
+
+    index: int
+    input_norm: RMSNorm
+    qkv: FusedLinear
+    head_norm: RMSNorm | None  # of the queries and keys, head by head
+    output: FusedLinear
+    mlp_norm: RMSNorm
+    gate_up: FusedLinear
+    down: FusedLinear
+    window: int | None
+
+    def parts(self) -> list[RMSNorm | FusedLinear]:
+        """Returns everything that is derived from parameters."""
+        parts = (self.input_norm, self.qkv, self.head_norm, self.output, self.mlp_norm, self.gate_up, self.down)
+        return [part for part in parts if part is not None]
+
+
+class FusedForward:
+    """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        self._model = model
+        self._body: Any = model.get_decoder()  # its class is one of several
+        self._head: Any = model.get_output_embeddings()
+        attention = self._body.layers[0].self_attn
+        self._dim: int = attention.head_dim
+        self._num_heads: int = config.num_attention_heads
+        self._num_kv_heads: int = config.num_key_value_heads
+        self._intermediate_size: int = config.intermediate_size
+        self._scaling: float = attention.scaling
+        self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
+        self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
+        self._parts = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
+        self._rope = torch.empty(0, 2, self._dim)
+        self._ramps = {layer.window: torch.empty(0) for layer in self._layers}
+
+    def refresh(self) -> None:
+        """Brings what is derived from the parameters up to date."""
+        for part in self._parts:
+            part.refresh()
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
+        """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
+        masks = {window: self._mask(cache, window) for window in self._ramps}
+        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
+
+        def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.append(keys, values, layer.index)
+            keys, values = cache.read(layer.index)
+            scores = torch.baddbmm(masks[layer.window], queries.reshape(grouped), keys, alpha=self._scaling)
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
+            return torch.bmm(weights, values).view(len(tokens), -1)
+
+        hidden = self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
+        return F.linear(hidden, self._head.weight)
+
+    def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
+        """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
+        rows, width = ids.shape
+        positions = torch.arange(width, device=ids.device)
+        masks = {layer.window: _prompt_mask(positions, layer.window) for layer in self._layers}
+
+        def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            queries, keys, values = (
+                part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in (queries, keys, values)
+            )
+            cache.store_prompts(keys, values, layer.index)
+            mask = masks[layer.window]
+            mixed = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scaling, enable_gqa=True
+            )
+            return mixed.transpose(1, 2).reshape(rows * width, -1)
+
+        kept = torch.arange(rows, device=ids.device) * width + last
+        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
+        return F.linear(hidden, self._head.weight)
+
+    def _run(
+        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
+    ) -> Tensor:
+        """Returns normed hidden states of tokens [n], or of those at the indices kept; `attend` mixes the values."""
+        hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
+        halves = (self._intermediate_size, self._intermediate_size)
+        for layer in self._layers:
+            queries, keys, values = self._project(layer, layer.input_norm(hidden), rope)
+            mixed = attend(layer, queries, keys, values)
+            if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
+                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
+            hidden.addmm_(mixed, layer.output.weight)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
+            hidden.addmm_(F.silu(gate).mul_(up), layer.down.weight)
+        return self._last_norm(hidden)
+
+    def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
+        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
+        projected = layer.qkv(hidden).view(-1, heads + 2 * kv_heads, dim)
+        rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if layer.head_norm is not None:
+            rotated = layer.head_norm(rotated)
+        cos, sin = rope
+        # This is rotate_half(x) * sin, with the sign of the first half moved into the table.
+        parts = (heads, kv_heads)  # added up apart, so that the queries come out contiguous
+        queries, keys = (rotated * cos).split_with_sizes(parts, 1)
+        other_queries, other_keys = rotated.roll(dim // 2, -1).split_with_sizes(parts, 1)
+        return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin), values
+
+    def _cos_sin(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Returns cosines and signed sines of the positions, [n, 1, dim] each."""
+        weight = self._head.weight
+        if self._rope.shape[0] < capacity or self._rope.device != weight.device or self._rope.dtype != weight.dtype:
+            tabulated = torch.arange(round_up(capacity, 256), device=weight.device)[None]
+            cos, sin = self._body.rotary_emb(weight, tabulated)
+            half = self._dim // 2
+            signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+            self._rope = torch.stack((cos[0], signed), dim=1)
+        chosen = self._rope.index_select(0, positions)
+        return chosen[:, :1], chosen[:, 1:]
+
+    def _mask(self, cache: RowCache, window: int | None) -> Tensor:
+        """Returns the additive mask [n * kv_heads or 1, 1, num_read] that baddbmm starts from.
+
+        A query at position p may look at what one at position 0 may, shifted by p: every row of the mask is a window
+        of one ramp of [-inf, ..., -inf, 0, ..., 0, -inf, ..., -inf].
+        """
+        phase, weight, ramp = cache.decode_phase, self._head.weight, self._ramps[window]
+        if len(ramp) < 2 * cache.capacity or ramp.device != weight.device or ramp.dtype != weight.dtype:
+            half = round_up(cache.capacity, 256)
+            distance = half - torch.arange(2 * half, device=weight.device)  # from the query back to the key
+            is_seen = (distance >= 0) & (distance < (half if window is None else window))
+            ramp = torch.zeros(2 * half, dtype=weight.dtype, device=weight.device).masked_fill_(~is_seen, float("-inf"))
+            self._ramps[window] = ramp
+        half = len(ramp) // 2
+        if phase.shared_position is not None:
+            return ramp[half - phase.shared_position :][: phase.num_read].view(1, 1, -1)
+        starts = (half - phase.positions).repeat_interleave(self._num_kv_heads)
+        return ramp.unfold(0, phase.num_read, 1)[starts][:, None]
+
+    def _read_layer(self, index: int, module: Any, config: Any) -> _Layer:
+        attention, mlp, eps = module.self_attn, module.mlp, config.rms_norm_eps
+        head_norms = []
+        if hasattr(attention, "q_norm"):
+            head_norms = [attention.q_norm.weight] * self._num_heads + [attention.k_norm.weight] * self._num_kv_heads
+        return _Layer(
+            index=index,
+            input_norm=RMSNorm([module.input_layernorm.weight], eps),
+            qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+            head_norm=RMSNorm(head_norms, eps) if head_norms else None,
+            output=FusedLinear([attention.o_proj]),
+            mlp_norm=RMSNorm([module.post_attention_layernorm.weight], eps),
+            gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj]),
+            down=FusedLinear([mlp.down_proj]),
+            window=getattr(config if config.model_type == "mistral" else attention, "sliding_window", None),
+        )
+
+
+def _prompt_mask(positions: Tensor, window: int | None) -> Tensor | None:
+    """Returns [t, t], True where a query may look; None for the plain causal rule."""
+    if window is None or len(positions) <= window:
+        return None
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance < window)
+
+
+def is_supported(model: PreTrainedModel) -> bool:
+    """Returns whether every part of the model is exactly what FusedForward computes."""
+    if type(model).__name__ not in _FAMILIES or not type(model).__module__.startswith("transformers."):
+        return False
+    body: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    config = model.config
+    if config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
+        return False
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    return all(_has_plain_linears(layer) for layer in body.layers)
+
+
+def _has_plain_linears(layer: Any) -> bool:
+    """Returns whether no weight is adapted or quantised, and biases stand only where the fused products add them."""
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    attention, mlp = layer.self_attn, layer.mlp
+    without_bias = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return (
+        len(linears) == 7
+        and all(type(linear) is nn.Linear for linear in linears)
+        and all(linear.bias is None for linear in without_bias)
+    )

@@ -1,0 +1,231 @@
+"""Decides which samples run in which rows of the cache, and keeps what they have produced. Numbers only, no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.records import FinishReason
+from lightrl.seeding import prefix_state
+
+_FIRST_COLUMNS = 8  # outputs start with room for this many tokens and double
+_PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward: bounds its activations
+
+
+@dataclass(slots=True)
+class Request:
+    """A submitted prompt, of which samples num_admitted, num_admitted + 1, ... are not running yet."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    source: EnginePrompt | None = None  # for a vision-language model: the prompt before its images were expanded
+    num_admitted: int = 0
+    prefilled: Any = None  # what the engine keeps of the prompt for samples that found no free row
+    rope_delta: int = 0  # position less index of what follows a prompt with images; known after its prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Samples of one request that enter now, into rows first_row .. first_row + count - 1."""
+
+    request: Request
+    first_row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows to copy so that the running ones stay first: row sources[j] to row targets[j]."""
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+class Rows:
+    """The running samples as columns: entry r of every column describes the sample in row r of the cache."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.request = np.empty(num_rows, object)
+        self.sample = np.zeros(num_rows, np.int64)
+        self.token = np.zeros(num_rows, np.int64)  # the last token produced, not yet in the cache
+        self.position = np.zeros(num_rows, np.int64)  # of that token
+        self.num_produced = np.zeros(num_rows, np.int64)
+        self.first_draw = np.zeros(num_rows, np.int64)  # draws that a resumed sample has behind it
+        self.limit = np.zeros(num_rows, np.int64)
+        self.stops_at_eos = np.zeros(num_rows, np.bool_)
+        self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # beyond the end tokens
+        self.seed_state = np.zeros(num_rows, np.uint64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_p = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.out_tokens = np.zeros((num_rows, _FIRST_COLUMNS), np.int64)
+        self.out_logprobs = np.zeros((num_rows, _FIRST_COLUMNS), np.float64)
+        self.out_versions = np.zeros((num_rows, _FIRST_COLUMNS), np.int64)
+
+    def fill(self, rows: slice, request: Request) -> None:
+        """Enters the next samples of a request into the rows; their first tokens come later."""
+        params = request.params
+        first = params.first_sample + request.num_admitted
+        samples = range(first, first + rows.stop - rows.start)
+        self.request[rows] = request
+        self.sample[rows] = samples
+        self.position[rows] = len(request.prompt) - 1
+        self.num_produced[rows] = 0
+        self.first_draw[rows] = params.first_token
+        self.limit[rows] = params.max_new_tokens
+        self.stops_at_eos[rows] = not params.ignore_eos
+        self.has_stop_tokens[rows] = bool(params.stop_token_ids)
+        self.seed_state[rows] = [prefix_state(params.seed, sample) for sample in samples]
+        self.temperature[rows] = params.temperature
+        self.top_p[rows] = params.top_p
+        self.top_k[rows] = params.top_k
+
+    def move(self, moves: Moves) -> None:
+        """Copies every column."""
+        for column in vars(self).values():
+            column[moves.targets] = column[moves.sources]
+
+    def reserve_outputs(self, columns: int) -> None:
+        """Makes room for this many tokens a row."""
+        have = self.out_tokens.shape[1]
+        if columns > have:
+            more = ((0, 0), (0, max(columns, 2 * have) - have))
+            self.out_tokens = np.pad(self.out_tokens, more)
+            self.out_logprobs = np.pad(self.out_logprobs, more)
+            self.out_versions = np.pad(self.out_versions, more)
+
+    def completion(self, row: int, reason: FinishReason) -> Completion:
+        """Returns what the sample in a row has produced."""
+        length = int(self.num_produced[row])
+        return Completion(
+            request_id=self.request[row].request_id,
+            sample_index=int(self.sample[row]),
+            prompt_token_ids=self.request[row].prompt,
+            output_token_ids=tuple(self.out_tokens[row, :length].tolist()),
+            logprobs=tuple(self.out_logprobs[row, :length].tolist()),
+            versions=tuple(self.out_versions[row, :length].tolist()),
+            finish_reason=reason,
+        )
+
+
+class Scheduler:
+    """Queues requests and runs their samples in rows 0 .. num_running - 1; the last rows fill gaps."""
+
+    def __init__(self, num_rows: int, eos_table: NDArray[np.bool_]) -> None:
+        """eos_table: [vocab], True for tokens that end a sample."""
+        self.rows = Rows(num_rows)
+        self.num_running = 0
+        self._num_rows = num_rows
+        self._eos_table = eos_table
+        self._waiting: deque[Request] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests of which some sample has no row yet."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        self._waiting.append(request)
+
+    def admit(self) -> list[Admission]:
+        """Gives the free rows to the head of the queue; a request may enter in parts."""
+        admissions: list[Admission] = []
+        while self._waiting and self.num_running < self._num_rows:
+            request, first = self._waiting[0], self.num_running
+            count = min(request.params.n - request.num_admitted, self._num_rows - first)
+            admissions.append(Admission(request, first, count))
+            self.rows.fill(slice(first, first + count), request)
+            self.num_running += count
+            request.num_admitted += count
+            if request.num_admitted == request.params.n:
+                self._waiting.popleft()
+        return admissions
+
+    def most_positions(self) -> int:
+        """Returns the positions that the longest running sample can come to need."""
+        rows, running = self.rows, slice(self.num_running)
+        return int((rows.position - rows.num_produced + rows.limit)[running].max()) + 1
+
+    def record(
+        self, first_row: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float64], version: int
+    ) -> tuple[list[Completion], Moves | None]:
+        """Appends one token to each row from first_row on; returns the samples that it ends, and the rows to move."""
+        rows, running = self.rows, slice(first_row, self.num_running)
+        columns = rows.num_produced[running]
+        rows.reserve_outputs(int(columns.max()) + 1)
+        index = np.arange(first_row, self.num_running)
+        rows.out_tokens[index, columns] = tokens
+        rows.out_logprobs[index, columns] = logprobs
+        rows.out_versions[index, columns] = version
+        rows.token[running] = tokens
+        rows.num_produced[running] += 1
+        rows.position[running] += 1
+        ended = self._eos_table[tokens] & rows.stops_at_eos[running]
+        for j in np.nonzero(rows.has_stop_tokens[running])[0]:
+            ended[j] |= int(tokens[j]) in rows.request[first_row + j].params.stop_token_ids
+        (leaving,) = np.nonzero(ended | (rows.num_produced[running] >= rows.limit[running]))
+        done = [rows.completion(first_row + int(j), "stop" if ended[j] else "length") for j in leaving]
+        return done, self._remove(first_row + leaving) if done else None
+
+    def abort(self, request_ids: Collection[int] | None) -> tuple[list[Completion], Moves | None]:
+        """Takes requests (None: all) out; returns what each unfinished sample has, and the rows to move."""
+
+        def is_chosen(request: Request) -> bool:
+            return request_ids is None or request.request_id in request_ids
+
+        leaving = [row for row in range(self.num_running) if is_chosen(self.rows.request[row])]
+        done = [self.rows.completion(row, "abort") for row in leaving]
+        moves = self._remove(np.array(leaving)) if leaving else None
+        done += [item for request in self._waiting if is_chosen(request) for item in _aborted_before_start(request)]
+        self._waiting = deque(request for request in self._waiting if not is_chosen(request))
+        return sorted(done, key=lambda item: (item.request_id, item.sample_index)), moves
+
+    def _remove(self, leaving: NDArray[np.int64]) -> Moves | None:
+        remaining = self.num_running - len(leaving)
+        is_leaving = np.zeros(self.num_running, np.bool_)
+        is_leaving[leaving] = True
+        (targets,) = np.nonzero(is_leaving[:remaining])
+        moves = Moves(remaining + np.nonzero(~is_leaving[remaining:])[0], targets)
+        self.rows.move(moves)
+        self.rows.request[remaining : self.num_running] = None
+        self.num_running = remaining
+        return moves if targets.size else None
+
+
+def _aborted_before_start(request: Request) -> list[Completion]:
+    return [
+        Completion(
+            request_id=request.request_id,
+            sample_index=request.params.first_sample + sample,
+            prompt_token_ids=request.prompt,
+            output_token_ids=(),
+            logprobs=(),
+            versions=(),
+            finish_reason="abort",
+        )
+        for sample in range(request.num_admitted, request.params.n)
+    ]
+
+
+def prefill_groups(lengths: list[int]) -> list[list[int]]:
+    """Groups prompts of similar length by their indices, so that padding stays below a quarter of what is run."""
+    groups: list[list[int]] = []
+    real = 0
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        length = lengths[index]
+        padded = length * (len(groups[-1]) + 1) if groups else _PREFILL_TOKENS + 1
+        if padded <= _PREFILL_TOKENS and padded <= (real + length) * 4 / 3 + 256:
+            groups[-1].append(index)
+            real += length
+        else:
+            groups.append([index])
+            real = length
+    return groups

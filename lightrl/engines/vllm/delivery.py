@@ -1,0 +1,92 @@
+"""Hands the tensors of a weight sync to vLLM's loader, one by one in effect, and keeps account of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from lightrl.engines.weights.account import WeightAccount
+from lightrl.engines.weights.placement import Placement
+
+Pairs = Iterable[tuple[str, Tensor]]
+
+
+class Delivery:
+    """Feeds (HF name, whole tensor) pairs to a loader; names in the account each tensor that it refuses or ignores."""
+
+    def __init__(
+        self,
+        load: Callable[[Pairs], Iterable[str] | None],
+        account: WeightAccount,
+        placement: Placement,
+        *,
+        can_load_one: bool = True,
+    ) -> None:
+        """can_load_one: the loader may be called with one pair while another call of it is under way."""
+        self._load = load
+        self._account = account
+        self._placement = placement
+        self._can_load_one = can_load_one
+        self._current = ""
+        self._is_over = False
+        self._broken: BaseException | None = None
+        self.loaded: set[str] = set()  # the engine's own names, as far as its loader reports them
+        self.unread: list[str] = []  # tensors that are not compared, since their place is not known
+
+    def run(self, weights: Pairs) -> None:
+        """Consumes all pairs even when one does not fit: on other ranks they may come out of collectives."""
+        stream = iter(weights)
+        while not self._is_over:
+            before = self._account.num_events
+            try:
+                self.loaded.update(self._load(self._checked(stream)) or ())
+            except Exception as error:
+                if self._broken is not None:
+                    raise self._broken from None
+                self._account.add_problem(f"{self._current} was refused: {_first_line(error)}")
+            if not self._is_over and before == self._account.num_events:
+                self._account.add_problem(f"the loader stopped at {self._current or 'the first parameter'}")
+                for _ in self._checked(stream):
+                    pass
+
+    def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        while True:
+            try:
+                name, tensor = next(stream)
+            except StopIteration:
+                self._is_over = True
+                return
+            except BaseException as error:
+                self._broken = error
+                raise
+            if self._account.accept(name, tensor):
+                self._current = name
+                if self._remember(name, tensor) or not self._can_load_one:
+                    yield name, tensor
+                else:
+                    self._load_one(name, tensor)
+
+    def _remember(self, name: str, tensor: Tensor) -> bool:
+        places = self._placement.places(name, tuple(tensor.shape))
+        for place in places or ():
+            self._account.remember_values(name, tensor, self._placement.parameters[place.parameter], place)
+        if places is None:
+            self.unread.append(name)
+        return places is not None
+
+    def _load_one(self, name: str, tensor: Tensor) -> None:
+        """Loads a tensor by itself, which shows whether the loader ignores its name."""
+        try:
+            loaded = self._load([(name, tensor)])
+        except Exception as error:
+            self._account.add_problem(f"{name} was refused: {_first_line(error)}")
+            return
+        if loaded is not None and not set(loaded):
+            self._account.add_problem(f"{name} was ignored by the engine's loader")
+        self.loaded.update(loaded or ())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

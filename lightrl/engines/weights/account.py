@@ -1,0 +1,169 @@
+"""The account of one weight sync: which parameters came, what is wrong with any, and whether the engine holds them.
+
+Engines differ in where a tensor ends up (placement.py); what they report about it is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.engines.base import WeightSyncError
+
+Shape = tuple[int, ...]
+Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
+
+_NUM_SHOWN = 20  # problems named in an error
+_NUM_SAMPLED = 32  # values compared of a tensor, or of each part of it
+_STRIDE = 2_654_435_761  # a prime, so that the sampled values lie in every row and column of a matrix
+
+
+class Place(NamedTuple):
+    """A part of one of the engine's parameters, and the part of the given tensor that belongs there."""
+
+    parameter: str
+    held: Window = ()
+    given: Window = ()
+
+
+class _Sample(NamedTuple):
+    name: str
+    parameter: Tensor
+    place: Place
+    shape: Shape
+    where: tuple[Tensor, ...]
+    values: Tensor
+
+
+class WeightAccount:
+    """Records which of the expected parameters came, and everything that is wrong with one of them."""
+
+    def __init__(self, shapes: Mapping[str, Shape | None], tied: Iterable[frozenset[str]] = ()) -> None:
+        """shapes: of every parameter under each of its names; None accepts any. tied: the names of one parameter."""
+        self._shapes = shapes
+        self._names_of = {name: group for group in tied for name in group}
+        self._came: set[str] = set()
+        self._problems: list[str] = []
+        self._samples: list[_Sample] = []
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> WeightAccount:
+        """Expects every parameter of the model; a tied one may come under any or all of its names."""
+        return cls(*named_shapes(model))
+
+    @property
+    def num_events(self) -> int:
+        """Grows with every tensor that came and with every problem."""
+        return len(self._came) + len(self._problems)
+
+    def accept(self, name: str, tensor: Tensor) -> bool:
+        """Returns whether the engine should load the tensor; if it should not, that is a problem."""
+        problem = self._problem_with(name, tensor)
+        self._came.add(name)
+        if problem:
+            self._problems.append(problem)
+        return not problem
+
+    def _problem_with(self, name: str, tensor: Tensor) -> str:
+        if name not in self._shapes:
+            return f"unknown {name}"
+        if name in self._came:
+            return f"{name} came twice"
+        shape = self._shapes[name]
+        if shape is not None and tuple(tensor.shape) != shape:
+            return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {shape}"
+        return ""
+
+    def add_problem(self, problem: str) -> None:
+        """Records what an engine's loader found wrong."""
+        self._problems.append(problem)
+
+    def remember_values(self, name: str, tensor: Tensor, parameter: Tensor, place: Place | None = None) -> None:
+        """Keeps a few values of a tensor that is being loaded, to compare them with the parameter afterwards."""
+        place = place or Place(name)
+        is_square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]  # and perhaps kept transposed
+        where = sampled_indices(tuple(tensor.shape), () if is_square else place.given, tensor.device)
+        values = tensor.detach()[where].to(parameter.device, parameter.dtype)
+        self._samples.append(_Sample(name, parameter, place, tuple(tensor.shape), where, values))
+
+    def problems(self) -> list[str]:
+        """Returns a line for each refused, missing or lost tensor."""
+        lost = {item.name for item in self._samples if not is_held(*item[1:])}
+        return [
+            *self._problems,
+            *(f"missing {name}" for name in self._missing()),
+            *(f"the engine does not hold {name} as it was given" for name in sorted(lost)),
+        ]
+
+    def _missing(self) -> list[str]:
+        """Names each parameter that did not come, by the first of its tied names."""
+        missing: dict[frozenset[str], str] = {}
+        for name in self._shapes:
+            group = self._names_of.get(name, frozenset([name]))
+            if not group & self._came:
+                missing.setdefault(group, name)
+        return list(missing.values())
+
+
+def raise_problems(problems: list[str], what: str) -> None:
+    """Raises a WeightSyncError that lists the first problems, if there are any."""
+    if problems:
+        more = f"; and {len(problems) - _NUM_SHOWN} more" if len(problems) > _NUM_SHOWN else ""
+        raise WeightSyncError(f"{what} failed: {'; '.join(problems[:_NUM_SHOWN])}{more}.")
+
+
+def named_shapes(model: nn.Module) -> tuple[dict[str, Shape], list[frozenset[str]]]:
+    """Returns the shape of every parameter under each of its names, and the groups of names of one tied parameter."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        by_identity.setdefault(id(parameter), []).append(name)
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    return shapes, [frozenset(names) for names in by_identity.values() if len(names) > 1]
+
+
+# ---- Values that are compared
+
+
+def sampled_indices(shape: Shape, window: Window = (), device: torch.device | None = None) -> tuple[Tensor, ...]:
+    """Returns indices of a few values of a tensor, or of a window of it: one index tensor for each dimension."""
+    sizes, starts = list(shape), [0] * len(shape)
+    for dim, start, length in window:
+        sizes[dim], starts[dim] = length, start
+    numel = torch.Size(sizes).numel()
+    flat = torch.arange(min(_NUM_SAMPLED, numel), device=device) * _STRIDE % max(1, numel)
+    return tuple(index + start for index, start in zip(torch.unravel_index(flat, sizes), starts, strict=True))
+
+
+def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
+    """Returns whether a parameter has the values of a tensor, to the bit; values outside the place are not compared.
+
+    shape: of the whole tensor. where: the indices of the values in it.
+    """
+    held = parameter.detach()
+    if _has_values(held, place, shape, where, values):
+        return True
+    # Some models keep a layer's matrix transposed (Conv1D); the shape of a square one does not tell.
+    if len(shape) != 2 or place.held or (shape[0] != shape[1] and tuple(held.shape) != shape[::-1]):
+        return False
+    return _has_values(held, place, shape[::-1], where[::-1], values)
+
+
+def _has_values(held: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
+    for dim, start, length in place.held:
+        if dim >= held.dim() or start + length > held.shape[dim]:
+            return False  # emptied or replaced meanwhile
+        held = held.narrow(dim, start, length)
+    indices, sizes = list(where), list(shape)
+    is_inside = torch.ones_like(values, dtype=torch.bool)
+    for dim, start, length in place.given:
+        indices[dim], sizes[dim] = where[dim] - start, length
+        is_inside &= (indices[dim] >= 0) & (indices[dim] < length)
+    if held.numel() != torch.Size(sizes).numel():
+        return False
+    local = tuple(index[is_inside].to(held.device) for index in indices)
+    expected = values[is_inside].to(held.device, held.dtype)
+    return torch.allclose(held.reshape(sizes)[local], expected, rtol=0, atol=0, equal_nan=True)

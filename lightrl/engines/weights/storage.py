@@ -1,0 +1,15 @@
+"""Gives the memory of a model's parameters back, and takes it again, while everything that refers to them stays."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def drop_weights(model: nn.Module) -> list[tuple[torch.UntypedStorage, int]]:
+    """Frees the memory of all parameters; resizing each storage to its bytes again gives room for new values."""
+    storages = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in model.parameters()}
+    dropped = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage, _ in dropped:
+        storage.resize_(0)
+    return dropped

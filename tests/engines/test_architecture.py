@@ -1,0 +1,56 @@
+"""What engines read off a model: end tokens, architecture, folder."""
+
+import json
+from pathlib import Path
+
+import torch
+from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from lightrl.engines.architecture import architecture_of, eos_ids, model_folder, skeleton
+
+SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+
+
+def tiny() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, **HEADS, eos_token_id=2, tie_word_embeddings=True))
+
+
+def test_eos_ids_collects_every_source() -> None:
+    class Tokenizer:
+        eos_token_id = 9
+
+    model = tiny()
+    model.generation_config = GenerationConfig(eos_token_id=[7, 2])
+    assert eos_ids(model, Tokenizer()) == (2, 7, 9)
+    assert eos_ids(model) == (2, 7)
+    model.config.eos_token_id = None
+    model.generation_config = None
+    assert eos_ids(model) == ()
+
+
+def test_the_architecture_is_that_of_the_class_before_it_was_sharded() -> None:
+    model = tiny()
+    model.__class__ = type("FSDPQwen3ForCausalLM", (type(model),), {"unshard": None})  # as fully_shard() leaves it
+    assert architecture_of(model) == "Qwen3ForCausalLM"
+    bare = skeleton(model)
+    assert type(bare) is Qwen3ForCausalLM
+    assert all(parameter.device == torch.device("meta") for parameter in bare.parameters())
+    assert bare.lm_head.weight is bare.model.embed_tokens.weight
+
+
+def test_the_folder_that_the_model_came_from_or_one_with_its_config(tmp_path: Path) -> None:
+    folder = save_tiny_model("tied", tmp_path / "model")
+    source = AutoModelForCausalLM.from_pretrained(folder)
+    scratch = tmp_path / "scratch"
+    assert model_folder(source, None, scratch) == folder
+    source.name_or_path = "org/some-model"
+    assert model_folder(source, None, scratch) == "org/some-model"
+    assert not scratch.exists()
+    made = AutoModelForCausalLM.from_config(TEXT_FAMILIES["untied"]())
+    made.__class__ = type("FSDPQwen2ForCausalLM", (type(made),), {"unshard": None})  # as fully_shard() leaves it
+    for name in ("", str(tmp_path / "gone")):
+        made.name_or_path = name
+        assert model_folder(made, None, scratch) == str(scratch)
+        assert json.loads((scratch / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]

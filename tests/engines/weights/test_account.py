@@ -1,0 +1,130 @@
+"""The account of a weight sync: names, shapes, and whether values that were given are held."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrl.engines.architecture import skeleton
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.weights.account import Place, WeightAccount, named_shapes, raise_problems, sampled_indices
+
+TEXT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+class Weights(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+
+def sorted_pairs(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return sorted((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+def test_missing_unknown_misshapen_and_repeated_weights_are_named() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**TEXT, tie_word_embeddings=True))
+    account = WeightAccount.of_model(skeleton(model))
+    for name, tensor in sorted_pairs(model):
+        if name == "model.norm.weight":
+            assert not account.accept(name, tensor[:-1])
+        elif name != "model.layers.1.mlp.up_proj.weight":
+            assert account.accept(name, tensor)
+    assert account.accept("lm_head.weight", model.lm_head.weight)  # tied: under each of its names
+    assert not account.accept("lm_head.bias", torch.zeros(1))
+    assert not account.accept("lm_head.weight", model.lm_head.weight)
+    assert account.problems() == [
+        "misshapen model.norm.weight: got (15,), the model has (16,)",
+        "unknown lm_head.bias",
+        "lm_head.weight came twice",
+        "missing model.layers.1.mlp.up_proj.weight",
+    ]
+
+
+def test_tied_weights_may_come_under_one_name() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**TEXT, tie_word_embeddings=True))
+    account = WeightAccount.of_model(skeleton(model))
+    assert all(account.accept(name, tensor) for name, tensor in sorted_pairs(model))
+    assert account.problems() == []
+
+
+def test_tied_parameters_are_one_group() -> None:
+    model = nn.Module()
+    model.embed, model.head, model.other = Weights(3, 2), Weights(3, 2), Weights(1)
+    model.head.weight = model.embed.weight
+    shapes, tied = named_shapes(model)
+    assert shapes == {"embed.weight": (3, 2), "head.weight": (3, 2), "other.weight": (1,)}
+    assert tied == [frozenset(["embed.weight", "head.weight"])]
+    assert WeightAccount(shapes, tied).problems() == ["missing embed.weight", "missing other.weight"]
+
+
+def test_a_long_list_of_problems_is_cut() -> None:
+    raise_problems([], "Weight sync to version 1")
+    with pytest.raises(WeightSyncError, match="Weight sync to version 1 failed: p0; p1; .*p19; and 2 more"):
+        raise_problems([f"p{index}" for index in range(22)], "Weight sync to version 1")
+
+
+def held(parameter: nn.Parameter, given: torch.Tensor, place: Place | None = None) -> bool:
+    """Whether the parameter passes as what was given before."""
+    account = WeightAccount({"w": tuple(given.shape)})
+    account.accept("w", given)
+    account.remember_values("w", given, parameter, place)
+    lines = account.problems()
+    assert lines in ([], ["the engine does not hold w as it was given"])
+    return not lines
+
+
+def test_what_is_not_held_is_named() -> None:
+    parameter, given = nn.Parameter(torch.zeros(6, 8)), torch.randn(6, 8)
+    assert not held(parameter, given)
+    parameter.data.copy_(given)
+    assert held(parameter, given)
+    parameter.data.mul_(1 + 1e-6)
+    assert not held(parameter, given)
+    parameter.data = torch.empty(0)
+    assert not held(parameter, given)
+    parameter.data = torch.full((6, 8), float("nan"))
+    assert held(parameter, torch.full((6, 8), float("nan")))
+
+
+def test_only_the_part_that_belongs_to_a_place_is_compared() -> None:
+    given = torch.arange(12.0).view(6, 2)
+    parameter = nn.Parameter(torch.zeros(5, 2))
+    place = Place("w", ((0, 1, 3),), ((0, 2, 3),))  # rows 2 to 5 of what was given are rows 1 to 4 here
+    assert not held(parameter, given, place)
+    parameter.data[1:4] = given[2:5]
+    assert held(parameter, given, place)
+    parameter.data[0] = 7
+    assert held(parameter, given, place)
+    parameter.data[3, 1] += 1e-3
+    assert not held(parameter, given, place)
+    stacked = nn.Parameter(torch.stack([torch.zeros(3, 2), given[2:5]]))  # the second of two experts
+    assert held(stacked, given, Place("w", ((0, 1, 1),), ((0, 2, 3),)))
+    assert not held(stacked, given, Place("w", ((0, 0, 1),), ((0, 2, 3),)))
+
+
+def test_a_matrix_may_be_kept_transposed_and_a_convolution_flat() -> None:
+    square, wide, kernel = torch.randn(4, 4), torch.randn(3, 5), torch.randn(6, 3, 2, 2)
+    assert held(nn.Parameter(square.T.clone()), square)
+    assert not held(nn.Parameter(square.T.roll(1, 0).clone()), square)
+    assert held(nn.Parameter(wide.T.clone()), wide)
+    assert not held(nn.Parameter(wide.T.roll(1, 0).clone()), wide)
+    assert held(nn.Parameter(kernel.flatten(1)), kernel)
+    assert not held(nn.Parameter(kernel.flatten(1).roll(1, 0)), kernel)
+
+
+def test_samples_meet_every_column_of_a_matrix_and_every_value_of_a_small_one() -> None:
+    _, columns = sampled_indices((64, 8))
+    assert set(columns.tolist()) == set(range(8))
+    (places,) = sampled_indices((3,))
+    assert sorted(places.tolist()) == [0, 1, 2]
+    rows, columns = sampled_indices((9, 5), ((0, 4, 2), (1, 3, 1)))
+    assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [(4, 3), (5, 3)]
