@@ -197,17 +197,19 @@ class Comm:
         """
         if op not in OPERATIONS:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
-        if weight is not None and op != "mean":
-            raise UnknownReductionError(f"A weight needs the reduction 'mean', not {op!r}.")
         if weight is not None:
-            scaled = _map_leaves(lambda leaf: leaf * weight, data)
-            total = self.all_reduce({"data": scaled, "weight": weight}, "sum")
-            return cast(T, _map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
-        leaves = _leaves(data)
-        reduced = self._reduce_leaves(leaves, "sum" if op == "mean" else op)
+            return self._weighted_mean(data, op, weight)
+        reduced = self._reduce_leaves(_leaves(data), "sum" if op == "mean" else op)
         if op == "mean":
             reduced = [leaf / self.world for leaf in reduced]
         return cast(T, _rebuild(data, iter(reduced)))
+
+    def _weighted_mean(self, data: T, op: str, weight: float | Tensor) -> T:
+        if op != "mean":
+            raise UnknownReductionError(f"A weight needs the reduction 'mean', not {op!r}.")
+        scaled = _map_leaves(lambda leaf: leaf * weight, data)
+        total = self.all_reduce({"data": scaled, "weight": weight}, "sum")
+        return cast(T, _map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
 
     def _reduce_leaves(self, leaves: list[Any], op: str) -> list[Any]:
         tensors = [_as_tensor(leaf) for leaf in leaves]
@@ -297,9 +299,9 @@ class Comm:
             raise ValueError(f"Groups of {size} ranks do not divide a world of {self.world}.")
         if size == 1:
             return None
-        starts = range(0, self.world, size)
+        ranks = range(self.world)
         groups: list[dist.ProcessGroup] = [  # every rank makes every group, or new_group hangs
-            dist.new_group(list(range(start, start + size)), timeout=self.timeout, backend="gloo") for start in starts
+            dist.new_group(ranks[start : start + size], timeout=self.timeout, backend="gloo") for start in ranks[::size]
         ]
         return groups[self.rank // size]
 
@@ -322,23 +324,19 @@ def _connect(device: torch.device, timeout: timedelta) -> Comm:
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
         return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store)
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        _require_one_process(missing)
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
         return Comm(device=device, timeout=timeout)
     store = _join(device, timeout)
     return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store, owns_group=True)
 
 
-def _require_one_process(missing: list[str]) -> None:
-    if os.environ.get("WORLD_SIZE", "1") != "1" or "RANK" in os.environ:
+def _join(device: torch.device, timeout: timedelta) -> Store:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
         raise RuntimeError(
             f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
             "or set them all; without any of them lightrl runs as one process."
         )
-
-
-def _join(device: torch.device, timeout: timedelta) -> Store:
     # Sub-groups of a device mesh take this default and would otherwise wait 30 minutes whatever was asked.
     dist.distributed_c10d.default_pg_timeout = timeout
     meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
@@ -379,11 +377,9 @@ def _is_lost_peer(error: BaseException) -> bool:
 def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
-    if isinstance(leaf, bool | int):
-        return torch.tensor(int(leaf), dtype=torch.int64)
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
-    raise TypeError(f"all_reduce takes tensors, numbers and dicts of them, not {type(leaf).__name__}.")
+    if not isinstance(leaf, int | float):
+        raise TypeError(f"all_reduce takes tensors, numbers and dicts of them, not {type(leaf).__name__}.")
+    return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
 
 
 def _leaves(data: Any) -> list[Any]:

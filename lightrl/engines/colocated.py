@@ -87,6 +87,7 @@ class ColocatedEngine:
         self._num_left: dict[int, int] = {}  # unfinished samples of each
         self._next_request_id = 0
         self._ended: list[Completion] = []  # by themselves, while the rest was set aside for new weights
+        self._placeholder_ids = {engine.image_token_id, engine.video_token_id} - {None}  # of images and videos
 
     @property
     def status(self) -> EngineStatus:
@@ -190,11 +191,6 @@ class ColocatedEngine:
         if self._placeholder_ids:
             item = _cut_before(self._placeholder_ids, item)
         return item if request.partial is None else _joined(request.partial, item)
-
-    @property
-    def _placeholder_ids(self) -> set[int | None]:
-        """The token ids that stand for an image or a video; empty where the model takes none."""
-        return {self.engine.image_token_id, self.engine.video_token_id} - {None}
 
     # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
 
