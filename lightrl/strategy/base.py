@@ -29,8 +29,7 @@ from lightrl import comm as comm_module
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.data.sampler import ResumableSampler
-from lightrl.engines import check_engine_name
-from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.metrics import memory_in_use
