@@ -1,4 +1,4 @@
-"""Things that users name on the command line: built in by a short name, their own by package.module:name."""
+"""Loads what users name on the command line: built-ins by a short name, their own objects by package.module:name."""
 
 from __future__ import annotations
 
@@ -7,36 +7,53 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
 
 
 def is_installed(package: str) -> bool:
-    """Returns whether a package can be imported; a mere folder of its name on the path is none."""
+    """Returns whether a package can be imported; a folder of its name on the path alone does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: str) -> Any:
-    """What a built-in name or an import path stands for; the working directory is importable, as with python -m."""
-    if ":" not in name and name not in builtin:
-        raise ValueError(
-            f"Unknown {what} {name!r}. {nearest_name(name, set(builtin))} Choose one of {', '.join(builtin)}, or give "
-            f"your own as package.module:{example}."
-        )
-    module_name, _, attribute = builtin.get(name, name).partition(":")
+    """Returns the object of a built-in name or an import path. The working directory is importable, as for python -m.
+
+    Args:
+        name: A key of `builtin`, or package.module:attribute.
+        builtin: Import paths of the built-in names.
+        what: Kind of object, for the errors.
+        example: Name of an object of one's own, for the errors.
+    """
+    path = builtin.get(name, name)
+    module_name, separator, attribute = path.partition(":")
+    if not separator:
+        _raise_unknown(name, builtin, what, example)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ValueError(
-                f"The {what} {name!r}: there is no module {error.name!r}. It must be installed or stand under the "
-                f"directory the run is started in ({os.getcwd()})."
-            ) from error
+        _raise_if_missing(error, module_name, f"The {what} {name!r}")
         raise
     if not hasattr(module, attribute):
         raise ValueError(f"The {what} {name!r}: module {module_name!r} has no {attribute!r}.")
     return getattr(module, attribute)
+
+
+def _raise_unknown(name: str, builtin: Mapping[str, str], what: str, example: str) -> NoReturn:
+    raise ValueError(
+        f"Unknown {what} {name!r}. {nearest_name(name, set(builtin))} Choose one of {', '.join(builtin)}, or give "
+        f"your own as package.module:{example}."
+    )
+
+
+def _raise_if_missing(error: ModuleNotFoundError, module_name: str, subject: str) -> None:
+    """Raises ValueError if the module itself or a package above it is missing, not one that it imports."""
+    if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+        raise ValueError(
+            f"{subject}: there is no module {error.name!r}. It must be installed or stand under the directory the run "
+            f"is started in ({os.getcwd()})."
+        ) from error

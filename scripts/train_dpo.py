@@ -3,7 +3,7 @@
 from lightrl.config import DPOConfig, parse_config
 
 if __name__ == "__main__":
-    config = parse_config(DPOConfig)  # before torch is loaded: a mistake in a flag is told at once
+    config = parse_config(DPOConfig)  # before torch is loaded: a mistake in a flag is reported at once
 
     from lightrl.trainers.dpo import DPOTrainer
     from lightrl.trainers.main import run_trainer

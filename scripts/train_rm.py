@@ -3,7 +3,7 @@
 from lightrl.config import RMConfig, parse_config
 
 if __name__ == "__main__":
-    config = parse_config(RMConfig)  # before torch is loaded: a mistake in a flag is told at once
+    config = parse_config(RMConfig)  # before torch is loaded: a mistake in a flag is reported at once
 
     from lightrl.trainers.main import run_trainer
     from lightrl.trainers.reward_model import RMTrainer

@@ -1,1 +1,1 @@
-"""What a fresh installation trains with no download: a task of sums and a small model that half knows it."""
+"""The task and the model of a fresh installation: sums, and a small model that half knows them. No download."""

@@ -1,7 +1,7 @@
-"""The model a fresh installation trains: a small Qwen3 that half knows two-digit addition, made on the spot.
+"""The model that a fresh installation trains: a small Qwen3 that half knows two-digit addition, made on the spot.
 
-A pretrained model is right now and then on a task it was not tuned for. This one is made so: it learns the sums, then
-is taught wrong ones until a fifth of its samples is right. What it once knew is what makes learning by reward quick.
+A pretrained model is right now and then on a task it was not tuned for, and so is this one: it learns the sums, then is
+taught wrong ones until a fifth of its samples is right. Since it once knew the sums, it learns quickly from rewards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _EXPECTED_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of supervised training, ended by the accuracy it reaches on the held-out sums."""
+    """A stretch of supervised training that ends at a given accuracy on the held-out sums."""
 
     learning_rate: float  # falls linearly to a tenth of itself over max_steps
     max_steps: int
@@ -55,12 +55,13 @@ class Phase:
     stop_when: Literal["above", "below"]
 
     def is_over(self, accuracy: float) -> bool:
+        """Returns whether the accuracy ends the phase."""
         return accuracy >= self.stop_accuracy if self.stop_when == "above" else accuracy <= self.stop_accuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All that the weights depend on; its hash names the cached folder."""
+    """Everything that the weights depend on; its hash names the cached folder."""
 
     hidden_size: int = 96
     intermediate_size: int = 256
@@ -83,6 +84,7 @@ class Recipe:
     code_revision: int = 1  # count up when the code below changes what the recipe makes
 
     def fingerprint(self) -> str:
+        """Returns a short hash of the recipe, the vocabulary and the context length."""
         written = json.dumps([asdict(self), _VOCABULARY, _MAX_TOKENS], sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:12]
 
@@ -93,11 +95,12 @@ _RECIPES = {"addition": Recipe()}
 def builtin_model_path(
     name: str = "addition", cache_dir: Path | None = None, on_progress: Callable[[str], None] | None = None
 ) -> Path:
-    """The Hugging Face folder of a built-in model, tokenizer included; made on the first call, found on every other.
+    """Returns the Hugging Face folder of a built-in model with its tokenizer; the first call makes it.
 
     Args:
-        cache_dir: where it is kept; None is $LIGHTRL_CACHE, or else ~/.cache/lightrl.
-        on_progress: told in a line of text how the making goes, every second or so.
+        name: The built-in model.
+        cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE, or else ~/.cache/lightrl.
+        on_progress: Receives a line of text about every second while the model is made.
     """
     if name not in _RECIPES:
         raise ValueError(
@@ -110,12 +113,12 @@ def builtin_model_path(
     _make_cache_dir(folder.parent)
     with _only_one_process(folder.parent / f"{folder.name}.lock"):
         if not _is_complete(folder):
-            _publish(_write_folder_beside(folder, recipe, on_progress or _ignore), folder)
+            _publish(_write_unpublished(folder, recipe, on_progress or _ignore), folder)
     return folder
 
 
 def tiny_model(seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A random two-layer model with the built-in tokenizer, in milliseconds; overrides are fields of Qwen3Config."""
+    """Makes a random two-layer model and the built-in tokenizer in milliseconds; overrides are Qwen3Config fields."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -131,7 +134,7 @@ def tiny_model(seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTra
 
 
 def builtin_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character. It has no unknown token: text outside the task is an error, not silence."""
+    """Makes a tokenizer with one token per character and no unknown token: text outside the task is an error."""
     tokenizer = Tokenizer(WordLevel(_TOKEN_IDS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -168,14 +171,14 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _only_one_process(lock_path: Path) -> Iterator[None]:
-    """Spares a second process the work of the first. The rename in _publish is what keeps a race harmless."""
+    """Keeps a second process from repeating the work of the first. The rename in _publish makes a race harmless."""
     with lock_path.open("w") as lock:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _write_folder_beside(folder: Path, recipe: Recipe, on_progress: Callable[[str], None]) -> Path:
+def _write_unpublished(folder: Path, recipe: Recipe, on_progress: Callable[[str], None]) -> Path:
     model = _train(recipe, on_progress)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -191,7 +194,7 @@ def _write_folder_beside(folder: Path, recipe: Recipe, on_progress: Callable[[st
 
 
 def _publish(finished: Path, folder: Path) -> None:
-    finished.chmod(0o755)  # what mkdtemp and safetensors write is for its owner alone; a cache may be shared
+    finished.chmod(0o755)  # mkdtemp and safetensors write for the owner alone, but a cache may be shared
     for path in finished.iterdir():
         path.chmod(0o644)
     if folder.exists() and not _is_complete(folder):
@@ -200,7 +203,7 @@ def _publish(finished: Path, folder: Path) -> None:
         finished.rename(folder)
     except OSError:
         shutil.rmtree(finished, ignore_errors=True)
-        if not _is_complete(folder):  # else another process was first, with the same model
+        if not _is_complete(folder):  # otherwise another process has made the same model
             raise
     _flush_to_disk(folder.parent)
 
@@ -225,7 +228,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _ignore(_: str) -> None:
-    """Where progress goes when nobody asked."""
+    """Drops a line of progress."""
 
 
 # ---- The model
@@ -255,7 +258,7 @@ def _random_model(config: Qwen3Config, generator: torch.Generator) -> PreTrained
 
 @contextmanager
 def _isolated_torch_state() -> Iterator[None]:
-    """On the CPU, on one thread (the same sums in the same order on any machine), whatever mode the caller is in."""
+    """Runs on the CPU and one thread, so that every machine adds in the same order, whatever mode the caller is in."""
     num_threads = torch.get_num_threads()
     default_dtype = torch.get_default_dtype()
     torch.set_num_threads(1)
@@ -294,7 +297,7 @@ def _sums(problems: list[dict[str, str]]) -> _Sums:
 
 
 def _answer_table(largest: int) -> Tensor:
-    """Row v is the answer v: its digits, the end token, padding.  # [largest + 1, 4] int64"""
+    """Returns a table whose row v is the answer v: its digits, the end token, padding.  # [largest + 1, 4] int64"""
     rows = [[*(_TOKEN_IDS[digit] for digit in str(value)), _EOS_ID] for value in range(largest + 1)]
     return torch.tensor([row + [_PAD_ID] * (_NUM_ANSWER_TOKENS - len(row)) for row in rows])
 
@@ -365,7 +368,7 @@ def _with_errors(values: Tensor, wrong_share: float, largest_error: int, generat
 
 
 def _answer_nll(model: PreTrainedModel, prompt_ids: Tensor, answer_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of each answer token, 0 on padding, and where there is no padding.  # [B, 4] twice"""
+    """Returns the NLL of each answer token, 0 on padding, and the mask of answer tokens.  # [B, 4] each"""
     input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
     logits = model(input_ids=input_ids, logits_to_keep=_NUM_ANSWER_TOKENS, use_cache=False).logits
     is_answer = answer_ids != _PAD_ID
@@ -375,6 +378,6 @@ def _answer_nll(model: PreTrainedModel, prompt_ids: Tensor, answer_ids: Tensor) 
 
 @torch.no_grad()
 def _sampled_accuracy(model: PreTrainedModel, sums: _Sums, answers: Tensor) -> float:
-    """The exact expectation of the accuracy of samples at temperature 1: the mean probability of the right answer."""
+    """Returns the expected accuracy of samples at temperature 1: the mean probability of the right answer."""
     nll, _ = _answer_nll(model, sums.prompt_ids, answers[sums.values])
     return float(nll.sum(dim=1).neg().exp().mean())

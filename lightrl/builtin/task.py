@@ -1,4 +1,4 @@
-"""Two-digit addition, the task a fresh installation trains on. Pure Python: problems are dictionaries of strings."""
+"""Two-digit addition, the task that a fresh installation trains on. A problem is a dictionary of strings; no torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _LARGEST_ERROR = 20
 
 
 def train_problems() -> list[dict[str, str]]:
-    """The 7,588 sums to train on, shuffled the same way every time."""
+    """Returns the 7,588 sums to train on, in a fixed random order."""
     return [_problem(left, right) for left, right in _split()[0]]
 
 
 def heldout_problems() -> list[dict[str, str]]:
-    """The 512 sums never trained on, in either order of their terms."""
+    """Returns the 512 sums that are never trained on, in neither order of their terms."""
     return [_problem(left, right) for left, right in _split()[1]]
 
 
 def with_responses(problems: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The right answer as the response to imitate."""
+    """Returns the problems with the right answer as the response to imitate."""
     return [{"prompt": problem["prompt"], "response": problem["answer"]} for problem in problems]
 
 
 def with_pairs(problems: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The right answer as the chosen one, and one that is off by 1 to 20 as the rejected one."""
+    """Returns the problems with the right answer as chosen, and one that is off by 1 to 20 as rejected."""
     return [
         {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": _wrong_answer(problem)}
         for problem in problems
@@ -47,7 +47,7 @@ def _problem(left: int, right: int) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All pairs of terms as (train, held out); 37+48 and 48+37 fall on the same side, so that no answer leaks."""
+    """Splits all pairs of terms into (train, held out). 37+48 and 48+37 fall on the same side: no answer leaks."""
     terms = range(_SMALLEST, _LARGEST + 1)
     shuffled = sorted(
         ((left, right) for left in terms for right in terms), key=lambda pair: mix_seed(_SPLIT_SEED, *pair)

@@ -136,18 +136,15 @@ def check_values(config: Any, prefix: str = "") -> None:
             _check_range(f"{prefix}{name}", item, value)
 
 
+_ACCEPTED: dict[Any, Any] = {bool: bool, int: int, float: int | float, float | None: int | float | None, str: str}
+
+
 def _check_type(name: str, hint: Any, value: object) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
-        return
-    if hint == float | None:
-        hint = float if value is not None else None
-    if hint not in (bool, int, float, str):
-        return
-    is_right = isinstance(value, int | float if hint is float else hint)
-    if not is_right or (isinstance(value, bool) and hint is not bool):
-        raise TypeError(f"{name} must be {hint.__name__}, not {value!r}.")
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
+    is_right = isinstance(value, _ACCEPTED.get(hint, object))
+    if not is_right or (isinstance(value, bool) and hint in (int, float)):
+        raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, not {value!r}.")
 
 
 def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:
@@ -182,9 +179,12 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
     if {"-h", "--help"} & set(args):
         _set_help(config_class)
     try:
-        flags = _yaml_flags(config_class, _config_path(args)) + args
+        path = _config_path(args)
+        flags = _yaml_flags(config_class, path) if path else []
         try:
-            return tyro.cli(config_class, args=flags, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+            return tyro.cli(
+                config_class, args=flags + args, config=(tyro.conf.FlagConversionOff,), use_underscores=True
+            )
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the help has seen enough, as in `--help | head`
@@ -220,8 +220,6 @@ def _config_path(args: Sequence[str]) -> str:
 
 def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
     """Returns a YAML file as flags, so that there is one parser and one set of errors."""
-    if not path:
-        return []
     types = option_types(config_class)
     flags: list[str] = []
     for name, value in flatten(_read_yaml(path)):

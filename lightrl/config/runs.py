@@ -220,6 +220,14 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
         return self.num_epochs * self.num_minibatches
 
 
+def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
+    if algorithm.kl_target and algorithm.kl_horizon < samples_per_step:
+        raise ValueError(
+            f"--algorithm.kl_horizon {algorithm.kl_horizon} is less than the {samples_per_step} samples of a step: the "
+            f"coefficient would jump. Use at least {10 * samples_per_step}."
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 @without(CriticTrainingConfig)
 class GRPOConfig(RolloutConfig):
@@ -239,7 +247,7 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
-        self.algorithm.check_horizon(self.samples_per_step)
+        _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
                 f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {self.group_size}: "
@@ -252,14 +260,6 @@ class GRPOConfig(RolloutConfig):
             )
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
-        if self.group_size < (1 if self.algorithm.advantage in _NEED_NO_GROUP else 2):
-            raise ValueError(
-                f"--group_size is {self.group_size}: {self.algorithm.advantage} compares the samples of a prompt with "
-                "each other and needs at least 2. Use 4 to 16."
-            )
-
-
-_NEED_NO_GROUP = ("reinforce", "reinforce_plus_plus", "remax")  # advantages of one sample a prompt
 
 
 @dataclass(kw_only=True, slots=True)
@@ -276,7 +276,7 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
-        self.algorithm.check_horizon(self.samples_per_step)
+        _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
             raise ValueError(
                 f"--optim.min_lr {self.optim.min_lr} is above --critic_lr {self.critic_lr}, and the critic's "

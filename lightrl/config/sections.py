@@ -84,14 +84,6 @@ class AlgorithmConfig:
                 "[0, 1]. Leave one of them out."
             )
 
-    def check_horizon(self, samples_per_step: int) -> None:
-        """Raises ValueError if one step holds more samples than kl_horizon."""
-        if self.kl_target and self.kl_horizon < samples_per_step:
-            raise ValueError(
-                f"--algorithm.kl_horizon {self.kl_horizon} is less than the {samples_per_step} samples of a step: the "
-                f"coefficient would jump. Use at least {10 * samples_per_step}."
-            )
-
 
 @dataclass(kw_only=True, slots=True)
 class PPOAlgorithmConfig(AlgorithmConfig):

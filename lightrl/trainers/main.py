@@ -1,4 +1,4 @@
-"""From a config to a finished run and an exit code: 0 done, 2 the user can mend it, 1 anything else."""
+"""Turns a config into a finished run and an exit code: 0 done, 2 an error the user can correct, 1 any other error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightrl.trainers.fit import Trainer
 
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
-    """Trains and cleans up; ends the process with the exit code if anything fails."""
+    """Trains and cleans up; a failure ends the process with the exit code."""
     if not torch.cuda.is_available():
-        # transformers imports deepspeed where it is installed, which warns on stdout of a choice that is plain here.
+        # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     try:
@@ -30,7 +30,7 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
         _exit(1)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the same command with this --output_dir goes on from the newest checkpoint\n")
+        sys.stderr.write("interrupted; the same command with this --output_dir continues from the newest checkpoint\n")
         _exit(130)
     except Exception:
         traceback.print_exc()
@@ -38,7 +38,7 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 
 def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
-    """What is wrong with the options, the data or the folder shows here, before anything is trained or written."""
+    """Builds the trainer; mistakes in the options, the data or the folder show here, before training."""
     try:
         return trainer_class(config)
     except (ValueError, OSError, ImportError, SyntaxError) as error:
@@ -47,7 +47,7 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
 
 
 def _exit(code: int) -> NoReturn:
-    """At once: tearing a broken process group down can wait for a peer that is gone."""
+    """Ends the process at once: tearing down a broken process group can wait for a rank that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightrl.trainers.run_folder import RunFolder
 
 from lightrl.config import GRPOConfig, StrategyOptions, option, parse_config
 from lightrl.strategy import create_strategy
+from lightrl.trainers.run import RunFolder
 
 
 @dataclass(kw_only=True, slots=True)

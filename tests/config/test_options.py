@@ -83,7 +83,7 @@ class Plain(Outer):
         ({"rate": float("inf")}, "--rate is inf: it must be a finite number."),
         ({"rate": float("nan")}, "--rate is nan: it must be a finite number."),
         ({"bound": 1.0}, "--bound is 1.0: it must be above 1."),
-        ({"bound": "2"}, "bound must be float, not '2'."),
+        ({"bound": "2"}, "bound must be float | None, not '2'."),
         ({"inner": Inner(share=float("nan"))}, "--inner.share is nan: it must be between 0 and 1."),
         ({"inner": Inner(name="c")}, "inner.name is 'c': choose one of a, b."),  # type: ignore[arg-type]
         ({"inner": {"share": 1}}, "inner must be a Inner, not {'share': 1}."),
