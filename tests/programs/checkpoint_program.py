@@ -1,7 +1,7 @@
-"""Run on any number of ranks: one part of a training that is saved, killed, resumed and resharded.
+"""Runs one part of a training that is saved, killed, resumed and resharded, on any number of ranks.
 
 PART FOLDER: `whole` trains four steps and saves nothing. `killed` saves after steps 1 and 2 and is killed in step 3,
-while rank 1 still writes the second checkpoint. `resumed` goes on from the newest and must equal `whole` bit by bit.
+while rank 1 still writes the second checkpoint. `resumed` continues from the newest and must equal `whole` bit by bit.
 `moved` reads what another number of ranks saved, trains a step, compares it with `whole`, and saves.
 """
 

@@ -1,4 +1,4 @@
-"""Run on 2 ranks: what only DeepSpeed has. What is sharded at each stage, bfloat16, critic warm-up, options."""
+"""Checks on 2 ranks what only DeepSpeed has: sharding at each stage, bfloat16, critic warm-up, options."""
 
 import math
 import sys

@@ -1,7 +1,7 @@
-"""Run on every rank: trains adapters under each of the strategies given, one after the other, and checks what it can.
+"""Trains adapters under each of the given strategies, one after the other, and checks them; runs on every rank.
 
 lora_program.py FOLDER "--strategy ddp" "--strategy deepspeed --deepspeed.zero_stage 2" ...
-Writes FOLDER/<place>.pt with what came out, and the export FOLDER/<place>/.
+Writes the results to FOLDER/<index>.pt and the export to FOLDER/<index>/.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def run(strategy: TorchStrategy, folder: Path) -> None:
 
 def main() -> None:
     root, *commands = sys.argv[1:]
-    for place, command in enumerate(commands):
+    for index, command in enumerate(commands):
         strategy = create_strategy(parse_config(GRPOConfig, shlex.split(command)))
         strategy.setup_distributed()
-        folder = Path(root) / str(place)
+        folder = Path(root) / str(index)
         if strategy.comm.is_main:
             folder.mkdir()
         assert isinstance(strategy, TorchStrategy)

@@ -1,6 +1,6 @@
-"""Run on several ranks with --tp_size or --sp_size: models that ranks split give what one process gives.
+"""Checks that models split over ranks (--tp_size, --sp_size) give the results of one process.
 
-The flags are those of train_grpo.py.
+It runs on several ranks and takes the flags of train_grpo.py.
 """
 
 import sys
