@@ -56,10 +56,10 @@ def largest_difference(strategy: StrategyBase, policy: Policy) -> float:
 
 def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
     """It gets merged weights; the trained ones are as they were."""
-    own = {name: strategy.shard_of(item).clone() for name, item in policy.named_parameters()}
+    own = {name: strategy.layout.shard(item).clone() for name, item in policy.named_parameters()}
     strategy.setup_inference_engine(None, "native", actor=policy)
     assert largest_difference(strategy, policy) < 1e-5
-    same({name: strategy.shard_of(item) for name, item in policy.named_parameters()}, own)
+    same({name: strategy.layout.shard(item) for name, item in policy.named_parameters()}, own)
     before = parameters(strategy, policy)
     train(strategy, policy, STEPS)
     assert largest_difference(strategy, policy) > 1e-4  # the engine has the older weights still
