@@ -1,4 +1,4 @@
-"""A reward of your own: --reward examples/digit_reward.py:digit_reward"""
+"""A user-defined reward: --reward examples/digit_reward.py:digit_reward"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightrl import Sample
 
 
 def digit_reward(sample: Sample) -> float:
-    """The share of characters that stand where the answer has them: 128 for 127 earns 2/3, and only 127 earns 1."""
+    """Returns the fraction of characters that equal the answer's: 128 for 127 earns 2/3, and only 127 earns 1."""
     answer, response = str(sample.prompt.answer), sample.text.strip()
     right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
     return right / max(len(answer), len(response))

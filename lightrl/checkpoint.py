@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -158,6 +157,47 @@ class CheckpointDirectory:
         shutil.rmtree(doomed)
 
 
+# ---- Tags: folders of checkpoints under names of their own ---------------------------------------------------------
+
+
+def resolve_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
+    """Returns the newest complete checkpoint of a tag; the tag may also be the name of one step's folder.
+
+    Without a tag it returns the newest of all, or None if there is none.
+    """
+    if tag is None:
+        untagged = CheckpointDirectory(load_dir, keep=1).latest()
+        candidates = [*([untagged] if untagged else []), *_tagged_checkpoints(load_dir)]
+        return max(candidates, key=_commit_time, default=None)
+    path = CheckpointDirectory(load_dir / tag, keep=1).latest()
+    if path is not None:
+        return path
+    if tag.startswith("step-") and tag.removeprefix("step-").isdigit():
+        return CheckpointDirectory(load_dir, keep=1).path(int(tag.removeprefix("step-")))
+    raise FileNotFoundError(f"{load_dir} holds no complete checkpoint of the tag {tag!r}.")
+
+
+def drop_old_tags(root: Path, num_kept: int) -> None:
+    """Deletes the tags whose checkpoints are the oldest, beyond num_kept tags."""
+    for checkpoint in _tagged_checkpoints(root)[:-num_kept]:
+        shutil.rmtree(checkpoint.parent)
+
+
+def _tagged_checkpoints(root: Path) -> list[Path]:
+    """Returns the newest complete checkpoint of every tag, the oldest first."""
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    tags = [folder for folder in folders if not folder.name.startswith(("step-", "."))]
+    latest = [CheckpointDirectory(folder, keep=1).latest() for folder in tags]
+    return sorted((path for path in latest if path is not None), key=_commit_time)
+
+
+def _commit_time(checkpoint: Path) -> int:
+    return (checkpoint / MARKER_NAME).stat().st_mtime_ns
+
+
+# ---- Files -------------------------------------------------------------------------------------------------------
+
+
 def save_json(path: Path, value: Any) -> None:
     """Writes the file whole or not at all."""
     _replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
@@ -183,11 +223,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     _flush(temporary)
     os.replace(temporary, path)
     _flush(path.parent)
-
-
-def load_tensors(path: Path, device: torch.device | None = None) -> dict[str, Tensor]:
-    """What save_tensors wrote, on the device (None: in main memory)."""
-    return load_file(path, device=str(device or torch.device("cpu")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,12 @@ def mix_seed(*parts: int) -> int:
     return prefix_state(*parts) >> 1
 
 
-def uniform(*parts: int) -> float:
-    """Returns a float64 in [0, 1) that depends on nothing but the integers given."""
-    return (mix_seed(*parts) >> 10) / (1 << 53)
-
-
 def uniform_array(states: NDArray[np.uint64], last_parts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Computes uniform(*parts, last) for many draws, bit for bit, from their prefix_state(*parts) and last parts."""
+    """Returns many draws, float64 in [0, 1): the high 53 bits of mix_seed(*parts, last) for each.
+
+    Args:
+        states: prefix_state(*parts) of each draw.
+        last_parts: its last part.
+    """
     mixed: NDArray[np.uint64] = _splitmix64(states ^ _splitmix64(last_parts.astype(np.uint64)))
     return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)

@@ -15,7 +15,7 @@ BROKEN_START = re.compile(
     r"(Of|Else|Those|With|Without|As|By|From|For|In|On|To|Where|Which|That|Also|Not|So|It|They|The same)\b"
 )
 NOT_YET = (
-    "lightrl/algorithms", "lightrl/engines", "lightrl/rewards", "lightrl/strategy", "lightrl/testing",
+    "lightrl/engines", "lightrl/strategy", "lightrl/testing",
     "lightrl/trainers",
 )  # fmt: skip
 

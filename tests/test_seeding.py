@@ -1,4 +1,6 @@
-from lightrl.seeding import mix_seed, uniform
+import numpy as np
+
+from lightrl.seeding import mix_seed, prefix_state, uniform_array
 
 
 def test_splitmix64_reference_values() -> None:
@@ -16,7 +18,7 @@ def test_every_part_and_its_place_matter() -> None:
 
 
 def test_uniforms_fill_the_interval() -> None:
-    draws = [uniform(7, place) for place in range(4000)]
+    draws = uniform_array(np.full(4000, prefix_state(7), dtype=np.uint64), np.arange(4000)).tolist()
     assert all(0 <= draw < 1 for draw in draws)
     assert abs(sum(draws) / len(draws) - 0.5) < 0.02  # standard error 0.0046
     buckets = [sum(k / 10 <= draw < (k + 1) / 10 for draw in draws) for k in range(10)]

@@ -1,4 +1,4 @@
-"""From one reward per sample to one advantage per sample: the estimators, and the whitening of what they give.
+"""Estimators of one advantage per sample from one reward per sample, and the whitening of advantages.
 
 An estimator is `fn(samples: ScoredSamples, **parameters) -> Tensor`, [B] for [B] rewards; every token of a sample then
 has its advantage. Where a method compares samples of a group, equal rewards and groups of one give exactly 0.

@@ -50,10 +50,12 @@ def ppo_clip(
     Two different bounds are DAPO's clip-higher (arXiv:2503.14476). A dual_clip of c limits the term of a token with
     A < 0 to -c A where r > c (arXiv:1912.09729); 3 is usual.
     """
-    log_ratio = tokens.log_ratio
-    terms, is_clipped = clipped_terms(
-        log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
+    terms, is_clipped = clipped_terms(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        _require_dual_clip(dual_clip, clip_high)
+        terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
+        is_clipped = is_clipped | ((torch.exp(log_ratio.detach()) > dual_clip) & (advantages < 0))
     return token_loss(terms, log_ratio, is_clipped, tokens.mask)
 
 
@@ -231,24 +233,22 @@ def _selected(tokens: PolicyTokens, name: str) -> Tensor:
 # ---- Clipping --------------------------------------------------------------------------------------------------------
 
 
-def clipped_terms(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[Tensor, Tensor]:
+def clipped_terms(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Returns -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, and which tokens get no gradient."""
     require_clip_range(clip_low, clip_high)
     ratio = torch.exp(log_ratio)
     terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     fixed = ratio.detach()
     is_clipped = ((fixed < 1 - clip_low) & (advantages < 0)) | ((fixed > 1 + clip_high) & (advantages > 0))
-    if dual_clip is not None:
-        if dual_clip <= 1 + clip_high:
-            raise ValueError(
-                f"dual_clip is {dual_clip} and clip_high {clip_high}: dual_clip bounds the ratio of tokens with a "
-                "negative advantage from above, so it must be more than 1 + clip_high."
-            )
-        terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
-        is_clipped = is_clipped | ((fixed > dual_clip) & (advantages < 0))
     return terms, is_clipped
+
+
+def _require_dual_clip(dual_clip: float, clip_high: float) -> None:
+    if dual_clip <= 1 + clip_high:
+        raise ValueError(
+            f"dual_clip is {dual_clip} and clip_high {clip_high}: dual_clip bounds the ratio of tokens with a negative "
+            "advantage from above, so it must be more than 1 + clip_high."
+        )
 
 
 def require_clip_range(clip_low: float, clip_high: float) -> None:

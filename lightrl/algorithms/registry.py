@@ -169,14 +169,18 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
 def bind(function: Callable[..., Any], given: Parameters, label: str) -> Callable[..., Any]:
     """Returns the function with its parameters bound; raises ValueError for unknown and missing ones."""
     known = parameters_of(function)
+    missing = sorted(key for key, default in known.items() if default is inspect.Parameter.empty and key not in given)
+    if missing or not given.keys() <= known.keys():
+        raise _wrong_parameters(label, known, given, missing)
+    return partial(function, **given)
+
+
+def _wrong_parameters(label: str, known: Mapping[str, Any], given: Parameters, missing: list[str]) -> ValueError:
     unknown = sorted(set(given) - set(known))
     if unknown:
         allowed = f"It has {', '.join(sorted(known))}." if known else "It has none."
-        raise ValueError(f"{label} has no parameter {', '.join(unknown)}. {allowed}")
-    missing = sorted(key for key, default in known.items() if default is inspect.Parameter.empty and key not in given)
-    if missing:
-        raise ValueError(f"{label} needs a value for {', '.join(missing)}.")
-    return partial(function, **given)
+        return ValueError(f"{label} has no parameter {', '.join(unknown)}. {allowed}")
+    return ValueError(f"{label} needs a value for {', '.join(missing)}.")
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From rewards per token to advantages per token, on packed sequences.
+"""Estimators of one advantage per token from rewards per token, on packed sequences.
 
 An estimator is `fn(tokens: TokenRewards, **parameters) -> TokenReturns`. Tokens where the mask is False (a tool's
 output) are no actions of the policy: they are skipped as if the sequence did not have them, and get 0.

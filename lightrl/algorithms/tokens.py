@@ -5,6 +5,7 @@ It also holds the checks against silent broadcasting: [N] with [N, 1] would be a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,8 +91,7 @@ def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_seq
 def require_same_shape(**tensors: Tensor) -> None:
     """Raises ValueError naming every shape unless all are equal."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"These tensors must have one shape, an entry per token: {shapes}.")
+        raise _wrong_shapes("have one shape, an entry per token", tensors)
 
 
 def require_bool_mask(mask: Tensor, name: str = "mask") -> None:
@@ -105,10 +105,7 @@ def require_bool_mask(mask: Tensor, name: str = "mask") -> None:
 def require_sequence_index(sequence_index: Tensor, mask: Tensor, num_sequences: int) -> None:
     """Raises ValueError unless mask and index are [N] and the index gives an int64 sequence for each token."""
     if mask.dim() != 1 or sequence_index.shape != mask.shape or sequence_index.dtype != torch.int64:
-        raise ValueError(
-            f"sequence_index is {list(sequence_index.shape)} of {sequence_index.dtype}, the mask {list(mask.shape)}: "
-            "both must be [N], an entry per response token of the pack, and sequence_index torch.int64."
-        )
+        raise _wrong_index(sequence_index, mask)
     if num_sequences < 1 and sequence_index.numel():
         raise ValueError(f"num_sequences is {num_sequences}, but there are {sequence_index.numel()} tokens.")
 
@@ -117,5 +114,16 @@ def require_flat(**tensors: Tensor | None) -> None:
     """Raises ValueError naming every shape unless all that are given are [B] of one length."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if any(tensor.dim() != 1 for tensor in given.values()) or len({len(tensor) for tensor in given.values()}) > 1:
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
-        raise ValueError(f"These tensors must be flat and of one length: {shapes}.")
+        raise _wrong_shapes("be flat and of one length", given)
+
+
+def _wrong_shapes(wanted: str, tensors: Mapping[str, Tensor]) -> ValueError:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    return ValueError(f"These tensors must {wanted}: {shapes}.")
+
+
+def _wrong_index(sequence_index: Tensor, mask: Tensor) -> ValueError:
+    return ValueError(
+        f"sequence_index is {list(sequence_index.shape)} of {sequence_index.dtype}, the mask {list(mask.shape)}: both "
+        "must be [N], an entry per response token of the pack, and sequence_index torch.int64."
+    )

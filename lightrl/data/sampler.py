@@ -46,11 +46,6 @@ class PromptSampler:
         self.num_drawn = 0
         self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation) used last
 
-    @property
-    def epoch(self) -> int:
-        """Number of complete epochs."""
-        return self.num_drawn // self.num_prompts_in_data
-
     def next_batch(self) -> list[int]:
         """Returns the data indices of the step's global batch."""
         return self.draw(self.batch_size)
@@ -83,20 +78,6 @@ class PromptSampler:
                     "would differ. Resume with the same data and seed, or start a new run."
                 )
         self.num_drawn = state["num_drawn"]
-
-
-class DistributedEvalSampler(Sampler[int]):
-    """Gives every sample to exactly one rank, in order and without padding; ranks may differ by one, or have none."""
-
-    def __init__(self, data_source_len: int, *, rank: int, world: int) -> None:
-        _check_rank(rank, world)
-        self._indices = range(rank, data_source_len, world)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
 
 class ResumableSampler(Sampler[int]):

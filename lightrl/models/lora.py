@@ -82,7 +82,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
         _load_weights(model, Path(options.path))
 
 
-def options_beside(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
+def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
     """Returns the options of a second model that trains beside an adapted one.
 
     Adapters of --lora.path do not fit it, so it gets new ones of the same rank.

@@ -1,4 +1,4 @@
-"""Runs the code of a response against the tests of its prompt, in a sandbox."""
+"""A reward that runs the code of a response against the tests of its prompt, in a sandbox."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightrl.rewards.sandbox import SandboxLimits, run_python
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-# The program and its tests share a process. A test that passes is told by a word that nothing else prints, over a copy
-# of stdout, so that a program that exits early or prints "passed" passes nothing.
+# The program and its tests share a process. A passed test is reported by a random word over a copy of stdout, so that a
+# program that exits early or prints "passed" passes nothing.
 _HARNESS = """
 import os
 
 def run(program, tests, word):
-    told = os.dup(1)
+    report = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     scope = {{"__name__": "solution"}}
     exec(compile(program, "<response>", "exec"), scope)
@@ -33,18 +33,18 @@ def run(program, tests, word):
             exec(compile(test, "<test>", "exec"), scope)
         except BaseException:
             continue
-        os.write(told, f"{{word}} {{number}}\\n".encode())
+        os.write(report, f"{{word}} {{number}}\\n".encode())
 
 run({program!r}, {tests!r}, {word!r})
 """
 
 
 class CodeTests:
-    """The share of the prompt's tests that the response's code passes, or 1 for all of them and else 0.
+    """The fraction of the prompt's tests that the response's code passes; with all_or_nothing, 1 for all and else 0.
 
-    The tests stand in a field of the prompt, as a list or its JSON: Python statements, such as assert f(2) == 4, which
-    run after the code, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is the last
-    fenced block of the response, or all of it.
+    The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
+    which run after the code, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is the
+    last fenced block of the response, or all of it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CodeTests:
         self._field = field
         self._limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb)
         self._all_or_nothing = all_or_nothing
-        # More at once than there are cores would make them time out for each other.
+        # More programs at a time than there are cores would make each other time out.
         self.max_concurrency = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._threads = ThreadPoolExecutor(max_workers=self.max_concurrency, thread_name_prefix="code")
 
@@ -72,7 +72,7 @@ class CodeTests:
         return float(num_passed == len(tests)) if self._all_or_nothing else num_passed / len(tests)
 
     def _count_passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> int:
-        """All tests together have timeout_s; those that it does not reach are not passed."""
+        """Counts the passed tests. All tests together have timeout_s; tests that are not reached count as failed."""
         deadline = time.monotonic() + self._limits.timeout_s
         statements = [test for test in tests if isinstance(test, str)]
         passed = self._run_statements(program, statements) if statements else 0
@@ -94,18 +94,18 @@ class CodeTests:
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block, or the whole text where there is none."""
+    """Returns the last fenced block, or the whole text if there is none."""
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
 
 
 def _lines(text: str) -> list[str]:
-    """White space at the ends of lines and of the text does not count."""
+    """Splits a text into lines without the white space at the ends of lines and of the text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, str]]:
-    """A ValueError where there is none, since a reward of 0 would hide that."""
+    """Reads the prompt's tests; raises ValueError if it has none, which a reward of 0 would hide."""
     tests = fields.get(field)
     if isinstance(tests, str) and tests.lstrip().startswith("["):
         tests = json.loads(tests)
@@ -123,7 +123,7 @@ def _checked_test(test: Any) -> str | Mapping[str, str]:
     if isinstance(test, str):
         return test
     if isinstance(test, Mapping):
-        found = {"stdin": test.get("stdin", test.get("input", "")), "stdout": test.get("stdout", test.get("output"))}
-        if all(isinstance(value, str) for value in found.values()):
-            return found
+        pair = {"stdin": test.get("stdin", test.get("input", "")), "stdout": test.get("stdout", test.get("output"))}
+        if all(isinstance(value, str) for value in pair.values()):
+            return pair
     raise ValueError(f'a test is {test!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')

@@ -143,17 +143,21 @@ def _check_annotation(reward: Any, scope: Scope, annotation: Any) -> None:
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     takes_list = text.rpartition("typing.")[2].split("[")[0].rpartition(".")[2] in _LIST_TYPES
     if scope == "sample" and takes_list:
-        raise _contradiction(
-            reward,
-            f"takes {text}, and it is called with one Sample. Mark it with @group_reward to get all samples of a "
-            "prompt, or with @batch_reward to get all there are.",
-        )
+        raise _takes_a_list(reward, text)
     if scope != "sample" and text.rpartition(".")[2] == "Sample":
-        raise _contradiction(reward, f"takes one Sample, and @{scope}_reward makes it be called with a list.")
+        raise _contradiction(reward, f"takes one Sample, but @{scope}_reward has it called with a list.")
 
 
 def _contradiction(reward: Any, reason: str) -> ValueError:
     return ValueError(f"The reward {reward_name(reward)!r} {reason}")
+
+
+def _takes_a_list(reward: Any, text: str) -> ValueError:
+    return _contradiction(
+        reward,
+        f"takes {text}, and it is called with one Sample. Mark it with @group_reward to get all samples of a prompt, "
+        "or with @batch_reward to get all there are.",
+    )
 
 
 def _wrong_signature(reward: Any, scope: Scope, signature: inspect.Signature, error: TypeError) -> ValueError:

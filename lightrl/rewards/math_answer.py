@@ -1,4 +1,4 @@
-"""1 for a response whose mathematical answer equals the prompt's, by math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
+"""A reward that compares mathematical answers by math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightrl.records import Sample
 from lightrl.rewards.kinds import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
-_FINAL_ANSWER = "####"  # what word problems set before the answer in their solutions
+_FINAL_ANSWER = "####"  # precedes the answer in the solutions of word problems
 
 
 class MathAnswer:
-    """Whether the answer found in the response (boxed, LaTeX, or the last number) equals the prompt's."""
+    """1 if the answer that math-verify reads in the response (boxed, LaTeX, or the last number) equals the prompt's."""
 
-    # In a process of its own: the parser and sympy can hang or eat all memory on what a model writes, and math-verify's
-    # own time limit works in the main thread only.
+    # It runs in a process of its own: the parser and sympy can hang or use all memory on what a model writes, and
+    # math-verify's own time limit works in the main thread only.
     isolation = Isolation(timeout_s=5.0, no_verdict_if_stopped=True)
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class MathAnswer:
 
 
 def _parse_expected(verifier: Any, answer: str) -> list[Any]:
-    """The parsed answer; a ValueError if it is none, since a reward of 0 would hide that."""
+    """Parses the prompt's answer; raises ValueError if it is no mathematics, which a reward of 0 would hide."""
     answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
     is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     parsed: list[Any] = verifier.parse(
@@ -50,6 +50,6 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
 def _verifier() -> Any:
     import math_verify  # noqa: PLC0415  (optional, and it loads sympy)
 
-    # It warns of a time limit that is off; the process has one.
+    # math-verify warns that its time limit is off; the process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify

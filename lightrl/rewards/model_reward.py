@@ -1,4 +1,4 @@
-"""A scalar reward model (a sequence classifier of one output), spread over the ranks like the policy, as the reward."""
+"""A reward from a scalar reward model, a sequence classifier of one output that is sharded like the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = "reward_model"
 
 
 class ModelHost(Protocol):
-    """What the model needs of a strategy."""
+    """The part of a strategy that the reward model uses."""
 
     comm: Comm
     device: torch.device
@@ -37,12 +37,14 @@ class ModelHost(Protocol):
 
 
 class ModelReward:
-    """The model's score of prompt and response together. Every rank must call it, one without samples too.
+    """The model's score of prompt and response together. Every rank must call it, also without samples.
 
-    chat_template: auto renders the conversation by the model's own template if its tokenizer has one, always needs one,
-    never lays prompt and response end to end as the policy saw them; where its tokenizer differs from the policy's they
-    are tokenised anew. append_eos (without a template, which ends its turns itself): auto ends by the end token what
-    the policy ended itself and not what was cut off; always and never do as they say.
+    chat_template: `auto` renders the conversation by the model's own template if its tokenizer has one, and `always`
+    requires one. `never` joins prompt and response as the policy saw them; they are tokenised again if the two
+    tokenizers differ.
+
+    append_eos applies without a template, since a template ends its turns itself: `auto` appends the end token to
+    responses that the policy ended and not to those that were cut off; `always` and `never` do as they say.
     """
 
     is_collective = True
@@ -63,7 +65,7 @@ class ModelReward:
         self._path = path
         self._trust_remote_code = trust_remote_code
         self._append_eos = append_eos
-        self._max_tokens = max_tokens  # of a forward on a rank
+        self._max_tokens = max_tokens  # in one forward of a rank
         self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._context = context_length(path, trust_remote_code=trust_remote_code)
         self._renders = chat_template != "never" and bool(self._tokenizer.chat_template)
@@ -76,7 +78,7 @@ class ModelReward:
         self._shares_tokenizer = False
 
     def prepare(self, host: ModelHost) -> None:
-        """Loads the model and spreads it; every rank calls it."""
+        """Loads and shards the model; every rank calls it."""
         with host.init_model_context(), host.comm.phase("loading the reward model", local=True):
             model = load_reward_model(
                 self._path,
@@ -96,12 +98,12 @@ class ModelReward:
         assert self._host is not None, "prepare() was not called"
         with self._host.comm.phase("reward model's tokens", local=True):
             sequences = [self._token_ids(sample) for sample in samples]
-        good = [place for place, ids in enumerate(sequences) if len(ids) <= self._context]
+        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self._context]
         outcomes: list[Outcome] = [
             self._too_long(sample, len(ids)) for sample, ids in zip(samples, sequences, strict=True)
         ]
-        for place, value in zip(good, self._scores([sequences[place] for place in good]), strict=True):
-            outcomes[place] = score_outcome(_NAME, samples[place], value)
+        for index, value in zip(fitting, self._scores([sequences[index] for index in fitting]), strict=True):
+            outcomes[index] = score_outcome(_NAME, samples[index], value)
         return outcomes
 
     def _too_long(self, sample: Sample, length: int) -> Outcome:
@@ -124,7 +126,7 @@ class ModelReward:
         return self._ended(ids, sample)
 
     def _ended(self, ids: list[int], sample: Sample) -> list[int]:
-        """With one end token or none, whatever sampler and tokenizer have left there."""
+        """Returns the tokens with exactly one end token or none, whatever sampler and tokenizer left at the end."""
         end = self._tokenizer.eos_token_id
         while ids and ids[-1] == end:
             ids = ids[:-1]
@@ -134,29 +136,29 @@ class ModelReward:
     # ---- Scores ------------------------------------------------------------------------------------------------
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Of this rank's sequences; a collective."""
+        """Scores this rank's sequences; a collective."""
         assert self._host is not None
-        order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
         parts = list(_cut(order, [len(ids) for ids in sequences], self._max_tokens))
-        batches = [_pack([sequences[place] for place in part]) for part in parts] or [_pack([[0]])]
-        found: list[Tensor] = self._host.forward([b.to(self._host.device) for b in batches], model=self._model)
+        batches = [_pack([sequences[index] for index in part]) for part in parts] or [_pack([[0]])]
+        scored: list[Tensor] = self._host.forward([b.to(self._host.device) for b in batches], model=self._model)
         values = [0.0] * len(sequences)
-        for part, scores in zip(parts, found, strict=False):  # a rank without samples scored one dummy
-            for place, value in zip(part, scores.tolist(), strict=True):
-                values[place] = value
+        for part, scores in zip(parts, scored, strict=False):  # a rank without samples scored one dummy
+            for index, value in zip(part, scores.tolist(), strict=True):
+                values[index] = value
         return values
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Parts of at most max_tokens, except where one sequence alone has more."""
+    """Yields parts of at most max_tokens, except where one sequence alone has more."""
     part: list[int] = []
     total = 0
-    for place in order:
-        if part and total + lengths[place] > max_tokens:
+    for index in order:
+        if part and total + lengths[index] > max_tokens:
             yield part
             part, total = [], 0
-        part.append(place)
-        total += lengths[place]
+        part.append(index)
+        total += lengths[index]
     if part:
         yield part
 
@@ -166,7 +168,7 @@ def _pack(sequences: Sequence[Sequence[int]]) -> PackedBatch:
 
 
 def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
-    """A language model would get a head of random weights."""
+    """Refuses models that are no classifier of one output: a language model would get a head of random weights."""
     if not path:
         raise ValueError("The reward reward_model needs --reward_model, the folder or name of the model.")
     try:

@@ -1,4 +1,4 @@
-"""1 for a response that has the wanted form, whatever it says."""
+"""A reward for the form of a response, whatever it says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ THINK_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).
 
 
 class ResponseFormat:
-    """Whether the whole response, without the white space around it, matches a regular expression.
+    """1 if the whole response, without surrounding white space, matches a regular expression.
 
-    The dot matches line breaks too. Left out: one block of <think>, then one of <answer>, and nothing else.
+    The dot matches line breaks too. The default pattern is one block of <think>, then one of <answer>, and no more.
     """
 
     def __init__(self, *, pattern: str = THINK_ANSWER) -> None:

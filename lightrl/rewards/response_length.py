@@ -1,4 +1,4 @@
-"""Rewards by the number of response tokens: towards a length, or against too many."""
+"""A reward for the number of response tokens: towards a length, or against too many."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from lightrl.records import Sample
 
 
 class ResponseLength:
-    """Exactly one of target and limit is given.
+    """A reward that rises towards a target length, or a penalty near a limit; exactly one of the two is given.
 
-    target: 1 at so many tokens, falling linearly to 0 at none and at twice as many. limit: 0 up to limit - cache
-    tokens, from there linearly to -1 at the limit, and -1 beyond it (DAPO's soft overlong punishment, arXiv:2503.14476,
-    equation 13).
+    With `target` it is 1 at so many tokens, falling linearly to 0 at none and at twice as many. With `limit` it is 0 up
+    to limit - cache tokens, falls from there linearly to -1 at the limit, and is -1 beyond it (DAPO's soft overlong
+    punishment, arXiv:2503.14476, equation 13).
     """
 
     def __init__(self, *, target: int = 0, limit: int = 0, cache: int = 0) -> None:

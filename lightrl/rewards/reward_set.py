@@ -241,26 +241,25 @@ def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:
     labels = [_label(name) for name, _ in named]
     _check_labels(labels)
     parameters = _parameters_by_label(config.reward_args, labels) if config.reward_args else {}
-    for label, values in _parameters_with_options(config, labels).items():
-        parameters[label] = parameters.get(label, {}) | values
+    if config.judge != JudgeConfig() or config.reward_model or {"judge", "reward_model"} & set(labels):
+        _add_options(parameters, config, labels)
     return [
         WeightedReward(label=label, weight=weight, reward=load_reward(name, parameters.get(label)))
         for label, (name, weight) in zip(labels, named, strict=True)
     ]
 
 
-def _parameters_with_options(config: RolloutConfig, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the parameters that have options of their own, such as --judge.url."""
-    parameters: dict[str, dict[str, Any]] = {}
+def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, labels: Sequence[str]) -> None:
+    """Adds the parameters that have options of their own, such as --judge.url."""
     if "judge" in labels:
-        parameters["judge"] = {"settings": config.judge}
+        parameters.setdefault("judge", {})["settings"] = config.judge
     elif config.judge != JudgeConfig():
         raise ValueError("--judge options are given, but judge is not among --reward.")
     if "reward_model" in labels:
-        parameters["reward_model"] = {"path": config.reward_model, "trust_remote_code": config.trust_remote_code}
+        own = parameters.setdefault("reward_model", {})
+        own |= {"path": config.reward_model, "trust_remote_code": config.trust_remote_code}
     elif config.reward_model:
         raise ValueError(f"--reward_model {config.reward_model} is given, but reward_model is not among --reward.")
-    return parameters
 
 
 def _split_weight(text: str) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Untrusted Python programs in a process of their own, with limits. What it keeps out and what not: docs/rewards.md."""
+"""Runs untrusted Python programs in a process of their own, with limits. docs/rewards.md says what it protects from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRACE_S = 20.0  # for the launcher to start, kill and clean up on a busy machin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a program may take."""
+    """The time, memory and output that a program may use."""
 
     timeout_s: float = 10.0  # wall clock; the CPU time of each process is limited to the same
     memory_mb: int = 512  # addresses of each process
@@ -33,7 +33,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """How a program ended."""
+    """The output of a program and how it ended."""
 
     stdout: str
     stderr: str  # its end
@@ -43,7 +43,7 @@ class SandboxResult:
 
 
 def run_python(source: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Runs a program as __main__. Raises RuntimeError if the sandbox itself fails."""
+    """Runs a program as __main__; raises RuntimeError if the sandbox itself fails."""
     limits = limits or SandboxLimits()
     request = {
         "source": source,

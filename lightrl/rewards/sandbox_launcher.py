@@ -1,6 +1,6 @@
-"""Runs one untrusted Python program and says how it ended. sandbox.py starts this file by `python -I`.
+"""Runs one untrusted Python program and reports how it ended. sandbox.py starts this file by `python -I`.
 
-It imports the standard library only, and it is a process of its own: what it changes of itself on the way ends with it.
+It imports the standard library only. It is a process of its own, so the changes it makes to itself end with it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
+    """Reads a request from stdin and writes the report to stdout."""
     request = json.load(sys.stdin)
     folder = Path(tempfile.mkdtemp(prefix="lightrl-sandbox-"))
     try:
@@ -55,7 +56,7 @@ def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         folder.chmod(0o711)
         os.chown(work, uid, uid)
     (folder / "stdin").write_text(request["stdin"])
-    # Opened here: where the program has our user id, it could put something else in the place of the file.
+    # Opened here: a program with our user id could replace the file.
     stderr = os.open(folder / "stderr", os.O_RDWR | os.O_CREAT, 0o600)
     has_begun = mmap.mmap(-1, 1)  # shared with the program's process until the program runs
     reader, writer = os.pipe()
@@ -67,12 +68,12 @@ def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         output, status, ended_in_time = _watch(pid, reader, request["timeout_s"], request["max_output_bytes"])
     finally:
         _kill_all(pid)
-    told = _end_of(stderr)
+    errors = _end_of(stderr)
     if status is not None and not has_begun[0]:
-        return {"error": told}
+        return {"error": errors}
     return {
         "stdout": output.decode(errors="replace"),
-        "stderr": told,
+        "stderr": errors,
         "exit_code": None if status is None else os.waitstatus_to_exitcode(status),
         "timed_out": not ended_in_time,
         "has_namespaces": has_namespaces,
@@ -85,9 +86,9 @@ def _end_of(file: int) -> str:
 
 
 def _leave_namespaces() -> bool:
-    """No network, and processes that end with the first one; False where the system does not allow it.
+    """Takes the network away and ties all processes to the first one; returns False if the system does not allow it.
 
-    Not into a user namespace as root: there the program could have no user id of its own, and would keep root's files.
+    Root enters no user namespace: there the program could have no user id of its own, and would keep root's files.
     """
     flags = _NEW_PID | _NEW_NET | _NEW_IPC
     return bool(_libc.unshare(flags if os.geteuid() == 0 else flags | _NEW_USER) == 0)
@@ -138,7 +139,7 @@ def _redirect(folder: Path, stdout: int, stderr: int) -> None:
 
 
 def _stop_being_root(uid: int) -> None:
-    """A user id that nobody else has, so that the limit of processes counts these alone."""
+    """Takes a user id that nobody else has, so that the limit of processes counts the program's alone."""
     must_read_all = not _is_open_to_all(Path(os.__file__))
     if must_read_all:  # a Python under /root: keep the right to read its library, and no other
         _libc.prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -183,7 +184,7 @@ def _count_own_threads() -> int:
 
 
 def _refuse(event: str, _args: Any) -> None:
-    """Stops Python's own sockets and signals; what calls the system past Python gets through."""
+    """Stops Python's own sockets and signals; a program that makes system calls without Python is not stopped."""
     if event.startswith("socket."):
         raise PermissionError("the sandbox has no network")
     if event in ("os.kill", "os.killpg"):  # without namespaces these may be the trainer's processes
@@ -202,7 +203,7 @@ def _execute(source: str) -> int:
 
 
 def _watch(pid: int, reader: int, timeout_s: float, max_bytes: int) -> tuple[bytes, int | None, bool]:
-    """What the program wrote, its wait status (None if it is still running), and whether it ended in time."""
+    """Returns the program's output, its wait status (None if it is still running), and whether it ended in time."""
     deadline = time.monotonic() + timeout_s
     output, is_open = b"", True
     while time.monotonic() < deadline:
@@ -216,13 +217,13 @@ def _watch(pid: int, reader: int, timeout_s: float, max_bytes: int) -> tuple[byt
             output += part
             if len(output) > max_bytes:
                 return output[:max_bytes], None, True
-        elif (found := os.waitpid(pid, os.WNOHANG))[0]:
-            return output, found[1], True
+        elif (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return output, ended[1], True
     return output, None, False
 
 
 def _kill_all(pid: int) -> None:
-    """The program's process group, then whatever of its descendants has come to us."""
+    """Kills the program's process group, then those of its descendants that this process has inherited."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -31,7 +31,7 @@ class RewardError(RuntimeError):
     """A reward raised, hung, or returned a value that is not a finite number."""
 
     is_no_verdict = False  # the response could not be judged, which never stops a run
-    place = (0, 0)  # (position, sample index) of the sample
+    key = (0, 0)  # (position, sample index) of the sample
 
 
 Outcome: TypeAlias = float | RewardError
@@ -180,7 +180,7 @@ def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError
 
 def _error(message: str, sample: Sample) -> RewardError:
     error = RewardError(message)
-    error.place = (sample.position, sample.sample_index)
+    error.key = (sample.position, sample.sample_index)
     return error
 
 

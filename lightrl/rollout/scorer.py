@@ -54,7 +54,7 @@ class Scorer:
     def _report_failures(self, budget: FailureBudget, num_failures: int) -> None:
         """Prints the first failures of all ranks; raises on every rank if there are too many."""
         mine = [*_distinct(budget.failures), *_distinct(budget.no_verdicts)]
-        shown = [(error.is_no_verdict, error.place, str(error), with_traceback(error)) for error in mine]
+        shown = [(error.is_no_verdict, error.key, str(error), with_traceback(error)) for error in mine]
         everyones = sorted(item for part in self._comm.all_gather_object(shown) for item in part)
         if num_failures > budget.max_failures:
             raise budget.exceeded(RewardError(everyones[0][2]), num_failures)

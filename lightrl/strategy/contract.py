@@ -1,45 +1,341 @@
-"""ForeignNames: the names of other trainers' strategy interfaces, one line each over lightrl's own.
+"""ForeignNames: the names of other trainers' strategy interfaces, over lightrl's own.
 
 Code written for those interfaces runs on a lightrl strategy; lightrl's own trainers need none of these names.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, Protocol
 
 import torch
 from easydict import EasyDict
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from lightrl.config import StrategyOptions
+from lightrl import comm as comm_module
+from lightrl.comm import Comm
+from lightrl.config import OptimConfig, StrategyOptions
+from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine
+from lightrl.engines.colocated import SyncReport
+from lightrl.metrics import memory_in_use
+from lightrl.seeding import mix_seed
+from lightrl.strategy.optim.grad_scaler import GradScaler
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
+from lightrl.strategy.optim.value_head import freeze_all_but_value_head, has_value_head
+from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.colocated_serving import ColocatedServing
 from lightrl.strategy.serving.residency import Residency
 
+logger = logging.getLogger(__name__)
 
-class ForeignNames:
-    """Mixin of StrategyBase that wraps what the strategy holds."""
+
+def is_actor(model: Any) -> bool:
+    """Returns whether this is the policy that is trained, and not a critic, reward or reference model."""
+    return bool(getattr(model, "is_actor", False))
+
+
+class Native(Protocol):
+    """The attributes and methods of StrategyBase that the foreign names stand for."""
 
     args: Any
-    options: StrategyOptions
-    device: torch.device
+    seed: int
     tokenizer: foreign_inputs.Decoder | None
-    serving: ColocatedServing
-    residency: Residency
+    update_hooks: list[UpdateHook]
+    grad_scaler: GradScaler | None
+    _trained: list[TrainedModel]
+
+    @property
+    def options(self) -> StrategyOptions: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def serving(self) -> ColocatedServing: ...
+    @property
+    def residency(self) -> Residency: ...
+    def prepare_model(self, model: nn.Module) -> nn.Module: ...
+    def prepare_frozen(self, model: nn.Module) -> nn.Module: ...
+    def create_optimizer(self, model: nn.Module) -> Optimizer: ...
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None: ...
+    def trained_entry(self, model: nn.Module | None) -> TrainedModel: ...
+    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
+    def set_global_step(self, global_step: int) -> None: ...
+    def sync_weights(self, model: nn.Module) -> SyncReport: ...
+    def save_ckpt(self, model: nn.Module, save_dir: str, *, max_mem: int = 1000) -> None: ...
+    def load_ckpt(self, model: nn.Module, load_dir: str) -> Any: ...
+    def _prepare_trained(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        lr: float,
+        schedule_length: int,
+        head_lr: float | None,
+        frozen_head_steps: int,
+    ) -> TrainedModel: ...
+
+
+class ForeignNames(ABC):
+    """Mixin of StrategyBase that wraps its methods and what it holds."""
+
+    grad_scaler: GradScaler | None = None
+
+    # ---- Models and optimizers ---------------------------------------------------------------------------------
+
+    def prepare(self: Native, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Prepares each item: None, a module, (module, optimizer) or (module, optimizer, scheduler).
+
+        A single item is returned as a single item. is_rlhf: a lone module is a reference or reward model, so it is
+        frozen and put in evaluation mode.
+        """
+        prepared = [_prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_models_and_optimizers(
+        self: Native, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
+
+        A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
+        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
+        or None) and initial_model may be None.
+        """
+        options = _options_of(self, args)
+        if actor is not None or (
+            critic is not None and not self._trained
+        ):  # a later critic need not match the patterns
+            check_lr_scales([actor, critic], options.optim)
+        if actor is not None:
+            actor.is_actor = True
+        several = isinstance(reward_models, list | tuple)
+        frozen = [
+            _prepare_item(self, item, freeze_lone=True) for item in (reward_models if several else [reward_models])
+        ]
+        return (
+            _prepare_slot(self, actor, options, options.lr, max_steps),
+            _prepare_slot(self, critic, options, options.critic_lr, max_steps),
+            frozen if several else frozen[0],
+            _prepare_item(self, initial_model, freeze_lone=True),
+        )
+
+    def build_optimizer(self: Native, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
+        """Returns the optimizer of the options; a warm-up trains a value head alone for critic_warmup_steps updates."""
+        optimizer = self.create_optimizer(model)
+        if enable_critic_warmup:
+            freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
+        return optimizer
+
+    def build_grad_scaler(self: Native, enabled: bool, **kwargs: Any) -> GradScaler:
+        """Scales the losses of backward() from now on, and unscales before the clip; kwargs are those of GradScaler."""
+        self.grad_scaler = GradScaler(enabled, **kwargs)
+        others = [hook for hook in self.update_hooks if not isinstance(hook, GradScaler)]
+        self.update_hooks = [*others, self.grad_scaler] if enabled else others
+        return self.grad_scaler
+
+    def build_lr_scheduler(
+        self: Native, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1
+    ) -> LRScheduler:
+        """Returns the schedule of the options (or of optim_config) over total_steps optimizer steps."""
+        return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
+
+    @contextmanager
+    def init_model_context(self) -> Iterator[None]:
+        """Wraps the construction of a model and reports the memory after it."""
+        yield
+        self.report_memory("model built")
+
+    def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:
+        """Returns a CPU generator that depends on the seed, the role and, unless per_rank is False, the rank."""
+        parts = (self.seed, *role.encode(), self.comm.rank if per_rank else -1)
+        return torch.Generator().manual_seed(mix_seed(*parts))
+
+    # ---- Data --------------------------------------------------------------------------------------------------
+
+    def setup_dataloader(
+        self: Native,
+        replay_buffer: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = True,
+        sampler: Any | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader[Any]:
+        """Returns a loader of this rank's samples; consumed_samples counts over all ranks, to resume at any world size.
+
+        drop_last=False gives every sample exactly once, without padding, so ranks may differ by a batch.
+        """
+        if sampler is None:
+            sampler = ResumableSampler(
+                len(replay_buffer),
+                rank=self.comm.rank,
+                world=self.comm.world,
+                shuffle=shuffle,
+                seed=self.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
+        return DataLoader(
+            replay_buffer,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+        )
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def eval_batch(
+        self: Native,
+        data: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        loss_weight_fn: Callable[[Any], float | Tensor],
+        *,
+        model: nn.Module | None = None,
+    ) -> float:
+        """Returns the loss that train_batch would report, without training."""
+        outputs = self.forward(data, model=model)
+        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
+        losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
+        weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+        total = self.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
+        return total["loss"] / total["weight"] if total["weight"] else 0.0
+
+    def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
+        """Steps the schedule once more; train_batch already does so after each real update."""
+        scheduler = self.trained_entry(model).scheduler
+        if scheduler is not None:
+            scheduler.step()
+
+    # ---- Communication -----------------------------------------------------------------------------------------
+
+    def all_reduce(self: Native, data: Any, op: str = "mean") -> Any:
+        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
+        return self.comm.all_reduce(data, op)
+
+    def all_gather(self: Native, data: Any) -> Any:
+        """Concatenates along dim 0 over the ranks; lengths may differ."""
+        return self.comm.all_gather(data)
+
+    @classmethod
+    def print(cls, *msg: Any) -> None:
+        """Prints with the time, on rank 0 only."""
+        if cls.is_rank_0():
+            sys.stdout.write(f"[{datetime.now():%m-%d %H:%M:%S}] {' '.join(map(str, msg))}\n")
+            sys.stdout.flush()
+
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        """Returns whether this is rank 0."""
+        return comm_module.current().is_main
+
+    def get_rank(self: Native) -> int:
+        """Returns this process's rank."""
+        return self.comm.rank
+
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> dict[str, float]:
+        """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
+        comm = comm_module.current()
+        used = memory_in_use()
+        report = {
+            f"{name}/{op}": comm.all_reduce(dict(used), op)[name] for name in used for op in ("min", "mean", "max")
+        }
+        if comm.is_main:
+            text = ", ".join(f"{name} {value:.2f} GB" for name, value in report.items() if name.endswith("max"))
+            logger.info("memory %s: %s", prefix, text)
+        return report
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Waits for the device and for every rank, then frees cached device memory."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        comm_module.current().barrier()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # ---- Checkpoints and weights -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: int = 1000,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        companions: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """Writes model, optimizer, scheduler, random states, counters and client_state atomically.
+
+        companions: models saved with their optimizers in the same checkpoint, such as a critic. max_num and max_mem
+        (MB, 0 = no limit) bound what is kept; the newest always stays.
+        """
+
+    @abstractmethod
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        companions: Mapping[str, nn.Module] | None = None,
+    ) -> Any:
+        """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
+
+    def save_checkpoint(self: Native, save_path: str, step: int = 0) -> None:
+        """Saves the trained model as the checkpoint of a step."""
+        self.set_global_step(step)
+        self.save_ckpt(self.trained_entry(None).model, save_path, max_mem=0)
+
+    def load_checkpoint(self: Native, load_path: str) -> Any:
+        """Loads the newest checkpoint into the trained model."""
+        return self.load_ckpt(self.trained_entry(None).model, load_path)
+
+    def get_model_state_dict(
+        self: Native, cpu_offload: bool = False, full_state_dict: bool = True, model: nn.Module | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the trained model's state under Hugging Face names.
+
+        full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory.
+        """
+        if not full_state_dict:
+            raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
+        chosen = model if model is not None else self.trained_entry(None).model
+        device = torch.device("cpu") if cpu_offload else self.device
+        return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
     # ---- Sampling ----------------------------------------------------------------------------------------------
 
     def setup_inference_engine(
-        self, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None
+        self: Native, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None
     ) -> InferenceEngine:
         """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        options = self.options if args is None or args is self.args else StrategyOptions.from_args(args)
+        options = _options_of(self, args)
         return self.serving.start(engine_type, model=actor, tokenizer=self.tokenizer, options=options)
 
     def engine_generate_local(
-        self,
+        self: Native,
         sampling_params: Any,
         prompt_token_ids: Any | None = None,
         multi_modal_inputs: list[dict[str, Any]] | None = None,
@@ -50,7 +346,7 @@ class ForeignNames:
         )
 
     def gather_and_generate(
-        self,
+        self: Native,
         sampling_params: Any,
         all_prompt_token_ids: Any | None = None,
         all_prompts: list[str] | None = None,
@@ -82,45 +378,91 @@ class ForeignNames:
     ) -> list[dict[str, Any]]:
         return foreign_inputs.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
-    def update_engine_weights(self, actor: nn.Module) -> None:
+    def update_engine_weights(self: Native, actor: nn.Module) -> None:
         """Does what sync_weights does."""
         self.serving.sync_weights(actor)
 
-    def maybe_sleep_inference_engine(self) -> None:
+    def maybe_sleep_inference_engine(self: Native) -> None:
         """Does what sleep_engine does."""
         self.serving.sleep()
 
-    def wakeup_inference_engine(self) -> None:
+    def wakeup_inference_engine(self: Native) -> None:
         """Does what wake_engine does."""
         self.serving.wake()
 
+    def sync_model_to_rollout(self: Native, actor: nn.Module | None = None) -> None:
+        """Sends the weights of a model, or of the trained one, to the engine."""
+        self.sync_weights(actor if actor is not None else self.trained_entry(None).model)
+
     # ---- Offload -----------------------------------------------------------------------------------------------
 
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> int:
+    def maybe_offload_optimizer(self: Native, optimizer: Optimizer) -> int:
         """Moves the optimizer's states, and the average of the weights, to host memory; returns the bytes freed."""
         return self.residency.of_optimizer(optimizer).offload_optimizer()
 
-    def maybe_load_optimizer(self, optimizer: Optimizer, device: torch.device | None = None) -> int:
+    def maybe_load_optimizer(self: Native, optimizer: Optimizer, device: torch.device | None = None) -> int:
         """Brings the states back to where they were; device may only name that place. Returns the bytes loaded."""
         if device is not None and torch.device(device).type != self.device.type:
             raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
         return self.residency.of_optimizer(optimizer).load_optimizer()
 
-    def offload_optimizer(self) -> int:
+    def offload_optimizer(self: Native) -> int:
         """Moves all trained models' optimizer states to host memory; returns the bytes freed on this rank."""
         return self.residency.offload_optimizers()
 
-    def load_optimizer(self, device_id: Any = None) -> int:
+    def load_optimizer(self: Native, device_id: Any = None) -> int:
         """Brings all states back to the device they left, whatever device_id says; returns the bytes loaded."""
         return self.residency.load_optimizers()
 
-    def offload_param_and_grad(self, offload_grad: bool = False) -> int:
+    def offload_param_and_grad(self: Native, offload_grad: bool = False) -> int:
         """Moves the trained models' weights, and with offload_grad the gradients, to host memory; returns the bytes."""
         return self.residency.offload_parameters(with_gradients=offload_grad)
 
-    def load_param_and_grad(self, device_id: Any = None, load_grad: bool = False) -> int:
+    def load_param_and_grad(self: Native, device_id: Any = None, load_grad: bool = False) -> int:
         """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
 
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
+
+
+def _options_of(strategy: Native, args: Any) -> StrategyOptions:
+    return strategy.options if args is None or args is strategy.args else StrategyOptions.from_args(args)
+
+
+def _prepare_item(strategy: Native, item: Any, *, freeze_lone: bool) -> Any:
+    if item is None:
+        return None
+    if isinstance(item, nn.Module):
+        return strategy.prepare_frozen(item) if freeze_lone else strategy.prepare_model(item)
+    model, optimizer, *rest = item
+    if model is None:
+        return item
+    old_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    model = strategy.prepare_model(model)
+    if optimizer is not None:
+        _repoint_optimizer(optimizer, old_names, model)
+        strategy.register(model, optimizer, rest[0] if rest else None)
+    return (model, optimizer, *rest)
+
+
+def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
+    """Gives an optimizer that was made before the model was sharded the parameters that it has now."""
+    new = dict(model.named_parameters())
+    if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
+        raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(old_names.get(id(item), ""), item) for item in group["params"]]
+
+
+def _prepare_slot(
+    strategy: Native, model: Any, options: StrategyOptions, lr: float, max_steps: int
+) -> tuple[Any, Any, Any]:
+    """Prepares the model of the actor's or the critic's argument."""
+    if model is None:
+        return None, None, None
+    has_head = has_value_head(model)
+    head_lr = options.critic_lr if has_head and is_actor(model) else None
+    frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
+    trained = strategy._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
+    return trained.model, trained.optimizer, trained.scheduler

@@ -1,4 +1,4 @@
-"""The whole model on every rank; gradients are averaged once per update. The plain reference among several ranks.
+"""DDP: the whole model on every rank, gradients averaged once per update; the plain reference among several ranks.
 
 torch's DistributedDataParallel is not used: it must see every parameter in every backward and one forward per backward,
 and its wrapper renames the parameters. What it would give is the overlap of the reduction with the backward.
@@ -7,45 +7,52 @@ and its wrapper renames the parameters. What it would give is the overlap of the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 
-from lightrl.strategy.single import compute_in_bfloat16, enable_gradient_checkpointing
-from lightrl.strategy.torch_native import TorchStrategy, broadcast_from_main
+from lightrl.strategy.layout.materialize import broadcast_from_main
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.torch_native import TorchStrategy
 
 _BUCKET_BYTES = 64 << 20  # reduced at once; it bounds the copy that a reduction makes
 
 
 class DDPStrategy(TorchStrategy):
-    """Every rank holds parameters, gradients and optimizer states."""
+    """Keeps parameters, gradients and optimizer states whole on every rank."""
+
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the world that torchrun describes."""
+        super().setup_distributed(timeout, num_gpu_per_node)
+        self.layout = PlainLayout(self.comm)
 
     @property
     def averaging_ranks(self) -> int:
+        """reduce_gradients() takes the mean over all ranks."""
         return self.comm.world
 
     @property
     def materializes_weights(self) -> bool:
+        """Only rank 0 loads weights; the others receive them."""
         return self.comm.is_main
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Rank 0's weights on every rank; the other ranks' model may be on the meta device."""
-        enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
+        """Copies rank 0's weights to every rank; the other ranks' model may be on the meta device."""
         broadcast_from_main(model, self.device, self.comm)
-        if self.options.dtype == "bfloat16":
-            compute_in_bfloat16(model, self.device)
+        self.set_up_computation(model)
         return model
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """In the optimizer's order, which is that of every rank, whatever order the backward had."""
+        """Averages gradients in the optimizer's order, which is the same on every rank, unlike that of the backward."""
         if self.comm.world == 1:
             return
         for parameter in parameters:
-            if parameter.grad is None:  # a sample of another rank may have touched it
+            if parameter.grad is None:  # samples of another rank may have used it
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in _buckets(parameters):
-            means = self.comm.all_reduce({str(place): item.grad for place, item in enumerate(bucket)})
+            means = self.comm.all_reduce({str(index): item.grad for index, item in enumerate(bucket)})
             for parameter, mean in zip(bucket, means.values(), strict=True):
                 parameter.grad = mean
 

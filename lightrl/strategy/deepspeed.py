@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,22 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrl.strategy import critic_warmup
-from lightrl.strategy.single import compute_in_bfloat16, enable_gradient_checkpointing
-from lightrl.strategy.state_files import Piece, TensorReader
-from lightrl.strategy.torch_native import TorchStrategy, broadcast_buffers, broadcast_from_main, ensure_process_group
-from lightrl.strategy.zero_partitions import (
-    DataclassOutputs,
-    ParametersToPartition,
-    is_partitioned,
-    own_part,
-    own_shard,
-    partitioned_parameters,
-    write_whole,
-)
+from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
+from lightrl.strategy.layout.meshes import ensure_process_group
+from lightrl.strategy.layout.zero import ENGINE, DataclassOutputs, ParametersToPartition, ZeroLayout
+from lightrl.strategy.optim.value_head import drop_frozen_gradients, steps_left
+from lightrl.strategy.torch_native import TorchStrategy
 
-_ENGINE = "_deepspeed_engine"  # both in the model's __dict__, so that they live as long as the model
-_OUTPUTS = "_deepspeed_outputs"
+_OUTPUTS = "_deepspeed_outputs"  # a key of the model's __dict__, like ENGINE
 _OFTEN_LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")  # what destroy() leaves on the modules
 
 
@@ -68,6 +58,13 @@ class DeepSpeedStrategy(TorchStrategy):
             raise ValueError("--deepspeed.cpu_adam steps in host memory: add --deepspeed.offload_optimizer True.")
         self.comm = ensure_process_group(self.comm, self.device)
         self._deepspeed = load_deepspeed(self.device)
+        self.layout = ZeroLayout(
+            self.comm,
+            self._deepspeed,
+            device=self.device,
+            bucket_bytes=self.options.sync_bucket_mb << 20,
+            cpu_adam=self.options.deepspeed.cpu_adam,
+        )
 
     @property
     def averaging_ranks(self) -> int:
@@ -81,9 +78,7 @@ class DeepSpeedStrategy(TorchStrategy):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Rank 0's weights on every rank, at stage 3 its shard of them; the others' may be on the meta device."""
-        enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
-        if self.options.dtype == "bfloat16":
-            compute_in_bfloat16(model, self.device)
+        self.set_up_computation(model)
         if self.stage < 3:
             broadcast_from_main(model, self.device, self.comm)
             return model
@@ -97,11 +92,11 @@ class DeepSpeedStrategy(TorchStrategy):
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
         if optimizer.state:
             raise ValueError("The optimizer has taken steps before DeepSpeed had it. Prepare first, then train.")
-        for group in optimizer.param_groups:
-            if critic_warmup.steps_left(group):
-                self._freeze_in_warmup(group)
+        frozen = [group for group in optimizer.param_groups if steps_left(group)]
+        for group in frozen:
+            self._freeze_in_warmup(group)
         self._start_engine(model, optimizer)
-        if self.stage > 0:
+        if frozen and self.stage > 0:
             optimizer.register_step_pre_hook(_drop_frozen)
         super().register(model, optimizer, scheduler)
 
@@ -120,7 +115,7 @@ class DeepSpeedStrategy(TorchStrategy):
             model=model, optimizer=optimizer, config=self._config(), dist_init_required=False
         )
         model.train(was_training)
-        model.__dict__[_ENGINE] = engine
+        model.__dict__[ENGINE] = engine
         if _OUTPUTS in model.__dict__:
             engine.restore_hook = model.register_forward_hook(model.__dict__[_OUTPUTS].restore)
 
@@ -192,152 +187,6 @@ class DeepSpeedStrategy(TorchStrategy):
         assert stepped == math.isfinite(grad_norm), (stepped, grad_norm)
         return grad_norm, stepped
 
-    # ---- Whole tensors -----------------------------------------------------------------------------------------
-
-    def whole_shape(self, parameter: Tensor) -> torch.Size:
-        shape: torch.Size = parameter.ds_shape if is_partitioned(parameter) else parameter.shape  # type: ignore[attr-defined]
-        return shape
-
-    def readable(self, parameter: Tensor) -> Tensor:
-        return parameter if is_partitioned(parameter) else parameter.detach()
-
-    def shard_of(self, parameter: Tensor) -> Tensor:
-        return own_shard(parameter, self.comm.rank) if is_partitioned(parameter) else parameter.detach()
-
-    def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
-        super().write_shard(parameter, shard)
-        if is_partitioned(parameter) and parameter.numel():  # one that is kept whole as well
-            parameter.data.copy_(self.comm.all_gather(shard).view(parameter.shape))
-
-    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        return own_part(parameter, whole, self.comm.rank) if is_partitioned(parameter) else whole
-
-    def plus(self, parameter: Tensor, delta: Tensor) -> Tensor:
-        """A partitioned one comes back whole: its shard is a range of numbers, which nothing here can gather."""
-        return self.gather_whole(parameter) + delta if is_partitioned(parameter) else super().plus(parameter, delta)
-
-    def num_holders(self, parameter: Tensor) -> int:
-        return 1 if is_partitioned(parameter) else self.comm.world
-
-    def gather_named(
-        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters of --sync_bucket_mb are gathered at a time."""
-        for bucket in _buckets(named, self.options.sync_bucket_mb << 20):
-            gathered = [tensor for _, tensor in bucket if is_partitioned(tensor)]
-            with self._deepspeed.zero.GatheredParameters(gathered, enabled=bool(gathered)):
-                for name, tensor in bucket:
-                    whole = tensor.detach().to(self.device)
-                    yield name, whole.to(dtype) if dtype and whole.is_floating_point() else whole
-
-    def gather_whole(self, tensor: Tensor) -> Tensor:
-        ((_, whole),) = self.gather_named([("", tensor)])
-        return whole
-
-    def copy_whole(self, target: Tensor, whole: Tensor) -> None:
-        if is_partitioned(target):
-            write_whole(target, whole, self.comm.rank)
-        else:
-            super().copy_whole(target, whole)
-
-    def after_weights_loaded(self, model: nn.Module) -> None:
-        """ZeRO steps on a copy of its own."""
-        zero = _zero_of(model)
-        if zero is not None:
-            zero.refresh_fp32_params()
-
-    # ---- Optimizer states --------------------------------------------------------------------------------------
-
-    def optimizer_pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
-        """One parameter's state is gathered at a time: a rank's part is no rows but a range of many parameters."""
-        zero = _zero_of(model)
-        if zero is None:
-            yield from super().optimizer_pieces(model, optimizer)
-            return
-        flats = _flat_of_each(zero)
-        _link_states(zero)
-        for name, parameter in sorted(model.named_parameters()):
-            flat = flats.get(id(parameter))
-            state = optimizer.state.get(flat, {}) if flat is not None else {}
-            for key in sorted(state):
-                if torch.is_tensor(state[key]) and flat is not None and state[key].shape == flat.shape:
-                    whole = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                    yield Piece(f"{name}/{key}", whole)
-                else:
-                    yield Piece(f"{name}/{key}", torch.as_tensor(state[key], dtype=torch.float32))  # number of steps
-
-    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, reader: TensorReader) -> None:
-        zero = _zero_of(model)
-        if zero is None:
-            super().load_optimizer_states(model, optimizer, reader)
-            return
-        flats = _flat_of_each(zero)
-        named = [(name, parameter) for name, parameter in sorted(model.named_parameters()) if id(parameter) in flats]
-        for name, parameter in named:
-            self._make_state(optimizer, flats[id(parameter)], name, self.whole_shape(parameter), reader)
-        _link_states(zero)
-        for name, parameter in named:
-            for key in reader.keys_of(name):
-                saved = f"{name}/{key}"
-                if reader.shape_of(saved) == self.whole_shape(parameter):
-                    whole = reader[saved].to(self.device)
-                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
-
-    def _make_state(
-        self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, reader: TensorReader
-    ) -> None:
-        """Moments of zero, as long as the flat tensor in which ZeRO keeps many parameters; and the number of steps."""
-        state = optimizer.state[flat]
-        for key in reader.keys_of(name):
-            saved = f"{name}/{key}"
-            if reader.shape_of(saved) == shape:
-                state.setdefault(key, torch.zeros_like(flat, dtype=reader.dtype_of(saved)))
-            elif self.options.deepspeed.cpu_adam:
-                state[key] = int(reader[saved])
-            else:
-                state[key] = reader[saved].to(flat.device)
-
-    # ---- Offload: by the storages, since DeepSpeed's offload_states() takes FusedAdam only at stage 3 -----------
-
-    def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
-        shards = [parameter.ds_tensor for parameter in partitioned_parameters(model)]
-        return [*super().parameter_tensors(model), *shards]
-
-    def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
-        zero = _zero_of(model)
-        kept = [getattr(parameter, "grad_accum", None) for parameter in model.parameters()]
-        for groups in (getattr(zero, "averaged_gradients", None), getattr(zero, "all_grad_tensors", None)):
-            for tensors in (groups or {}).values():
-                kept.extend(tensors or [])
-        return [*super().gradient_tensors(model), *(tensor for tensor in kept if tensor is not None)]
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        super().drop_gradients(model)
-        zero = _zero_of(model)
-        if zero is None:
-            return
-        # What a skipped step() clears.
-        zero.zero_grad(set_to_none=True)
-        zero.reset_cpu_buffers()
-        zero.micro_step_id = 0 if self.stage == 3 else -1  # the next gradient is written, not added
-        for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
-            getattr(zero, name, set()).clear()
-        for groups in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
-            for group in groups:
-                groups[group] = None
-
-    def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]:
-        entries = [entry for entry in self._trained if entry.optimizer is optimizer]
-        zero = _zero_of(entries[0].model) if entries else None
-        if zero is None:
-            return super().optimizer_tensors(optimizer)
-        weights = {tensor.untyped_storage().data_ptr() for tensor in self.parameter_tensors(entries[0].model)}
-        flats = {id(flat): flat for flat in _flat_of_each(zero).values()}.values()
-        states = [value for flat in flats for value in optimizer.state.get(flat, {}).values()]
-        moments = [value for value in states if torch.is_tensor(value) and value.dim()]
-        # At stage 3 in float32 the optimizer steps on the shards themselves.
-        return moments + [flat for flat in flats if flat.untyped_storage().data_ptr() not in weights]
-
 
 def load_deepspeed(device: torch.device) -> Any:
     """Imports it for this device, inside the process group that there is."""
@@ -355,20 +204,14 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def _engine_of(model: nn.Module) -> Any:
-    engine = model.__dict__.get(_ENGINE)
+    engine = model.__dict__.get(ENGINE)
     if engine is None or not hasattr(engine.optimizer, "param_groups"):
         raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
     return engine
 
 
-def _zero_of(model: nn.Module) -> Any:
-    """The sharding optimizer around the model's; None at stage 0 and for a model that does not train."""
-    engine = model.__dict__.get(_ENGINE)
-    return engine.optimizer if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params") else None
-
-
 def _stop_engine(model: nn.Module) -> None:
-    engine = model.__dict__.pop(_ENGINE, None)
+    engine = model.__dict__.pop(ENGINE, None)
     if engine is None:
         return
     engine.destroy()
@@ -380,45 +223,12 @@ def _stop_engine(model: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def _flat_of_each(zero: Any) -> dict[int, Tensor]:
-    """For each trained parameter (by id) the flat float32 tensor that is stepped and that holds this rank's part."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        pairs = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
-    else:
-        pairs = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
-    return {id(parameter): flat for group, flat in pairs for parameter in group}
-
-
-def _link_states(zero: Any) -> None:
-    """Makes anew the table in which stages 1 and 2 look up the states of a parameter.
-
-    They make it once, when their first group of parameters has stepped and the others have no states yet.
-    """
-    if hasattr(zero, "_hp_optimizer_states_linked"):
-        zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
-
-
-def _buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        num_bytes = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
-        if bucket and size + num_bytes > limit_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
 # ---- Critic warm-up: its groups must neither move nor count in the norm, which ZeRO takes of all gradients -------
 
 
 def _zero_in_warmup(group: dict[str, Any], gradient: Tensor) -> Tensor | None:
-    return torch.zeros_like(gradient) if critic_warmup.steps_left(group) else None
+    return torch.zeros_like(gradient) if steps_left(group) else None
 
 
 def _drop_frozen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    critic_warmup.drop_frozen_gradients(optimizer)
+    drop_frozen_gradients(optimizer)

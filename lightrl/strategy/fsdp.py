@@ -6,7 +6,7 @@ micro-batch (sequence parallelism). Such ranks run the same micro-batches: those
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightrl.records import PackedBatch
-from lightrl.strategy.base import SharedBatches
-from lightrl.strategy.bucketed_gather import gather_in_buckets
-from lightrl.strategy.meshes import Meshes, MeshSizes, build_meshes
-from lightrl.strategy.sequence_parallel import UlyssesGroup
-from lightrl.strategy.sharding import local, sharding_of
-from lightrl.strategy.single import enable_gradient_checkpointing
-from lightrl.strategy.tensor_parallel import check_splits, cut_projections
-from lightrl.strategy.torch_native import TorchStrategy, ensure_process_group
+from lightrl.strategy.computation import enable_gradient_checkpointing
+from lightrl.strategy.layout.dtensor import DTensorLayout
+from lightrl.strategy.layout.materialize import move_buffers, to_meta
+from lightrl.strategy.layout.meshes import Meshes, MeshSizes, build_meshes, ensure_process_group
+from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
+from lightrl.strategy.layout.tensor_parallel import check_splits, cut_projections
+from lightrl.strategy.results import GroupBatches
+from lightrl.strategy.torch_native import TorchStrategy
 
 
 class FSDPStrategy(TorchStrategy):
@@ -44,6 +43,12 @@ class FSDPStrategy(TorchStrategy):
         sizes = MeshSizes(replicas=options.fsdp.replicate_size, tokens=options.sp_size, tensors=options.tp_size)
         self.meshes = build_meshes(self.device, self.comm.world, sizes)
         self._same_batches = self.comm.new_groups(sizes.tokens * sizes.tensors)
+        self.layout = DTensorLayout(
+            self.comm,
+            device=self.device,
+            bucket_bytes=options.sync_bucket_mb << 20,
+            replica=self.meshes.rest.get_group("shard"),
+        )
 
     def check_model_config(self, config: Any) -> None:
         check_splits(config, tp_size=self.options.tp_size, sp_size=self.options.sp_size)
@@ -65,7 +70,8 @@ class FSDPStrategy(TorchStrategy):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Rank 0's weights, sharded over all; the other ranks' model may be on the meta device."""
-        enable_gradient_checkpointing(self.unwrap_model(model), self.options.gradient_checkpointing)
+        if self.options.gradient_checkpointing:
+            enable_gradient_checkpointing(self.unwrap_model(model))
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
         self._split(model)
         settings = self._sharding()
@@ -75,7 +81,7 @@ class FSDPStrategy(TorchStrategy):
             fully_shard(block, mesh=self.meshes.block, **settings)
         fully_shard(model, mesh=self.meshes.rest, **settings)
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
-        _move_buffers(model, self.device)  # they meet activations, wherever the parameters wait
+        move_buffers(model, self.device)  # they meet activations, wherever the parameters wait
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
@@ -124,20 +130,20 @@ class FSDPStrategy(TorchStrategy):
         if source is not None:
             whole.copy_(source)
         self.comm.broadcast_tensor(whole)
-        self.copy_whole(tensor, whole)
+        self.layout.write_whole(tensor, whole)
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
-    def share(self, data: Sequence[Any]) -> SharedBatches:
+    def group_batches(self, data: Sequence[Any]) -> GroupBatches:
         if self._same_batches is None:
-            return super().share(data)
+            return super().group_batches(data)
         host = torch.device("cpu")
         parts = self.comm.all_gather_object([item.to(host) for item in data], self._same_batches)
         place = self.comm.rank % len(parts)
         start = sum(len(part) for part in parts[:place])
         parts[place] = list(data)
         batches = [item.to(self.device) for part in parts for item in part]
-        return SharedBatches(batches, range(start, start + len(data)))
+        return GroupBatches(batches, range(start, start + len(data)))
 
     def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Else ranks would compute with each other's parts of different inputs, or hang."""
@@ -146,7 +152,7 @@ class FSDPStrategy(TorchStrategy):
             raise ValueError(
                 f"Ranks that --tp_size {self.options.tp_size} and --sp_size {self.options.sp_size} join called the "
                 "model on different micro-batches. Use strategy.train_batch or strategy.forward, or call the model on "
-                "each of strategy.share(micro_batches).batches."
+                "each of strategy.group_batches(micro_batches).batches."
             )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -160,51 +166,12 @@ class FSDPStrategy(TorchStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # ---- Whole tensors -----------------------------------------------------------------------------------------
-
-    def gather_named(
-        self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        bucket_bytes = self.options.sync_bucket_mb << 20
-        replica = self.meshes.rest.get_group("shard")
-        return gather_in_buckets(named, dtype=dtype, device=self.device, bucket_bytes=bucket_bytes, replica=replica)
-
-    def gather_whole(self, tensor: Tensor) -> Tensor:
-        (whole,) = self.gather_named([("", tensor)])
-        return whole[1]
-
-    @torch.no_grad()
-    def copy_whole(self, target: Tensor, whole: Tensor) -> None:
-        sharding = sharding_of(target) if isinstance(target, DTensor) else None
-        if sharding is None:
-            super().copy_whole(target, whole)
-        else:
-            local(target).copy_(sharding.own(whole))
-
 
 def _summary(batch: Any) -> tuple[Any, ...] | None:
     """What differs between two micro-batches; None of what is no pack."""
     if not isinstance(batch, PackedBatch):
         return None
     return batch.keys, batch.cu_seqlens, int(batch.input_ids.sum())
-
-
-def to_meta(model: nn.Module) -> None:
-    """Module.to("meta") would make two parameters of a tied one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), empty)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -228,7 +195,3 @@ def _shares_parameters(block: nn.Module, model: nn.Module) -> bool:
     owned = set(block.modules())
     outside = (p for module in model.modules() if module not in owned for p in module.parameters(recurse=False))
     return any(id(parameter) in inside for parameter in outside)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and local(tensor).numel() != tensor.numel()

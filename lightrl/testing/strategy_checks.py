@@ -263,7 +263,7 @@ def check_accumulation_by_calls(strategy: StrategyBase) -> None:
     """backward and optimizer_step per micro-batch, an update every accumulation_steps calls."""
     policy, optimizer = fresh(strategy)
     mine = my_batches(strategy, 0)[:2]
-    batches = strategy.share(mine).batches
+    batches = strategy.group_batches(mine).batches
     strategy.accumulation_steps = len(batches)
     for batch in batches:
         before = parameters(strategy, policy)
@@ -276,7 +276,7 @@ def check_accumulation_by_calls(strategy: StrategyBase) -> None:
     assert_close(step.grad_norm, result.grad_norm, atol=1e-6, rtol=1e-5)
     # A flush before its time takes the mean of what there is.
     early, optimizer = fresh(strategy)
-    for batch in strategy.share(mine[:1]).batches:
+    for batch in strategy.group_batches(mine[:1]).batches:
         strategy.backward(loss_fn(early(batch), batch), early, optimizer)
     flushed = strategy.optimizer_step(optimizer, early, None, is_boundary=True)
     single, _ = fresh(strategy)
@@ -379,7 +379,7 @@ def check_offloaded_gradients(strategy: StrategyBase) -> None:
     def update(first: float, between: Callable[[], object]) -> dict[str, Tensor]:
         strategy._trained = []
         policy, optimizer = fresh(strategy)
-        for place, batch in enumerate(strategy.share(my_batches(strategy, 0)[:2]).batches[:2]):
+        for place, batch in enumerate(strategy.group_batches(my_batches(strategy, 0)[:2]).batches[:2]):
             with strategy.before_micro_batch(policy, True):
                 weight = 0.5 if place else first
                 strategy.backward(loss_fn(policy(batch), batch), policy, optimizer, weight=weight)

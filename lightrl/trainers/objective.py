@@ -71,7 +71,7 @@ class PolicyLoss:
         self._terms = optional_terms(
             config,
             self.coefficients,
-            correct=_correction(config),
+            correct=_correction(config) if config.correction != "none" or config.correction_args else None,
             kl_in_loss=kl_in_loss,
             distillation=distillation,
         )
@@ -211,12 +211,10 @@ def load_and_try(
         given: Parameters that have options of their own.
     """
     option = f"algorithm.{option or kind}"
-    parameters = named_values(args, f"{option}_args")
-    for key, value in (given or {}).items():
-        if key in parameters:
-            raise _given_twice(key, value, f"{option}_args {key}={parameters[key]}")
-        parameters[key] = value
-    function = load(kind, name, parameters)
+    parameters, given = named_values(args, f"{option}_args"), given or {}
+    if parameters.keys() & given.keys():
+        raise _given_twice(given, parameters, option)
+    function = load(kind, name, {**parameters, **given})
     try:
         function(*trial)
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -230,11 +228,9 @@ def clip_range(config: AlgorithmConfig) -> dict[str, float]:
     return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
-def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction] | None:
+def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction]:
     if config.correction == "none":
-        if config.correction_args:
-            raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
-        return None
+        raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
     if config.old_logprobs == "engine":
         raise ValueError(
             f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
@@ -271,8 +267,12 @@ def _doubles(values: Iterable[float]) -> Tensor:
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def _given_twice(name: str, bound: float, argument: str) -> ValueError:
-    return ValueError(f"--algorithm.{name} {bound} and --{argument} set the same bound: give one of them.")
+def _given_twice(given: Mapping[str, float], parameters: Mapping[str, Any], option: str) -> ValueError:
+    name = min(parameters.keys() & given.keys())
+    return ValueError(
+        f"--algorithm.{name} {given[name]} and --{option}_args {name}={parameters[name]} set the same bound: give one "
+        "of them."
+    )
 
 
 def _nothing_selects(config: AlgorithmConfig) -> ValueError:

@@ -24,7 +24,7 @@ from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfi
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, MediaFields, build_prompts, load_records
 from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
-from lightrl.models.multimodal import MediaProcessor
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.policy import (
     Policy,
     check_model_folder,
@@ -78,9 +78,11 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         eval_records = load_records(eval_source) if eval_source else []
     model_path = _find_model(config.model, strategy)
     with comm.phase("set-up", local=True):
-        strategy.check_model_config(load_config(model_path, trust_remote_code=remote_code))
+        model_config = load_config(model_path, trust_remote_code=remote_code)
+        strategy.check_model_config(model_config)
         tokenizer = load_tokenizer(model_path, trust_remote_code=remote_code)
-        media = MediaProcessor.load(model_path, trust_remote_code=remote_code)
+        takes_images = model_config.model_type in FAMILIES
+        media = MediaProcessor.load(model_path, trust_remote_code=remote_code) if takes_images else None
     strategy.tokenizer, strategy.media = tokenizer, media
     return RunContext(
         config=config,

@@ -1,4 +1,4 @@
-"""From the rewards of samples to an advantage and a return per token; the result is independent of the ranks."""
+"""Advantages and returns per token from the rewards of samples, independent of the ranks that hold them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run on any number of ranks: one part of a training that is saved, killed, resumed and resharded.
+"""Runs one part of a training that is saved, killed, resumed and resharded, on any number of ranks.
 
 PART FOLDER: `whole` trains four steps and saves nothing. `killed` saves after steps 1 and 2 and is killed in step 3,
-while rank 1 still writes the second checkpoint. `resumed` goes on from the newest and must equal `whole` bit by bit.
+while rank 1 still writes the second checkpoint. `resumed` continues from the newest and must equal `whole` bit by bit.
 `moved` reads what another number of ranks saved, trains a step, compares it with `whole`, and saves.
 """
 
@@ -58,7 +58,7 @@ def run_killed(folder):
     gathers = count_gathers()
     train(strategy, policy, 0)
     save(strategy, policy, 1, folder)
-    strategy._saving.wait()
+    strategy.saver.pending.wait()
     if strategy.comm.rank == 1:
         write_never()
     train(strategy, policy, 1)
@@ -66,7 +66,7 @@ def run_killed(folder):
     assert directory.steps() == [1], directory.steps()
     assert gathers == [], gathers  # every rank wrote its own rows
     train(strategy, policy, 2)  # goes on while rank 1 writes, and the others have written
-    strategy.poll_saving()
+    strategy.saver.poll()
     assert directory.steps() == [1], directory.steps()
     strategy.comm.barrier()
     sys.stdout.write("killed while writing\n")
@@ -116,8 +116,8 @@ def check_errors_reach_every_rank(strategy, policy, folder):
     if strategy.comm.rank == 1:
         state_files.save_tensors = full
     save(strategy, policy, 4, folder)
-    assert strategy._saving is not None
-    strategy._saving.wait()
+    assert strategy.saver.pending is not None
+    strategy.saver.pending.wait()
     try:
         train(strategy, policy, 4)
     except RuntimeError as error:

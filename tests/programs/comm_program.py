@@ -1,4 +1,4 @@
-"""Run on 2 ranks: every collective of lightrl.comm, and how errors travel."""
+"""Calls every collective of lightrl.comm on 2 ranks, and shows how errors travel."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Run on 2 ranks: what only DeepSpeed has. What is sharded at each stage, bfloat16, critic warm-up, options."""
+"""Checks on 2 ranks what only DeepSpeed has: sharding at each stage, bfloat16, critic warm-up, options."""
 
 import math
 import sys
@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from lightrl.config import DeepSpeedConfig, StrategyOptions
 from lightrl.strategy.deepspeed import DeepSpeedStrategy
+from lightrl.strategy.layout.zero import is_partitioned
 from lightrl.strategy.single import SingleStrategy
-from lightrl.strategy.zero_partitions import is_partitioned
 from lightrl.testing.strategy_checks import differ, fresh, my_batches, parameters, same, train
 from lightrl.testing.tiny_training import loss_fn, make_batch, num_tokens, samples, tiny_policy
 

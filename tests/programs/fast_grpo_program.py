@@ -1,4 +1,4 @@
-"""scripts/train_grpo.py with SGLang's quick start; takes its options."""
+"""Runs scripts/train_grpo.py, with its options, with a faster start of SGLang."""
 
 import runpy
 from pathlib import Path

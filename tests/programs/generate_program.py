@@ -1,4 +1,4 @@
-"""Run on 2 ranks, or 1: gather_and_generate of the same prompts however they are spread; rank 0 writes the result.
+"""Generates from the same prompts on 1 or 2 ranks, however they are spread; rank 0 writes the results.
 
 usage: generate_program.py OUTPUT.json ENGINE_GROUP_SIZE STRATEGY [options]
 """

@@ -1,7 +1,7 @@
-"""Run on every rank: trains adapters under each of the strategies given, one after the other, and checks what it can.
+"""Trains adapters under each of the given strategies, one after the other, and checks them; runs on every rank.
 
 lora_program.py FOLDER "--strategy ddp" "--strategy deepspeed --deepspeed.zero_stage 2" ...
-Writes FOLDER/<place>.pt with what came out, and the export FOLDER/<place>/.
+Writes the results to FOLDER/<index>.pt and the export to FOLDER/<index>/.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def largest_difference(strategy: StrategyBase, policy: Policy) -> float:
 
 def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
     """It gets merged weights; the trained ones are as they were."""
-    own = {name: strategy.shard_of(item).clone() for name, item in policy.named_parameters()}
+    own = {name: strategy.layout.shard(item).clone() for name, item in policy.named_parameters()}
     strategy.setup_inference_engine(None, "native", actor=policy)
     assert largest_difference(strategy, policy) < 1e-5
-    same({name: strategy.shard_of(item) for name, item in policy.named_parameters()}, own)
+    same({name: strategy.layout.shard(item) for name, item in policy.named_parameters()}, own)
     before = parameters(strategy, policy)
     train(strategy, policy, STEPS)
     assert largest_difference(strategy, policy) > 1e-4  # the engine has the older weights still
@@ -118,10 +118,10 @@ def run(strategy: TorchStrategy, folder: Path) -> None:
 
 def main() -> None:
     root, *commands = sys.argv[1:]
-    for place, command in enumerate(commands):
+    for index, command in enumerate(commands):
         strategy = create_strategy(parse_config(GRPOConfig, shlex.split(command)))
         strategy.setup_distributed()
-        folder = Path(root) / str(place)
+        folder = Path(root) / str(index)
         if strategy.comm.is_main:
             folder.mkdir()
         assert isinstance(strategy, TorchStrategy)

@@ -1,4 +1,4 @@
-"""Scores samples by a reward model on any strategy: `model_reward_program.py FOLDER STRATEGY OUT`."""
+"""Scores samples by a reward model under any strategy: `model_reward_program.py FOLDER STRATEGY OUT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs SFT, RM and DPO on these ranks under one strategy after another; the options come as a JSON file."""
+"""Runs SFT, RM and DPO under one strategy after another; a JSON file holds the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed tokens with given probability ratios, for the tests of losses."""
+"""Makes packed tokens with given probability ratios, for the tests of losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offline training in plain PyTorch: transformers' own forward, a sequence at a time, with nothing of lightrl in it."""
+"""Trains offline in plain PyTorch, by transformers' own forward, one sequence at a time, without any lightrl code."""
 
 from __future__ import annotations
 

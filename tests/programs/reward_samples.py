@@ -1,4 +1,4 @@
-"""Samples with a text and an answer, for the tests of rewards."""
+"""Makes samples with a text and an answer, for the tests of rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run on 2 ranks, or 1: weight syncs that go wrong on the way, or behind the engine's door; each is caught and named.
+"""Corrupts weight syncs on their way or inside the engine, on 1 or 2 ranks; each fault must be caught and named.
 
 usage: sabotage_program.py STRATEGY [options]
 """

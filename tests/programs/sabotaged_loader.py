@@ -1,4 +1,4 @@
-"""Our loader of weights with a fault of choice between it and SGLang's; runs in the schedulers."""
+"""Wraps our loader of weights so that a chosen fault reaches SGLang's loader; runs in SGLang's schedulers."""
 
 import json
 from pathlib import Path

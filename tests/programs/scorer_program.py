@@ -1,4 +1,4 @@
-"""Scores the same samples on any number of ranks: `scorer_program.py OUT` writes what rank 0 saw of all."""
+"""Scores the same samples on any number of ranks; `scorer_program.py OUT` writes the result of rank 0."""
 
 from __future__ import annotations
 

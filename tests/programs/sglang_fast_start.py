@@ -1,6 +1,6 @@
-"""Starts SGLang's processes from one server that has imported SGLang already: a third of the time. For tests only.
+"""Forks SGLang's processes from a server that has imported SGLang, in a third of the time; for tests only.
 
-SGLang asks for fresh interpreters. The server takes over the environment of the first engine's start.
+SGLang itself starts fresh interpreters. The server keeps the environment in which the first engine was started.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Run on 2 ranks that share one SGLang engine: same results on both, weights of a sharded model, errors on both.
+"""Shares one SGLang engine between 2 ranks: both get the same results, sharded weights arrive, errors reach both.
 
 usage: sglang_program.py
 """

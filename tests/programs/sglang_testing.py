@@ -1,4 +1,4 @@
-"""Small models, engines of the real SGLang, and the logprobs of Hugging Face to compare theirs with."""
+"""Makes small models, engines of the real SGLang, and the reference logprobs of Hugging Face."""
 
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Run on several ranks with --tp_size or --sp_size: models that ranks split give what one process gives.
+"""Checks that models split over ranks (--tp_size, --sp_size) give the results of one process.
 
-The flags are those of train_grpo.py.
+It runs on several ranks and takes the flags of train_grpo.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ from lightrl.models.critic import ActorCritic, Critic, ValueHead
 from lightrl.models.policy import Policy
 from lightrl.models.reward_model import RewardModel
 from lightrl.strategy import create_strategy
-from lightrl.strategy.sequence_parallel import UlyssesGroup
+from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
 from lightrl.testing.strategy_checks import expect, fresh, my_batches, parameters, same, train
 from lightrl.testing.tiny_training import make_batch, samples
 
@@ -89,15 +89,15 @@ def check_model(strategy, build) -> None:
         assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
     for batch in everyones:
         loss_of(alone(batch)).backward()
-    for batch in strategy.share([mine]).batches:
+    for batch in strategy.group_batches([mine]).batches:
         strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
     wanted = dict(alone.named_parameters())
     for name, parameter in sorted(model.named_parameters()):
-        weight = strategy.gather_whole(parameter.detach())
+        weight = strategy.layout.gather(parameter.detach())
         assert torch.equal(weight, wanted[name].detach()), name
         scale = float(wanted[name].grad.abs().max()) + 1e-3
         assert_close(
-            strategy.gather_whole(parameter.grad) / scale, wanted[name].grad / scale, atol=1e-4, rtol=0,
+            strategy.layout.gather(parameter.grad) / scale, wanted[name].grad / scale, atol=1e-4, rtol=0,
             msg=lambda text, name=name: f"{name}: {text}",
         )  # fmt: skip
 

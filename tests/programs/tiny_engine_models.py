@@ -1,4 +1,4 @@
-"""Tiny random models, as folders, of sizes that vLLM's CPU attention takes (heads of 32): text, experts, vision."""
+"""Saves tiny random models of text, experts and vision, of sizes that vLLM's CPU attention takes (heads of 32)."""
 
 import torch
 import transformers

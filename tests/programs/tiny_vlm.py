@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of the two families, with processors and a tokenizer of characters."""
+"""Makes tiny random vision-language models of both families, with processors and a tokenizer of characters."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""Samples with and without images, and their scores by transformers' own forward, one sequence at a time."""
+"""Makes samples with and without images, and scores them by transformers' own forward, one sequence at a time."""
 
 import torch
 from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media

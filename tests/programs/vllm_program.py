@@ -1,4 +1,4 @@
-"""Run on 1, 2 or 4 ranks: vLLM beside FSDP, its groups of ranks, and what it must leave alone; rank 0 writes samples.
+"""Runs vLLM beside FSDP on 1, 2 or 4 ranks, checks its groups and the state it must not change; rank 0 writes samples.
 
 usage: vllm_program.py OUTPUT.json ENGINE_GROUP_SIZE FAMILY MODEL_FOLDER [killed | raising]
 """

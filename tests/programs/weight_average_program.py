@@ -1,7 +1,6 @@
-"""Run on 2 ranks: the average of the weights, and parameter groups of several rates, under every strategy; Muon.
+"""Checks averaged weights, parameter groups of several rates, and Muon under every strategy, on 2 ranks.
 
-Each strategy must come to the numbers of one process, for which the average is worked out here from the weights after
-every update.
+Each strategy must give the numbers of one process, whose average is computed here from the weights after every update.
 """
 
 import importlib.util

@@ -22,7 +22,7 @@ def test_messages_name_reward_prompt_and_response() -> None:
         "The reward 'mine' raised ValueError: invalid literal for int() with base 10: 'x' on prompt 13, sample 2, "
         "response 'hello'."
     )
-    assert error.place == (3, 2)
+    assert error.key == (3, 2)
     assert 'int("x")' in with_traceback(error)
     unsure = failed("mine", [sample, sample], NoVerdictError("who knows"))
     assert str(unsure).startswith("The reward 'mine' gave no verdict (who knows) on 2 samples, first prompt 13")

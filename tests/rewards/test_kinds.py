@@ -105,7 +105,7 @@ def test_marks_that_contradict_are_refused() -> None:
     def single(sample: Sample) -> float:
         return 0.0
 
-    with pytest.raises(ValueError, match="'single' takes one Sample, and @batch_reward makes it be called with a list"):
+    with pytest.raises(ValueError, match="'single' takes one Sample, but @batch_reward has it called with a list"):
         kind_of(batch_reward(single))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'single' is marked as a batch and as a group reward"):
         kind_of(group_reward(single))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import StrategyBase, create_strategy, is_actor, strategy_class
-from lightrl.strategy.schedules import build_lr_scheduler
+from lightrl.strategy.optim.optimizers import build_lr_scheduler
 from lightrl.strategy.single import SingleStrategy
 
 # ---- errors ------------------------------------------------------------------------------------------------------

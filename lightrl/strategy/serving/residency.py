@@ -5,7 +5,7 @@ A storage moves in place, so that parameters, optimizers and views keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,24 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightrl.strategy.sharding import local
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim.hooks import UpdateHook
 
 
-class ModelTensors(Protocol):
-    """Lists the tensors that hold a model's memory on this rank; a strategy does."""
+class OffloadedTrainer(Protocol):
+    """What residency needs of the trainer whose models move; a strategy is one."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def parameter_tensors(self, model: nn.Module) -> list[Tensor]: ...
+    @property
+    def layout(self) -> PlainLayout: ...
 
-    def gradient_tensors(self, model: nn.Module) -> list[Tensor]: ...
-
-    def optimizer_tensors(self, optimizer: Optimizer) -> list[Tensor]: ...
-
-    def average_tensors(self, optimizer: Optimizer) -> list[Tensor]: ...
-
-    def drop_gradients(self, model: nn.Module) -> None: ...
+    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
 
@@ -39,7 +35,7 @@ class ModelResidency:
     """One model's parameters, gradients, optimizer states and average, each on the device or in host memory."""
 
     def __init__(
-        self, model: nn.Module | None, optimizer: Optimizer | None, tensors: ModelTensors, offloaded: set[Any]
+        self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer, offloaded: set[Any]
     ) -> None:
         """Makes the residency of a model, of a model that trains, or of an optimizer's states alone.
 
@@ -47,7 +43,7 @@ class ModelResidency:
         """
         self.model = model
         self.optimizer = optimizer
-        self._tensors = tensors
+        self._trainer = trainer
         self._offloaded = offloaded
         self._moved: dict[str, StorageOffloader] = {}
         self._guard: RemovableHandle | None = None
@@ -56,8 +52,8 @@ class ModelResidency:
         """Moves weights and buffers to host memory; returns the bytes freed, 0 if they are there already."""
         if self.model is None:
             return 0
-        self._tensors.after_forward_only(self.model)
-        freed = self._offload("parameters", self._tensors.parameter_tensors(self.model))
+        self._trainer.after_forward_only(self.model)
+        freed = self._offload("parameters", self._trainer.layout.parameter_tensors(self.model))
         if freed:
             self._offloaded.add(self.model)
             self._guard = self.model.register_forward_pre_hook(lambda *_: _refuse_parameters(), prepend=True)
@@ -73,7 +69,9 @@ class ModelResidency:
 
     def offload_gradients(self) -> int:
         """Moves the gradients to host memory; returns the bytes freed."""
-        return 0 if self.model is None else self._offload("gradients", self._tensors.gradient_tensors(self.model))
+        return (
+            0 if self.model is None else self._offload("gradients", self._trainer.layout.gradient_tensors(self.model))
+        )
 
     def load_gradients(self, *, keep: bool) -> int:
         """Brings offloaded gradients back and returns the bytes; keep=False drops them and returns 0."""
@@ -82,16 +80,16 @@ class ModelResidency:
         num_bytes = self._restore("gradients")
         if keep:
             return num_bytes
-        self._tensors.drop_gradients(self.model)
+        self._trainer.layout.drop_gradients(self.model)
         return 0
 
     def offload_optimizer(self) -> int:
         """Moves the optimizer's states and the average of the weights to host memory; returns the bytes freed."""
         if self.optimizer is None:
             return 0
-        tensors = self._tensors
-        states = [*tensors.optimizer_tensors(self.optimizer), *tensors.average_tensors(self.optimizer)]
-        freed = self._offload("optimizer states", states)
+        states = self._trainer.layout.optimizer_tensors(self.model, self.optimizer)
+        kept_by_hooks = [tensor for hook in self._trainer.hooks_of(self.optimizer) for tensor in hook.tensors()]
+        freed = self._offload("optimizer states", [*states, *kept_by_hooks])
         if freed:
             self._offloaded.add(self.optimizer)
         return freed
@@ -104,7 +102,7 @@ class ModelResidency:
     def _offload(self, part: str, tensors: list[Tensor]) -> int:
         """Leaves alone what an option of the back end keeps in host memory anyway."""
         offloader = self._moved.setdefault(part, StorageOffloader())
-        device = self._tensors.device
+        device = self._trainer.device
         return offloader.offload(tensor for tensor in tensors if tensor.device.type == device.type)
 
     def _restore(self, part: str) -> int:
@@ -120,8 +118,8 @@ def _refuse_parameters() -> None:
 class Residency:
     """The residencies of all models of a strategy, and the calls that concern several of them."""
 
-    def __init__(self, tensors: ModelTensors) -> None:
-        self._tensors = tensors
+    def __init__(self, trainer: OffloadedTrainer) -> None:
+        self._trainer = trainer
         self._models: list[ModelResidency] = []
         self._offloaded: set[Any] = set()  # the models and optimizers whose tensors are in host memory
         self.offloaded_bytes = 0  # on this rank, the last time that the trainer left the device to the engine
@@ -133,7 +131,7 @@ class Residency:
                 entry.model = entry.model if model is None else model
                 entry.optimizer = entry.optimizer if optimizer is None else optimizer
                 return entry
-        self._models.append(ModelResidency(model, optimizer, self._tensors, self._offloaded))
+        self._models.append(ModelResidency(model, optimizer, self._trainer, self._offloaded))
         return self._models[-1]
 
     def of_optimizer(self, optimizer: Optimizer) -> ModelResidency:
@@ -232,20 +230,3 @@ class StorageOffloader:
         restored = sum(host.numel() for _, host in self._kept.values())
         self._kept = {}
         return restored
-
-
-def parameter_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's parts of the weights and buffers."""
-    return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-
-
-def gradient_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's parts of the gradients that exist."""
-    return [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-
-
-def optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the states in the order of the parameters, without step counters, which AdamW reads on the host."""
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states: list[dict[str, Any]] = [optimizer.state[parameter] for parameter in order if parameter in optimizer.state]
-    return [local(value) for state in states for value in state.values() if torch.is_tensor(value) and value.dim()]

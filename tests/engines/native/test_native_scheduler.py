@@ -4,7 +4,7 @@ import numpy as np
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.scheduler import Request, Scheduler, prefill_groups
-from lightrl.seeding import prefix_state, uniform, uniform_array
+from lightrl.seeding import mix_seed, prefix_state, uniform_array
 
 EOS = 3
 
@@ -177,4 +177,4 @@ def test_the_draws_are_those_of_seeding_uniform():
     parts += [(0, 0, 0), (2**63 - 1, 1, 2), (-1, 5, 7)]
     states = np.array([prefix_state(seed, sample) for seed, sample, _ in parts], np.uint64)
     drawn = uniform_array(states, np.array([token for *_, token in parts]))
-    assert drawn.tolist() == [uniform(*part) for part in parts]
+    assert drawn.tolist() == [(mix_seed(*part) >> 10) / 2**53 for part in parts]

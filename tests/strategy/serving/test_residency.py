@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lightrl.checkpoint import load_tensors, save_tensors
+from lightrl.checkpoint import save_tensors
 from lightrl.config import StrategyOptions
 from lightrl.strategy.serving.residency import StorageOffloader
 from lightrl.strategy.single import SingleStrategy
@@ -33,7 +34,7 @@ def test_shared_storages_leave_once_and_come_back_bit_by_bit() -> None:
 def test_a_mapped_file_stays(tmp_path: Path) -> None:
     """As from_pretrained leaves the weights of a model that is not moved to another device."""
     save_tensors(tmp_path / "file", {"weight": torch.ones(3)})
-    weight = load_tensors(tmp_path / "file")["weight"]
+    weight = load_file(tmp_path / "file")["weight"]
     if weight.untyped_storage().resizable():
         pytest.skip("this version of safetensors reads into memory of its own")
     offloader = StorageOffloader()

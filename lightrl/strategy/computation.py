@@ -1,0 +1,66 @@
+"""How a model computes: mixed precision, gradient checkpointing and torch.compile, set up by patches of its forward.
+
+autocast and torch.compile wrap a forward: torch has no hook that runs around it. The hooks of a back end, such as
+the gathers of FSDP, run outside of what is wrapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from lightrl.models.packed_attention import ATTENTION_NAME, packed_attention
+
+_COMPILED = "_forward_is_compiled"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ValueError if --compile would fail, deep inside torch, for want of a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"--compile needs a C++ compiler and finds no {compiler!r}. Install g++, or name yours by CXX."
+        )
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compiles the blocks of a model in place and once, each by itself; the names of parameters stay.
+
+    Attention is left out: its loop over the sequences of a pack would be compiled anew for every pack.
+    """
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    lists = [child for child in _decoder_of(model).children() if isinstance(child, nn.ModuleList)]
+    for block in (block for group in lists for block in group):
+        if not block.__dict__.get(_COMPILED, False):
+            # dynamic: one graph for all numbers of tokens
+            block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+            block.__dict__[_COMPILED] = True
+
+
+def _decoder_of(model: nn.Module) -> nn.Module:
+    """Returns the language model of a model with a vision tower, whose shapes change with every image."""
+    for module in model.modules():
+        get_decoder: Any = getattr(module, "get_decoder", None)
+        if callable(get_decoder):
+            decoder: nn.Module = get_decoder()
+            return decoder
+    return model
+
+
+def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """Runs the forward in bfloat16, as under FSDP's mixed precision; the parameters keep their type."""
+    model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Recomputes activations in the backward of a transformers model that trains; refuses other models."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise ValueError(f"--gradient_checkpointing needs a transformers model, not {type(model).__name__}.")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

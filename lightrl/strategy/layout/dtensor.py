@@ -1,0 +1,245 @@
+"""DTensorLayout: parameters sharded as DTensors, by FSDP, by tensor parallelism, or by both.
+
+A sharded parameter is gathered in buckets: many tensors with one collective, and bounded memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightrl.comm import Comm, all_gather_flat
+from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, Rows
+
+TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
+
+
+class DTensorLayout(PlainLayout):
+    """Reads and writes parameters that are DTensors, and plain ones beside them."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        device: torch.device,
+        bucket_bytes: int = 512 << 20,
+        replica: ProcessGroup | None = None,
+    ) -> None:
+        """Describes the gathers.
+
+        Args:
+            comm: the ranks that hold the parameters.
+            device: where gathered tensors lie.
+            bucket_bytes: the size of the whole tensors held at a time; a larger tensor is a bucket of its own.
+            replica: the ranks that hold one whole model between them; needed for tensors that are cut by tensor
+                parallelism.
+        """
+        super().__init__(comm)
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._replica = replica
+
+    def is_whole(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, DTensor)
+
+    def shard(self, parameter: Tensor) -> Tensor:
+        return local(parameter).detach()
+
+    def shard_of_whole(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return whole
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            return sharding.cut(whole)
+        whole = whole.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+
+    def rows(self, tensor: Tensor) -> Rows | None:
+        return rows_of(tensor)
+
+    def num_holders(self, parameter: Tensor) -> int:
+        if not isinstance(parameter, DTensor):
+            return self.comm.world
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        num_shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        return self.comm.world // num_shards
+
+    @torch.no_grad()
+    def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return super().add(parameter, delta)
+        shard = self.shard(parameter)
+        return DTensor.from_local(
+            shard + self.shard_of_whole(parameter, delta.to(shard.device)),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        limit = self._bucket_bytes // 2  # the gathered bucket, and the reordered copy of a tensor of it
+        for bucket in _buckets(named, dtype, limit):
+            yield from _gather(bucket, dtype, self._device, self._replica)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """Returns this rank's rows of a DTensor that is sharded along dim 0 and nowhere else, or None."""
+    if not isinstance(tensor, DTensor):
+        return None
+    sharded = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    coordinate = tensor.device_mesh.get_coordinate()
+    if len(sharded) != 1 or len(sharded) + len(replicated) != tensor.device_mesh.ndim or coordinate is None:
+        return None
+    (axis,) = sharded
+    if tensor.placements[axis] != Shard(0):
+        return None
+    length = tensor.shape[0]
+    at_most = -(-length // tensor.device_mesh.size(axis))
+    start = min(coordinate[axis] * at_most, length)
+    stop = min(start + at_most, length)
+    assert tensor.to_local().shape[0] == stop - start, (tensor.to_local().shape, start, stop)
+    return Rows(start, stop, not any(coordinate[axis] for axis in replicated))
+
+
+# ---- Shards and wholes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a tensor is cut: into equal parts by tensor parallelism, and each part by rows into FSDP's shards.
+
+    The last shards of a part have fewer rows than the first, or none.
+    """
+
+    num_shards: int
+    shard: int  # of this rank
+    num_parts: int = 1
+    part: int = 0
+    part_dim: int = 0
+
+    def shape_of_part(self, whole: torch.Size) -> torch.Size:
+        """Returns the shape of each part that tensor parallelism makes of a tensor of this shape."""
+        sizes = list(whole)
+        sizes[self.part_dim] //= self.num_parts
+        return torch.Size(sizes)
+
+    def num_rows(self, whole: torch.Size) -> int:
+        """Returns the number of rows of the first shards, and of all shards when padded."""
+        return -(-self.shape_of_part(whole)[0] // self.num_shards)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Returns this rank's shard of a whole tensor, a view of it."""
+        part = whole.chunk(self.num_parts, dim=self.part_dim)[self.part]
+        rows = self.num_rows(whole.shape)
+        return part[rows * self.shard : rows * (self.shard + 1)]
+
+    def join(self, shards: Tensor, whole: torch.Size) -> Tensor:
+        """Returns the whole tensor from the padded shards of all ranks, [num_shards x num_parts, elements]."""
+        shape, rows = self.shape_of_part(whole), self.num_rows(whole)
+        grid = shards.reshape(self.num_shards, self.num_parts, rows, *shape[1:]).movedim(1, 0)
+        parts = grid.reshape(self.num_parts, self.num_shards * rows, *shape[1:])[:, : shape[0]]
+        return parts[0] if self.num_parts == 1 else torch.cat(parts.unbind(0), dim=self.part_dim)
+
+
+def sharding_of(tensor: DTensor) -> Sharding | None:
+    """Returns how FSDP and tensor parallelism cut the tensor, or None for another way, which is left to torch."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    fields: dict[str, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        dim, size, rank = getattr(placement, "dim", None), mesh.size(axis), mesh.get_local_rank(axis)
+        if dim is None or (names[axis] != TENSOR_AXIS and (dim != 0 or "num_shards" in fields)):
+            return None
+        if names[axis] == TENSOR_AXIS:
+            fields |= {"num_parts": size, "part": rank, "part_dim": dim}
+        else:
+            fields |= {"num_shards": size, "shard": rank}
+    return Sharding(**{"num_shards": 1, "shard": 0, **fields}) if fields else None
+
+
+# ---- Buckets -----------------------------------------------------------------------------------------------------
+
+
+def _buckets(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Groups consecutive tensors that can be gathered together, at most limit_bytes of whole tensors in a group."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        num_bytes = tensor.numel() * (dtype.itemsize if dtype else tensor.element_size())
+        if bucket and (size + num_bytes > limit_bytes or not _fits_together(bucket[0][1], tensor)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def _fits_together(first: Tensor, other: Tensor) -> bool:
+    if not isinstance(first, DTensor) or not isinstance(other, DTensor):
+        return type(first) is type(other)
+    return (
+        first.dtype == other.dtype and first.device_mesh == other.device_mesh and first.placements == other.placements
+    )
+
+
+def _gather(
+    bucket: list[tuple[str, Tensor]], dtype: torch.dtype | None, device: torch.device, replica: ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
+    first = bucket[0][1]
+    if not isinstance(first, DTensor):
+        for name, tensor in bucket:
+            yield name, tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+        return
+    sharding = sharding_of(first)
+    if sharding is None or (sharding.num_parts > 1 and replica is None):
+        for name, tensor in bucket:
+            whole: Tensor = cast(DTensor, tensor.to(dtype or tensor.dtype)).full_tensor()
+            yield name, whole.to(device)
+        return
+    flat = torch.cat([_padded_shard(tensor, sharding, dtype, device) for _, tensor in bucket])
+    num_ranks = sharding.num_shards * sharding.num_parts
+    gathered = flat.new_empty(num_ranks * flat.numel())
+    group = replica if sharding.num_parts > 1 else first.device_mesh.get_group(_sharded_axis(first))
+    all_gather_flat(gathered, flat, group=group)
+    gathered = gathered.view(num_ranks, flat.numel())
+    start = 0
+    for name, tensor in bucket:
+        length = _padded_numel(tensor, sharding)
+        yield name, sharding.join(gathered[:, start : start + length], tensor.shape)
+        start += length
+
+
+def _sharded_axis(tensor: DTensor) -> int:
+    return next(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def _padded_numel(tensor: Tensor, sharding: Sharding) -> int:
+    return sharding.num_rows(tensor.shape) * sharding.shape_of_part(tensor.shape)[1:].numel()
+
+
+def _padded_shard(tensor: Tensor, sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """Returns this rank's values, [elements], padded to as many rows as the first ranks hold."""
+    assert isinstance(tensor, DTensor)
+    shard = tensor.to_local().to(device=device, dtype=dtype if tensor.is_floating_point() else None).reshape(-1)
+    missing = _padded_numel(tensor, sharding) - shard.numel()
+    return torch.cat([shard, shard.new_zeros(missing)]) if missing else shard

@@ -1,0 +1,203 @@
+"""PlainLayout: every rank holds every parameter whole. It is also the interface of the other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightrl.comm import Comm
+from lightrl.engines.weight_sync import Fingerprint, fingerprint
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class NamedShard(NamedTuple):
+    """A parameter under its Hugging Face name, with this rank's values of it, which may be a changed copy."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: Tensor
+
+
+class Rows(NamedTuple):
+    """The rows [start, stop) of dim 0 that this rank holds of a tensor; the last ranks may hold none."""
+
+    start: int
+    stop: int
+    is_first_replica: bool  # true on exactly one of the ranks that hold the same rows
+
+
+class SavedTensors(Protocol):
+    """Whole tensors that can be read from disk, in parts too. Optimizer states are named parameter name / state key."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def shape_of(self, name: str) -> torch.Size: ...
+
+    def dtype_of(self, name: str) -> torch.dtype: ...
+
+    def keys_of(self, parameter_name: str) -> list[str]: ...
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+class PlainLayout:
+    """Reads and writes parameters that are whole on every rank.
+
+    A subclass overrides what its way of sharding changes. Methods that gather are collectives: every rank must call
+    them, for the same tensors in the same order.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    # ---- One tensor --------------------------------------------------------------------------------------------
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Returns the shape of the whole parameter."""
+        return parameter.shape
+
+    def is_whole(self, tensor: Tensor) -> bool:
+        """Returns whether this rank holds the whole tensor."""
+        return True
+
+    def detached(self, parameter: Tensor) -> Tensor:
+        """Returns the parameter without its autograd, in the form that gather and write_whole take."""
+        return parameter.detach()
+
+    def shard(self, parameter: Tensor) -> Tensor:
+        """Returns this rank's values of the parameter, by reference."""
+        return parameter.detach()
+
+    def shard_of_whole(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Returns what shard() would return if the parameter had the values of `whole`; no collective."""
+        return whole
+
+    def rows(self, tensor: Tensor) -> Rows | None:
+        """Returns this rank's rows of a tensor that is sharded by rows, or None for every other tensor."""
+        return None
+
+    def num_holders(self, parameter: Tensor) -> int:
+        """Returns how many ranks hold the same values of the parameter as this one."""
+        return self.comm.world
+
+    @torch.no_grad()
+    def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
+        """Returns a copy of the parameter plus a whole tensor, in the form that gather takes."""
+        return parameter.detach() + delta.to(parameter.device)
+
+    # ---- Whole tensors -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the whole tensor on every rank."""
+        ((_, whole),) = self.gather_named([("", tensor)])
+        return whole
+
+    def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole tensor) in the order given; every rank must iterate to the end."""
+        for name, tensor in named:
+            yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+    @torch.no_grad()
+    def write_whole(self, target: Tensor, whole: Tensor) -> None:
+        """Writes this rank's part of a whole tensor that every rank holds; no collective."""
+        self.shard(target).copy_(self.shard_of_whole(target, whole))
+
+    @torch.no_grad()
+    def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
+        """Writes what shard() returned; every rank must call it."""
+        self.shard(parameter).copy_(shard)
+
+    @torch.no_grad()
+    def read_into(self, target: Tensor, saved: SavedTensors, name: str) -> None:
+        """Reads this rank's part of a saved tensor, and no more of the file than its rows where it holds rows."""
+        rows = self.rows(target)
+        if rows is None:
+            self.write_whole(target, saved[name])
+        else:
+            self.shard(target).copy_(saved.rows(name, rows.start, rows.stop))
+
+    def finish_writing(self, model: nn.Module) -> None:
+        """Is called when all parameters of a model were written: updates the copies that a back end keeps of them."""
+
+    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> dict[str, Fingerprint]:
+        """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather."""
+        sums: dict[str, Tensor] = {}
+        for name, parameter, shard in shards:
+            values = shard.to(dtype) if dtype and shard.is_floating_point() else shard
+            sums[name] = torch.tensor(fingerprint(values), dtype=torch.float64) / self.num_holders(parameter)
+        total = self.comm.all_reduce(torch.stack([*sums.values()]), "sum")
+        return {name: Fingerprint(*row) for name, row in zip(sums, total.tolist(), strict=True)}
+
+    # ---- Optimizer states --------------------------------------------------------------------------------------
+
+    def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yields (parameter name / state key, tensor) in one order on all ranks; every rank must iterate to the end."""
+        for name, parameter in sorted(model.named_parameters()):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if not torch.is_tensor(value):
+                    raise ValueError(f"The optimizer's state {key!r} of {name} is no tensor, so it cannot be saved.")
+                yield f"{name}/{key}", value
+
+    def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, saved: SavedTensors) -> None:
+        """Reads what optimizer_states() yielded into an optimizer whose state is empty."""
+        for name, parameter in sorted(model.named_parameters()):
+            for key in saved.keys_of(name):
+                full_name = f"{name}/{key}"
+                if saved.shape_of(full_name) == parameter.shape:
+                    state = torch.zeros_like(parameter, dtype=saved.dtype_of(full_name))
+                    self.read_into(state, saved, full_name)
+                else:  # a step counter, which a fused kernel reads on the device of the parameter
+                    state = saved[full_name].to(self.shard(parameter).device)
+                optimizer.state[parameter][key] = state
+
+    # ---- The memory behind a model -----------------------------------------------------------------------------
+
+    def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
+        """Returns this rank's tensors of weights and buffers."""
+        return [self.shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+    def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
+        """Returns this rank's tensors of gradients."""
+        return [self.shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+    def optimizer_tensors(self, model: nn.Module | None, optimizer: Optimizer) -> list[Tensor]:
+        """Returns this rank's tensors of optimizer states, without the step counters, which AdamW reads on the host."""
+        states = [
+            optimizer.state[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in optimizer.state
+        ]
+        values = [value for state in states for value in state.values()]
+        return [self.shard(value) for value in values if torch.is_tensor(value) and value.dim()]
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Forgets the gradients of a model."""
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+class Weights:
+    """The parameters as they are, sorted by name and tied ones once."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], layout: PlainLayout) -> None:
+        self._named = named
+        self._layout = layout
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, what the layout gathers); every rank must iterate to the end."""
+        for name, parameter in self._named:
+            yield name, self._layout.detached(parameter)
+
+    def shards(self) -> Iterator[NamedShard]:
+        """Yields this rank's values of every parameter; every rank must iterate to the end."""
+        for name, parameter in self._named:
+            yield NamedShard(name, parameter, self._layout.shard(parameter))

@@ -1,0 +1,57 @@
+"""AccumulationByCalls: an update after several calls of backward(), for loops that call it themselves."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
+
+
+class AccumulationByCalls(UpdateHook):
+    """Counts the calls since the last update. train_batch needs none of it: it knows all micro-batches of an update."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._num_wanted = 1
+
+    def count(self, num_wanted: int) -> None:
+        """Counts one call of backward() whose loss was divided by num_wanted, the calls that make an update."""
+        self._num_calls += 1
+        self._num_wanted = num_wanted
+
+    def is_boundary(self) -> bool:
+        """Returns whether enough calls were counted, or none: then the gradients came from elsewhere."""
+        return self._num_calls == 0 or self._num_calls >= self._num_wanted
+
+    def gradient_divisor(self) -> float:
+        """Makes an early update the mean over the micro-batches that there were."""
+        is_early = 0 < self._num_calls < self._num_wanted
+        return self._num_calls / self._num_wanted if is_early else 1.0
+
+    def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
+        self._num_calls = 0
+
+
+def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
+    """Returns the optimizer's accumulation, attached at the first call."""
+    attached = [hook for hook in hooks_of(optimizer) if isinstance(hook, AccumulationByCalls)]
+    if not attached:
+        attached.append(AccumulationByCalls())
+        attach(optimizer, attached[0])
+    return attached[0]
+
+
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
+    """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit."""
+    for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1.")
+    at_once = micro_train_batch_size * world_size
+    if train_batch_size % at_once:
+        low = train_batch_size // at_once * at_once
+        nearest = f"{low} or {low + at_once}" if low else f"{at_once}"
+        raise ValueError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro_train_batch_size} "
+            f"x world size {world_size} = {at_once}. Nearest valid train_batch_size: {nearest}."
+        )
+    return train_batch_size // at_once

@@ -1,0 +1,128 @@
+"""The optimizer of a model: its kind, its parameter groups, and its learning rate over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightrl.config import OptimConfig, lr_scales
+from lightrl.strategy.optim.muon import MuonWithAdamW
+
+HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
+
+
+def build_optimizer(
+    model: nn.Module, optim: OptimConfig, *, lr: float, shape_of: Callable[[Tensor], Size], **settings: Any
+) -> Optimizer:
+    """Builds the optimizer that the options name; settings such as betas win over the options."""
+    weight_decay = settings.pop("weight_decay", optim.weight_decay)
+    groups = parameter_groups(model, optim, lr=lr, weight_decay=weight_decay, shape_of=shape_of)
+    settings = {"betas": optim.betas, "eps": optim.eps, "fused": True, **settings}
+    if optim.name == "muon":
+        return MuonWithAdamW(groups, momentum=optim.momentum, **settings)
+    return torch.optim.AdamW(groups, **settings)
+
+
+# ---- Parameter groups --------------------------------------------------------------------------------------------
+
+
+def parameter_groups(
+    model: nn.Module,
+    optim: OptimConfig,
+    *,
+    lr: float,
+    weight_decay: float,
+    shape_of: Callable[[Tensor], Size],  # of the whole parameter
+) -> list[dict[str, Any]]:
+    """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
+    embeddings, in_blocks = _embeddings(model), _in_blocks(model)
+    scales = lr_scales(optim)
+    groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        pattern = next((pattern for pattern in scales if _fits(pattern, name)), None)
+        if not parameter.requires_grad:
+            continue
+        num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
+        is_muon = optim.name == "muon" and num_dims == 2 and id(parameter) in in_blocks and not is_embedding
+        is_decayed = num_dims >= 2 and (optim.decay_embeddings or not is_embedding)
+        scale = scales[pattern] if pattern is not None else 1.0
+        settings = {"weight_decay": weight_decay if is_decayed else 0.0, "lr": lr * scale, "lr_scale": scale}
+        if optim.name == "muon":
+            settings["is_muon"] = is_muon
+        key = (scale != 1.0, scale, is_muon, not is_decayed)
+        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> None:
+    """Refuses a pattern that matches no trained parameter; a value head may come later, with a critic."""
+    names = [f"{head}.weight" for head in HEAD_NAMES]
+    named = [pair for model in models if model is not None for pair in model.named_parameters()]
+    names += [name for name, parameter in named if parameter.requires_grad]
+    unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
+    if unused:
+        raise ValueError(
+            f"--optim.lr_scales: no parameter that trains has {' or '.join(unused)} in its name. Names are such as "
+            f"{names[-1]}; a tied output layer has that of the embedding."
+        )
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, f"*{pattern}*")
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that embed tokens and positions, or turn hidden states into logits."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        get_output = getattr(module, "get_output_embeddings", None)
+        output = get_output() if callable(get_output) else None
+        embeddings |= {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
+    return embeddings
+
+
+def _in_blocks(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters in repeated layers: no embeddings, heads, or projectors of a vision tower."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {id(parameter) for module in lists for parameter in module.parameters()}
+
+
+# ---- Learning rate -----------------------------------------------------------------------------------------------
+
+
+def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
+    """Returns the factor of the peak rate after `step` steps: (step + 1) / warmup_steps first, then the schedule."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if kind not in ("linear", "cosine"):
+        raise ValueError(f"Unknown learning-rate schedule {kind!r}. Choose one of constant, linear, cosine.")
+    shape = 1 - progress if kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return min_ratio + (1 - min_ratio) * shape
+
+
+def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
+    """Builds the schedule that the options name over total_steps; --optim.schedule_unit says what a step is.
+
+    The factor of a group's rate (--optim.lr_scales) applies at every step, also at the end of the schedule.
+    """
+    first = optimizer.param_groups[0]
+    peak = float(first["lr"]) / (first.get("lr_scale", 1.0) or 1.0)
+    factor = partial(
+        lr_factor,
+        kind=config.schedule,
+        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
+        total_steps=total_steps,
+        min_ratio=config.min_lr / peak if config.min_lr and peak else config.min_lr_ratio,
+    )
+    return LambdaLR(optimizer, factor)

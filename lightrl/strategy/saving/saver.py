@@ -1,0 +1,353 @@
+"""TrainingStateSaver: what a checkpoint holds of a run, written by all ranks and read at any world size."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
+from lightrl.comm import Comm
+from lightrl.strategy.layout.adapters import has_adapters
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.saving.background_save import BackgroundSave
+from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.serving.residency import Residency
+
+_MEGABYTE = 1 << 20
+
+
+class Trained(Protocol):
+    """A model with what updates it."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    @property
+    def scheduler(self) -> LRScheduler | None: ...
+
+
+class SavedTrainer(Protocol):
+    """What the saver needs of the trainer whose state it writes; a strategy is one."""
+
+    global_step: int
+
+    @property
+    def comm(self) -> Comm: ...
+
+    @property
+    def layout(self) -> PlainLayout: ...
+
+    @property
+    def residency(self) -> Residency: ...
+
+    def find_trained(self, model: nn.Module) -> Trained | None: ...
+
+    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
+
+    def after_forward_only(self, model: nn.Module) -> None: ...
+
+
+class Wanted(NamedTuple):
+    """Which parts of a checkpoint to load."""
+
+    strict: bool = True  # refuse a checkpoint whose parameters have other names than the model's
+    optimizer: bool = True
+    schedule: bool = True
+    only_weights: bool = False  # nothing but the model
+
+
+EVERYTHING = Wanted()
+
+
+class TrainingStateSaver:
+    """Saves and loads models, optimizers, schedules, hooks, random states, the step and the caller's own state."""
+
+    def __init__(self, trainer: SavedTrainer, *, in_background: bool = False) -> None:
+        """Writes files while the training continues if in_background is set."""
+        self.in_background = in_background
+        self.pending: BackgroundSave | None = None  # a save under way; None on all ranks or on none
+        self._trainer = trainer
+
+    # ---- Saving ------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        model: nn.Module,
+        save_dir: Path,
+        *,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_megabytes: int = 0,
+        client_state: dict[str, Any] | None = None,
+        is_latest: bool = True,
+        companions: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """Writes a checkpoint that counts when all ranks have written it.
+
+        A tag is a folder of its own under save_dir, of which max_num are kept. A companion is a folder in the
+        checkpoint. In the background, this returns when the state is copied to host memory; the checkpoint then counts
+        after a later update, finish(), the next save or the end of the run.
+        """
+        if self.pending is not None:
+            self.finish()
+        comm, step = self._trainer.comm, self._trainer.global_step
+        directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
+        with comm.phase("checkpoint", local=True):
+            client_state = _checked_client_state(client_state or {})
+            path = directory.begin(step) if comm.is_main else None
+        folder = comm.broadcast_object(path)
+        assert folder is not None
+        with comm.phase("checkpoint"):
+            writers = [self._write(folder, model, client_state)]
+            for name, companion in sorted((companions or {}).items()):
+                (folder / name).mkdir(exist_ok=True)
+                writers.append(self._write(folder / name, companion, {}))
+            comm.barrier()
+
+        def commit() -> None:
+            directory.commit(step, is_latest=is_latest)
+            if tag:
+                drop_old_tags(save_dir, max_num)
+
+        if self.in_background:
+            self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
+            return
+        with comm.phase("checkpoint", local=True):
+            if comm.is_main:
+                commit()
+
+    def poll(self) -> None:
+        """Completes a save in the background if all ranks have written; raises on all ranks what failed on one."""
+        if self.pending is not None and self._trainer.comm.agree(self.pending.is_written):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for a save in the background and completes it; every rank must call it."""
+        saving, self.pending = self.pending, None
+        if saving is None:
+            return
+        comm = self._trainer.comm
+        with comm.phase("checkpoint", local=True):
+            saving.wait()
+            if saving.error is not None:
+                raise RuntimeError(f"A checkpoint could not be written: {saving.error}") from saving.error
+        with comm.phase("checkpoint", local=True):
+            if comm.is_main:
+                saving.commit()
+
+    def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
+        """Writes everything that one model needs to continue; each rank writes files of its own name."""
+        trainer, comm = self._trainer, self._trainer.comm
+        trainer.after_forward_only(model)
+        trainer.residency.require_parameters(model)
+        writer = StateWriter(folder, comm, deferred=self.in_background)
+        writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
+        state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
+        trained = trainer.find_trained(model)
+        if trained is not None:
+            trainer.residency.require_optimizer(trained.optimizer)
+            for hook in trainer.hooks_of(trained.optimizer):
+                hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
+                state |= hook.state(trained.optimizer)
+            states = trainer.layout.optimizer_states(model, trained.optimizer)
+            writer.add_tensors("optimizer", self._pieces(states))
+            state["has_optimizer"] = True
+            state["scheduler"] = _schedule_state(trained.scheduler) if trained.scheduler is not None else None
+        writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
+        if comm.is_main:
+            writer.add_object("state.pt", state)
+        return writer
+
+    def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
+        """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
+        layout = self._trainer.layout
+        scattered = []
+        for name, tensor in named:
+            rows = layout.rows(tensor)
+            if rows is not None:
+                stop = rows.stop if rows.is_first_replica else rows.start
+                yield Piece(name, layout.shard(tensor), (rows.start, stop), tensor.shape[0])
+            elif layout.is_whole(tensor):
+                yield Piece(name, tensor)
+            else:
+                scattered.append((name, tensor))
+        for name, whole in layout.gather_named(scattered):
+            yield Piece(name, whole)
+
+    def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """Returns every parameter once and the persistent buffers; with adapters only what trains."""
+        named, detached = sorted(model.named_parameters()), self._trainer.layout.detached
+        if has_adapters(model):
+            return [(name, detached(parameter)) for name, parameter in named if parameter.requires_grad]
+        return [*((name, detached(parameter)) for name, parameter in named), *persistent_buffers(model)]
+
+    # ---- Loading -----------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        model: nn.Module,
+        load_dir: Path,
+        *,
+        tag: str | None = None,
+        wanted: Wanted = EVERYTHING,
+        companions: Mapping[str, nn.Module] | None = None,
+    ) -> tuple[Path | None, Any]:
+        """Returns (path, client_state); (None, None) if there is no complete checkpoint and no tag was given."""
+        self.finish()
+        comm = self._trainer.comm
+        with comm.phase("checkpoint", local=True):  # rank 0 chooses, so that all ranks load the same one
+            chosen = resolve_checkpoint(load_dir, tag) if comm.is_main else None
+        path = comm.broadcast_object(chosen)
+        if path is None:
+            return None, None
+        for name, companion in sorted((companions or {}).items()):
+            if not (path / name / "state.pt").is_file():
+                raise ValueError(f"{path} holds no {name}: it was saved by a run that had none.")
+            self._read(path / name, companion, wanted)
+        return path, self._read(path, model, wanted)  # last, since its random state is the one that stays
+
+    def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
+        """Reads what _write wrote; returns the client_state."""
+        trainer = self._trainer
+        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+        trained = trainer.find_trained(model)
+        hooks = trainer.hooks_of(trained.optimizer) if trained is not None else ()
+        if trained is not None and any(hook.tensors() for hook in hooks):
+            trainer.residency.require_optimizer(trained.optimizer)
+        self._read_model(path, model, strict=wanted.strict)
+        for hook in hooks:
+            hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
+        if wanted.only_weights:
+            return state["client_state"]
+        if wanted.optimizer and trained is not None:
+            self._read_optimizer(path, model, trained.optimizer, state)
+        if wanted.schedule and trained is not None and trained.scheduler is not None:
+            if state.get("scheduler") is None:
+                raise ValueError(
+                    f"{path} holds no learning-rate schedule. Pass load_lr_scheduler_states=False to go on."
+                )
+            _restore_schedule(trained.scheduler, state["scheduler"])
+        trainer.global_step = state["global_step"]
+        random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
+        if random_states.exists():  # at another world size the ranks' streams differ anyway
+            _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
+        return state["client_state"]
+
+    def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
+        trainer, layout = self._trainer, self._trainer.layout
+        reader = TensorReader(path, "model")
+        trainer.residency.require_parameters(model)
+        trainer.after_forward_only(model)
+        named = dict(self._saved_tensors(model))
+        missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
+        if strict and (missing or unknown):
+            raise ValueError(
+                f"{path} does not fit the model: missing {missing[:5] or 'nothing'}, "
+                f"unknown {unknown[:5] or 'nothing'}."
+            )
+        for name in sorted(set(named) & reader.names):
+            saved_shape, shape = reader.shape_of(name), layout.whole_shape(named[name])
+            if saved_shape != shape:
+                raise ValueError(f"{path}: {name} has shape {list(saved_shape)}, the model's {list(shape)}.")
+            layout.read_into(named[name], reader, name)
+        layout.finish_writing(model)
+
+    def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if not state.get("has_optimizer"):
+            raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
+        self._trainer.residency.require_optimizer(optimizer)
+        optimizer.state.clear()
+        for hook in self._trainer.hooks_of(optimizer):
+            hook.restore(optimizer, state)
+        self._trainer.layout.load_optimizer_states(model, optimizer, TensorReader(path, "optimizer"))
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
+    buffers = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return sorted(buffers, key=lambda item: item[0])
+
+
+def _checked_client_state(client_state: dict[str, Any]) -> dict[str, Any]:
+    """Refuses a value that could never be loaded again without running code from the file."""
+    for name, value in client_state.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"client_state[{name!r}] is a {type(value).__name__}, which cannot be loaded safely. Give tensors, "
+                "numbers, text, and lists or dicts of them."
+            ) from error
+    return client_state
+
+
+# ---- Schedules ---------------------------------------------------------------------------------------------------
+
+
+def _schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Leaves out the lambdas, which torch.load would refuse; for functions LambdaLR keeps None in their place."""
+    state = scheduler.state_dict()
+    return {key: value for key, value in state.items() if key != "lr_lambdas"} | {
+        "lr_lambdas": [None] * len(state.get("lr_lambdas", []))
+    }
+
+
+def _restore_schedule(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Restores how far the schedule is; the peak rate and the length are those of this run's options."""
+    if not isinstance(scheduler, LambdaLR):
+        scheduler.load_state_dict(state)
+        return
+    scheduler.last_epoch, scheduler._step_count = state["last_epoch"], state["_step_count"]
+    rates = [base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+# ---- Random states -----------------------------------------------------------------------------------------------
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], *[float(item) for item in rest]]
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), int(position), int(has_gauss), cached))

@@ -1,0 +1,73 @@
+"""Models cut over ranks: what cannot be cut is told before anything is loaded, the rest equals one process."""
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, Phi3Config, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig
+
+from lightrl.config import GRPOConfig
+from lightrl.strategy import create_strategy
+from lightrl.strategy.fsdp import FSDPStrategy
+from lightrl.strategy.layout.tensor_parallel import check_splits, tensor_parallel_plan
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "split_program.py"
+
+
+def test_two_ranks_equal_one() -> None:
+    """Outputs, gradients and whole weights of every model; what stays whole does not drift apart."""
+    run_spmd(PROGRAM, "--strategy", "fsdp", "--tp_size", "2", world_size=2, timeout_s=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--tp_size", "2"), ("--tp_size", "2", "--fsdp.replicate_size", "2")])
+def test_uneven_shards_and_replicas_of_parts(flags: tuple[str, ...]) -> None:
+    run_spmd(PROGRAM, "--strategy", "fsdp", *flags, world_size=4, timeout_s=280)
+
+
+def test_the_plan_leaves_the_embedding_whole() -> None:
+    plan = tensor_parallel_plan(Qwen3Config())
+    assert plan["layers.*.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    assert plan["layers.*.mlp.down_proj"] == "rowwise"
+    assert "embed_tokens" not in plan
+
+
+def test_what_cannot_be_split_is_told_with_what_can() -> None:
+    config = LlamaConfig(num_attention_heads=12, num_key_value_heads=6, intermediate_size=96, hidden_size=96)
+    check_splits(config, tp_size=6, sp_size=2)  # 2 heads and 1 key-value head on each rank of tp
+    # 12, 6 and 96 have the common divisors 1, 2, 3 and 6
+    with pytest.raises(ValueError, match=r"--tp_size 4 does not divide .*6 key-value heads.*Valid: \[1, 2, 3, 6\]"):
+        check_splits(config, tp_size=4, sp_size=1)
+    # Of 12 heads the divisors are 1, 2, 3, 4, 6, 12; 4 neither divides 6 key-value heads nor is a multiple of them
+    with pytest.raises(ValueError, match=r"--sp_size 4 does not fit 12 .* 6 .*Valid: \[1, 2, 3, 6, 12\]"):
+        check_splits(config, tp_size=1, sp_size=4)
+
+
+def test_models_of_other_kinds_are_refused() -> None:
+    check_splits(Qwen2_5_VLConfig(), tp_size=1, sp_size=1)
+    with pytest.raises(ValueError, match="'qwen2_5_vl' takes images"):
+        check_splits(Qwen2_5_VLConfig(), tp_size=1, sp_size=2)
+    with pytest.raises(ValueError, match="'qwen3_moe': it has layers cut as moe_tp_experts, packed_colwise"):
+        check_splits(Qwen3MoeConfig(), tp_size=2, sp_size=1)
+    with pytest.raises(ValueError, match="'phi3': it has layers cut as colwise_gather_output"):
+        check_splits(Phi3Config(), tp_size=2, sp_size=1)
+    check_splits(Phi3Config(), tp_size=1, sp_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("option", ["tp_size", "sp_size"])
+def test_other_strategies_refuse(strategy: str, option: str) -> None:
+    made = create_strategy(GRPOConfig(strategy=strategy, **{option: 2}))
+    with pytest.raises(ValueError, match=f"--{option} 2 needs --strategy fsdp"):
+        made.setup_distributed()
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tp_size is 0: it must be at least 1"):
+        GRPOConfig(tp_size=0)
+
+
+def test_accumulation_by_calls_counts_the_micro_batches_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    # 64 samples in micro-batches of 2: 32, and 8 / (2 x 2) = 2 groups run them, 16 each
+    assert FSDPStrategy(0, 1.0, 2, 64, {"tp_size": 2, "sp_size": 2}).accumulation_steps == 16

@@ -1,0 +1,63 @@
+"""The scale by hand, and steps with and without it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from lightrl.config import StrategyOptions
+from lightrl.strategy.optim.grad_scaler import GradScaler
+from lightrl.strategy.single import SingleStrategy
+
+
+def test_the_scale_by_hand() -> None:
+    scaler = GradScaler(True, init_scale=8.0, growth_interval=2)
+    scales = []
+    for is_finite in (True, True, True, False, True, False, True, True):
+        scaler.update(is_finite)
+        scales.append(scaler.get_scale())
+    # two good steps double it; a bad one halves it and starts the count anew
+    assert scales == [8, 16, 16, 8, 8, 4, 4, 8]
+    assert float(scaler.scale(torch.tensor(0.5))) == 4.0
+    other = GradScaler(True)
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict() == {"scale": 8.0, "good_steps": 0.0}
+
+
+def test_disabled_it_is_the_identity() -> None:
+    scaler, loss = GradScaler(False), torch.tensor(0.5)
+    scaler.update(False)
+    assert scaler.scale(loss) is loss
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+
+
+@pytest.mark.parametrize("wrong", [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}])
+def test_impossible_numbers_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        GradScaler(True, **wrong)  # type: ignore[arg-type]
+
+
+def trained(steps: int, *, scale: float | None, poison: int = -1) -> tuple[torch.Tensor, SingleStrategy, list[bool]]:
+    """A linear layer after some steps; at the step `poison` the loss is infinite."""
+    strategy = SingleStrategy(0, 0.5, 1, 1, StrategyOptions(lr=0.1))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = strategy.build_optimizer(model)
+    if scale:
+        strategy.build_grad_scaler(True, init_scale=scale)
+    skipped = []
+    for step in range(steps):
+        loss = model(torch.ones(1, 3)).square().sum() * (float("inf") if step == poison else 1.0)
+        strategy.backward(loss, model, optimizer)
+        skipped.append(strategy.optimizer_step(optimizer, model, None).skipped)
+    return model.weight.detach(), strategy, skipped
+
+
+def test_training_is_the_same_with_it_and_a_bad_step_lowers_it() -> None:
+    plain, _, _ = trained(3, scale=None)
+    scaled, strategy, skipped = trained(3, scale=1024.0)
+    assert_close(scaled, plain, atol=1e-6, rtol=0)
+    assert (strategy.grad_scaler.get_scale(), skipped) == (1024.0, [False] * 3)
+    after_skip, strategy, skipped = trained(4, scale=1024.0, poison=1)
+    assert_close(after_skip, plain, atol=1e-6, rtol=0)
+    assert (strategy.grad_scaler.get_scale(), skipped) == (512.0, [False, True, False, False])

@@ -1,0 +1,87 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightrl.config import GRPOConfig, OptimConfig, lr_scales
+from lightrl.strategy import create_strategy
+from lightrl.strategy.optim.optimizers import check_lr_scales, parameter_groups
+from lightrl.testing.tiny_training import tiny_policy
+
+
+class Tiny(nn.Module):
+    """One parameter of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 2)
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.norm = nn.LayerNorm(2, bias=False)
+        self.lm_head = nn.Linear(2, 5, bias=False)
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def described(model: nn.Module, **settings: Any) -> list[tuple[list[str], float, float]]:
+    """(names, rate, decay) of each group at lr 1 and weight decay 0.1."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(
+        model, OptimConfig(**settings), lr=1.0, weight_decay=0.1, shape_of=lambda parameter: parameter.shape
+    )
+    return [([names[id(item)] for item in group["params"]], group["lr"], group["weight_decay"]) for group in groups]
+
+
+def test_vectors_are_not_decayed_and_embeddings_as_asked() -> None:
+    matrices, vectors = ["layers.0.weight"], ["layers.0.bias", "norm.weight"]
+    assert described(Tiny()) == [(["embed.weight", *matrices, "lm_head.weight"], 1.0, 0.1), (vectors, 1.0, 0.0)]
+    assert described(Tiny(), decay_embeddings=False) == [
+        (matrices, 1.0, 0.1),
+        (["embed.weight", *vectors, "lm_head.weight"], 1.0, 0.0),
+    ]
+
+
+def test_rates_by_pattern_and_the_first_that_fits() -> None:
+    found = described(Tiny(), lr_scales=("lm_head=0.5", "layers.*.bias=0", "layers=2"))
+    assert found == [
+        (["embed.weight"], 1.0, 0.1),
+        (["norm.weight"], 1.0, 0.0),
+        (["layers.0.bias"], 0.0, 0.0),
+        (["lm_head.weight"], 0.5, 0.1),
+        (["layers.0.weight"], 2.0, 0.1),
+    ]
+
+
+def test_muon_takes_the_matrices_of_blocks() -> None:
+    model = tiny_policy()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, OptimConfig(name="muon"), lr=1.0, weight_decay=0.0, shape_of=lambda p: p.shape)
+    chosen = {names[id(item)] for group in groups if group["is_muon"] for item in group["params"]}
+    assert len(chosen) == 2 * 7  # q, k, v, o, gate, up, down of two layers
+    assert all("layers." in name and name.endswith("proj.weight") for name in chosen)
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
+def test_patterns_that_are_wrong_are_told() -> None:
+    with pytest.raises(ValueError, match="no parameter that trains has head2 in its name"):
+        check_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")))
+    check_lr_scales([None, Tiny()], OptimConfig(lr_scales=("norm=2", "value_head=3")))  # a critic may come later
+    with pytest.raises(ValueError, match="no parameter that trains has frozen in its name"):  # as all but adapters
+        check_lr_scales([Tiny()], OptimConfig(lr_scales=("frozen=2",)))
+    for bad in ("lm_head", "=0.1", "lm_head=-1", "lm_head=x", "lm_head=nan"):
+        with pytest.raises(ValueError, match="must be pattern=factor, such as"):
+            GRPOConfig(optim=OptimConfig(lr_scales=(bad,)))
+    with pytest.raises(ValueError, match="a pattern is given twice"):
+        lr_scales(OptimConfig(lr_scales=("a=1", "a=2")))
+
+
+def test_a_model_without_an_actor_is_checked_too() -> None:
+    """A reward model takes the critic's place; a critic beside an actor may lack what the pattern fits there."""
+    config = GRPOConfig(strategy="single", optim=OptimConfig(lr_scales=("norm=2",)))
+    strategy = create_strategy(config)
+    with pytest.raises(ValueError, match="no parameter that trains has norm in its name"):
+        strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
+    strategy.prepare_models_and_optimizers(Tiny(), None, None, None, strategy.args, 1)
+    strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)

@@ -1,0 +1,100 @@
+"""A checkpoint that is written beside the training: kill, errors, and other numbers of ranks."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import CheckpointConfig, StrategyOptions
+from lightrl.strategy.saving import state_files
+from lightrl.strategy.saving.background_save import BackgroundSave
+from lightrl.strategy.single import SingleStrategy
+from lightrl.testing import SpmdError, run_spmd
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "checkpoint_program.py"
+
+
+def test_jobs_run_in_order_until_one_fails() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise OSError("full")
+
+    saving = BackgroundSave([lambda: done.append(1), fail, lambda: done.append(3)], commit=lambda: None)
+    saving.wait()
+    assert saving.is_written
+    assert done == [1]
+    assert str(saving.error) == "full"
+
+
+def one_weight(value: float, *, asynchronous: bool = True) -> tuple[SingleStrategy, torch.nn.Linear]:
+    """weight = value, SGD at rate 1 with the gradient 1: every update takes 1 away."""
+    options = StrategyOptions(exact_batches=True, checkpoint=CheckpointConfig(asynchronous=asynchronous))
+    strategy = SingleStrategy(0, 0.0, 1, 1, options)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    strategy.register(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return strategy, model
+
+
+def update(strategy: SingleStrategy) -> None:
+    strategy.train_batch([torch.ones(1, 1)], lambda out, mb: out.sum(), len)
+
+
+def test_training_goes_on_and_the_checkpoint_holds_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, model = one_weight(5.0)
+    may_write, save_tensors = threading.Event(), state_files.save_tensors
+
+    def slow(*args: object) -> None:
+        assert may_write.wait(60)
+        save_tensors(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(state_files, "save_tensors", slow)
+    directory = CheckpointDirectory(tmp_path, keep=3)
+    strategy.set_global_step(1)
+    strategy.save_ckpt(model, str(tmp_path))
+    update(strategy)
+    update(strategy)
+    assert model.weight.item() == 3.0
+    assert directory.latest() is None
+    may_write.set()
+    strategy.set_global_step(3)
+    strategy.save_ckpt(model, str(tmp_path))  # waits for the first
+    assert directory.steps() == [1]
+    strategy.finish_saving()
+    strategy.finish_saving()
+    assert directory.steps() == [1, 3]
+    for tag, value in (("step-000001", 5.0), ("step-000003", 3.0)):
+        other, loaded = one_weight(0.0)
+        other.load_ckpt(loaded, str(tmp_path), tag=tag)
+        assert loaded.weight.item() == value
+
+
+def test_a_later_update_completes_it_and_so_does_a_load(tmp_path: Path) -> None:
+    strategy, model = one_weight(5.0)
+    strategy.save_ckpt(model, str(tmp_path))
+    assert strategy.saver.pending is not None
+    strategy.saver.pending.wait()
+    assert CheckpointDirectory(tmp_path, keep=1).steps() == []
+    update(strategy)
+    assert CheckpointDirectory(tmp_path, keep=1).steps() == [0]
+    strategy.save_ckpt(model, str(tmp_path), tag="best")
+    strategy.load_ckpt(model, str(tmp_path), tag="best")
+    assert model.weight.item() == 4.0
+
+
+@pytest.mark.slow
+def test_a_kill_while_writing_loses_nothing_and_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
+    def run(part: str, world: int) -> str:
+        return run_spmd(PROGRAM, part, str(tmp_path), world_size=world, timeout_s=200)
+
+    run("whole", 2)
+    with pytest.raises(SpmdError, match="killed while writing"):
+        run("killed", 2)
+    assert CheckpointDirectory(tmp_path / "checkpoints", keep=3).steps() == [1]
+    assert run("resumed", 2).count("all checked") == 2
+    assert run("moved", 4).count("all checked") == 4
+    assert run("moved", 1).count("all checked") == 1
+    assert CheckpointDirectory(tmp_path / "checkpoints", keep=3).steps() == [1, 2, 3]

@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightrl.comm import Comm
+from lightrl.strategy.saving import state_files
+from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+
+
+def comm_of(rank: int, world: int) -> Comm:
+    """Only names files and deals out tensors here."""
+    comm = Comm()
+    comm.rank, comm.world = rank, world
+    return comm
+
+
+WHOLE = torch.arange(10.0).view(5, 2)
+
+
+def write_split(folder: Path, *, deferred: bool = False) -> list[StateWriter]:
+    """Five rows over three ranks, which is 2, 2, 1; a scalar and two whole tensors; nothing of an empty one."""
+    writers = []
+    for rank, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        writer = StateWriter(folder, comm_of(rank, 3), deferred=deferred)
+        pieces = [Piece("split", WHOLE[start:stop], (start, stop), 5)]
+        pieces += [Piece("whole", torch.ones(3, dtype=torch.float64)), Piece("a/step", torch.tensor(4.0))]
+        pieces += [Piece("none", torch.zeros(0, 2), (0, 0), 0), Piece("empty", torch.zeros(0, 3))]
+        writer.add_tensors("model", pieces)
+        writers.append(writer)
+    return writers
+
+
+def test_rows_of_many_ranks_are_read_whole_and_in_any_cut(tmp_path: Path) -> None:
+    write_split(tmp_path)
+    reader = TensorReader(tmp_path, "model")
+    assert reader.names == {"split", "whole", "a/step", "empty"}
+    assert_close(reader["split"], WHOLE, atol=0, rtol=0)
+    for start in range(6):
+        for stop in range(start, 6):
+            assert_close(reader.rows("split", start, stop), WHOLE[start:stop], atol=0, rtol=0)
+    assert_close(reader["whole"], torch.ones(3, dtype=torch.float64), atol=0, rtol=0)
+    assert reader["a/step"].shape == ()
+    assert float(reader["a/step"]) == 4.0
+    assert reader["empty"].shape == (0, 3)
+    assert (reader.shape_of("split"), reader.dtype_of("whole")) == (torch.Size([5, 2]), torch.float64)
+    assert (reader.keys_of("a"), reader.keys_of("b")) == (["step"], [])
+
+
+def test_each_whole_tensor_is_written_once_by_the_rank_with_least(tmp_path: Path) -> None:
+    for rank in range(2):
+        # 8, 4, 4 bytes: the first to rank 0, both others to rank 1
+        pieces = [Piece(str(i), torch.zeros(size)) for i, size in enumerate((2, 1, 1))]
+        StateWriter(tmp_path, comm_of(rank, 2)).add_tensors("model", pieces)
+    counts = [(tmp_path / f"model-rank0000{rank}.json").read_text().count("shape") for rank in range(2)]
+    assert counts == [1, 2]
+
+
+def test_files_are_cut_at_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_files, "_FILE_BYTES", 8)
+    named = [(str(i), torch.full((1,), float(i))) for i in range(5)]  # 4 bytes each
+    StateWriter(tmp_path, comm_of(0, 1)).add_tensors("model", [Piece(name, tensor) for name, tensor in named])
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    reader = TensorReader(tmp_path, "model")
+    assert [float(reader[name]) for name, _ in named] == [0, 1, 2, 3, 4]
+
+
+def test_a_deferred_writer_keeps_copies(tmp_path: Path) -> None:
+    writer = StateWriter(tmp_path, comm_of(0, 1), deferred=True)
+    weight, values = torch.ones(2), {"step": 1}
+    writer.add_tensors("model", [Piece("weight", weight)])
+    writer.add_object("state.pt", values)
+    assert list(tmp_path.iterdir()) == []
+    weight.zero_()
+    values["step"] = 2
+    for job in writer.jobs:
+        job()
+    assert TensorReader(tmp_path, "model")["weight"].tolist() == [1.0, 1.0]
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == {"step": 1}
+
+
+def test_missing_rows_and_damaged_files_are_named(tmp_path: Path) -> None:
+    write_split(tmp_path)
+    (tmp_path / "model-rank00001.json").unlink()
+    with pytest.raises(ValueError, match="lacks rows 2 to 5 of split"):
+        TensorReader(tmp_path, "model")["split"]
+    path = tmp_path / "model-rank00000-00000.safetensors"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        TensorReader(tmp_path, "model").rows("split", 0, 1)
