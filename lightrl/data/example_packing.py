@@ -33,7 +33,7 @@ def pack_examples(
     }
     experiences = [_as_experience(example, index) for example in examples for index in range(len(example.answers))]
     return pack(
-        experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_masks=masks, encode=encode
+        experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_mask=masks, encode=encode
     )
 
 
@@ -42,7 +42,7 @@ def pair_positions(batch: PackedBatch) -> list[int]:
     return sorted({position for position, _ in batch.keys if position >= 0})
 
 
-def pair_places(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def pair_sequences(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Returns [P] and [P] int64: the sequences of the chosen and the rejected answers, in the order of positions."""
     index_of = {key: index for index, key in enumerate(batch.keys)}
     positions = pair_positions(batch)

@@ -68,17 +68,22 @@ def use_packed_attention(decoder: PreTrainedModel) -> None:
     """Makes a decoder run on packs; raises ValueError if its layers would mix the sequences."""
     config = decoder.config
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if unknown:
-        raise ValueError(
-            f"{config.model_type} has layers of type {', '.join(unknown)}, which would mix the sequences of a pack. "
+    if not unknown:
+        decoder.set_attn_implementation(ATTENTION_NAME)
+    if unknown or decoder.config._attn_implementation != ATTENTION_NAME:
+        raise _cannot_pack(config.model_type, unknown)
+
+
+def _cannot_pack(model_type: str, layer_types: list[str]) -> ValueError:
+    if layer_types:
+        return ValueError(
+            f"{model_type} has layers of type {', '.join(layer_types)}, which would mix the sequences of a pack. "
             "Choose a model whose layers are full or sliding-window attention."
         )
-    decoder.set_attn_implementation(ATTENTION_NAME)
-    if decoder.config._attn_implementation != ATTENTION_NAME:
-        raise ValueError(
-            f"{config.model_type} does not let its attention be replaced (transformers' AttentionInterface), so it "
-            "cannot be trained on packed sequences. Choose a model that uses the interface."
-        )
+    return ValueError(
+        f"{model_type} does not let its attention be replaced (transformers' AttentionInterface), so it cannot be "
+        "trained on packed sequences. Choose a model that uses the interface."
+    )
 
 
 def packed_hidden_states(

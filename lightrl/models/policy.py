@@ -272,16 +272,21 @@ def model_loader(config: Any) -> Any:
     """Returns transformers' class that makes a model of this config."""
     if config.model_type in FAMILIES:
         return AutoModelForImageTextToText
-    is_remote = bool(getattr(config, "auto_map", None))
+    if hasattr(config, "vision_config"):
+        _check_text_only(config)
+    return AutoModelForCausalLM
+
+
+def _check_text_only(config: Any) -> None:
+    """Raises ValueError unless transformers has a language model for a config with vision."""
     # A private table of transformers, which lists the config classes that AutoModelForCausalLM takes. It can go once a
     # public function answers that without making a model; 5.19.0 has none:
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/auto_factory.py
-    if hasattr(config, "vision_config") and not is_remote and type(config) not in AutoModelForCausalLM._model_mapping:
+    if not getattr(config, "auto_map", None) and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"Model type {config.model_type!r} takes images in a way that lightrl does not know. It knows those of "
             f"{', '.join(FAMILIES)}."
         )
-    return AutoModelForCausalLM
 
 
 def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -> Any:

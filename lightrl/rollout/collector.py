@@ -1,4 +1,4 @@
-"""From prompts to scored samples: generation through the strategy, then rewards. Evaluation works the same way."""
+"""Turns prompts into scored samples: generation through the strategy, then rewards. Evaluation works the same way."""
 
 from __future__ import annotations
 

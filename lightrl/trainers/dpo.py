@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrl.algorithms.preference import answer_log_ratios, pair_mean, preference_terms
 from lightrl.algorithms.tokens import sequence_sums
 from lightrl.config import DPOConfig
-from lightrl.data.example_packing import pair_places
+from lightrl.data.example_packing import pair_sequences
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
 from lightrl.records import Example, PackedBatch, TokenScores
@@ -88,7 +88,7 @@ class DPOTrainer(Trainer):
             num_answers,
             length_normalized=config.length_normalized,
         )
-        chosen, rejected = pair_places(batch)
+        chosen, rejected = pair_sequences(batch)
         describe_pairs(config.beta * ratios[chosen], config.beta * ratios[rejected], statistics)
         trained = torch.where(batch.loss_mask, output.logprobs.detach(), 0.0)
         likelihoods = sequence_sums(trained, batch.sequence_index, num_answers).exp()

@@ -17,7 +17,7 @@ from lightrl.config import AlgorithmConfig, PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
 from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
-from lightrl.models.lora import add_adapters, options_beside
+from lightrl.models.lora import add_adapters, options_for_companion
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
@@ -286,7 +286,7 @@ class PPOTrainer(Trainer):
             seed=config.seed + _HEAD_SEED,
             trust_remote_code=config.trust_remote_code,
         )
-        add_adapters(critic.body, options_beside(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
+        add_adapters(critic.body, options_for_companion(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
         return critic
 
     @contextmanager

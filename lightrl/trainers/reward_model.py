@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.preference import bradley_terry_terms, pair_mean
 from lightrl.config import RMConfig
-from lightrl.data.example_packing import pair_places, pair_positions
+from lightrl.data.example_packing import pair_positions, pair_sequences
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics
 from lightrl.models.lora import add_adapters
@@ -66,7 +66,7 @@ class RMTrainer(Trainer):
 
     def loss(self, output: Tensor, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
         """The mean Bradley-Terry loss of the pairs. output: the score of each sequence, [S]."""
-        chosen_index, rejected_index = pair_places(batch)
+        chosen_index, rejected_index = pair_sequences(batch)
         chosen, rejected = output[chosen_index], output[rejected_index]
         margins = torch.tensor([examples[position].margin for position in pair_positions(batch)]).to(chosen)
         describe_pairs(chosen, rejected, statistics)

@@ -1,6 +1,6 @@
 import torch
 
-from lightrl.data.example_packing import pack_examples, pair_places
+from lightrl.data.example_packing import pack_examples, pair_sequences
 from lightrl.records import Answer, Example
 
 
@@ -28,7 +28,7 @@ def test_the_answers_of_a_pair_are_found_again() -> None:
     examples = [pair(3, answer(5), answer(5, 6, 7)), pair(0, answer(5, 6, 7, 8), answer(5, 6))]
     batch = pack_examples(examples)
     assert batch.keys == ((3, 0), (0, 1), (3, 1), (0, 0))
-    chosen, rejected = pair_places(batch)
+    chosen, rejected = pair_sequences(batch)
     assert (chosen.tolist(), rejected.tolist()) == ([3, 0], [1, 2])  # pairs in the order of positions 0, 3
 
 
@@ -42,7 +42,7 @@ def test_reference_logprobs_follow_their_answers() -> None:
 
 def test_no_example_is_a_dummy_without_pairs() -> None:
     batch = pack_examples([])
-    chosen, rejected = pair_places(batch)
+    chosen, rejected = pair_sequences(batch)
     assert len(chosen) == len(rejected) == 0
     assert chosen.dtype == torch.int64
     assert not batch.loss_mask.any()

@@ -56,10 +56,12 @@ class LayerStorage:
         """Returns the bytes of keys and values."""
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
-    def free(self) -> None:
-        """Gives the memory back, even if a traceback or a captured graph still holds a view of it."""
+    def free(self) -> int:
+        """Gives the memory back, even if a traceback or a captured graph still holds a view; returns its bytes."""
+        num_bytes = self.num_bytes()
         self.keys.untyped_storage().resize_(0)
         self.values.untyped_storage().resize_(0)
+        return num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +225,8 @@ class RowCache(Cache):
 
     def free(self) -> int:
         """Gives the storage back; returns its bytes."""
-        layers = [layer for layer in self.storage if layer is not None]
-        num_bytes = sum(layer.num_bytes() for layer in layers)
-        for layer in layers:
-            layer.free()
-        self.storage = []
-        self.num_rows = self.capacity = 0
-        self._phase = None
+        num_bytes = sum(layer.free() for layer in self.storage if layer is not None)
+        self.storage, self.num_rows, self.capacity, self._phase = [], 0, 0, None
         self._write_index.clear()
         self._views.clear()
         return num_bytes

@@ -59,13 +59,9 @@ def build_native_engine(
     media = None
     if source.config.model_type in FAMILIES and source.name_or_path:  # one made of a config has none
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
-    return NativeEngine(
-        empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device),
-        eos_token_ids=eos_ids(source, tokenizer),
-        max_num_seqs=options.native.max_num_seqs,
-        device=device,
-        media=media,
-    )
+    model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
+    max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
+    return NativeEngine(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
 @torch.no_grad()
@@ -102,14 +98,27 @@ class NativeEngine(InferenceEngine):
         model: PreTrainedModel,
         *,
         eos_token_ids: Collection[int],
+        device: torch.device,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
-        device: torch.device,
         media: MediaProcessor | None = None,
     ) -> None:
-        """media: for a vision-language model; without it the engine takes text only."""
+        """Takes the model on its device.
+
+        Args:
+            model: a causal language model, or a vision-language model of one of the known families.
+            eos_token_ids: the tokens that end a sample.
+            device: where the model is.
+            max_num_seqs: the most samples that run at a time.
+            max_model_len: the most tokens of prompt and response; None is all the positions that the model has.
+            media: the processor of a vision-language model; without it the engine takes text only.
+        """
         config = model.config.get_text_config()
-        self.max_model_len = _model_len(config, max_model_len)
+        positions = getattr(config, "max_position_embeddings", None)
+        length = max_model_len or positions
+        if length is None or length > (positions or length):
+            raise ValueError(_describe_bad_length(config, max_model_len, positions))
+        self.max_model_len = int(length)
         self.vocab_size = int(config.vocab_size)
         self.max_num_seqs = max_num_seqs
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
@@ -196,37 +205,35 @@ class NativeEngine(InferenceEngine):
 
     def _prefill(self, admissions: list[Admission]) -> Tensor:
         """Fills the admitted rows of the cache; returns the logits after each prompt, [admissions, vocab]."""
-        logits: dict[int, Tensor] = {}
-        fresh: list[int] = []
-        for index, item in enumerate(admissions):
-            kept = item.request.prefilled
-            if kept is not None and kept.version == self._version:
-                rows = slice(item.first_row, item.first_row + item.count)
-                self._cache.write_rows(rows, kept.content, len(item.request.prompt))
-                logits[index] = kept.logits
-            else:
-                fresh.append(index)
-        for group in prefill_groups([len(admissions[index].request.prompt) for index in fresh]):
-            results = self._prefill_group([admissions[fresh[i]] for i in group])
-            logits |= {fresh[i]: result for i, result in zip(group, results.split(1), strict=True)}
-        for index in fresh:
-            request = admissions[index].request
-            if request.num_admitted < request.params.n:
-                content = self._cache.read_row(admissions[index].first_row, len(request.prompt))
-                request.prefilled = _Prefilled(content, logits[index].clone(), self._version)
-        return torch.cat([logits[index] for index in range(len(admissions))])
+        is_old = [item.request.prefilled and item.request.prefilled.version == self._version for item in admissions]
+        logits = {i: self._reuse_prefix(item) for i, item in enumerate(admissions) if is_old[i]}
+        fresh = [i for i in range(len(admissions)) if not is_old[i]]
+        for group in prefill_groups([len(admissions[i].request.prompt) for i in fresh]):
+            results = self._prefill_group([admissions[fresh[j]] for j in group])
+            logits |= {fresh[j]: result for j, result in zip(group, results.split(1), strict=True)}
+        for i in fresh:
+            if admissions[i].request.num_admitted < admissions[i].request.params.n:
+                self._keep_prefix(admissions[i], logits[i])
+        return torch.cat([logits[i] for i in range(len(admissions))])
+
+    def _keep_prefix(self, admission: Admission, logits: Tensor) -> None:
+        request = admission.request
+        content = self._cache.read_row(admission.first_row, len(request.prompt))
+        request.prefilled = _Prefilled(content, logits.clone(), self._version)
+
+    def _reuse_prefix(self, admission: Admission) -> Tensor:
+        kept: _Prefilled = admission.request.prefilled
+        rows = slice(admission.first_row, admission.first_row + admission.count)
+        self._cache.write_rows(rows, kept.content, len(admission.request.prompt))
+        return kept.logits
 
     def _prefill_group(self, admissions: list[Admission]) -> Tensor:
         rows = [row for item in admissions for row in range(item.first_row, item.first_row + item.count)]
         sources = [index for index, item in enumerate(admissions) for _ in range(item.count)]
-        requests = [item.request for item in admissions]
-        return self._runner.prefill(
-            [request.prompt for request in requests],
-            torch.tensor(rows, device=self._device),
-            torch.tensor(sources, device=self._device),
-            self._cache,
-            None if self._media is None else [_encoded(self._media, request) for request in requests],
-        )
+        where = (torch.tensor(rows, device=self._device), torch.tensor(sources, device=self._device), self._cache)
+        if self._media is None:
+            return self._runner.prefill([item.request.prompt for item in admissions], *where)
+        return self._runner.prefill_with_images([_encoded(self._media, item.request) for item in admissions], *where)
 
     def _decode(self) -> list[Completion]:
         """Runs the last token of every running sample and draws the next."""
@@ -237,9 +244,9 @@ class NativeEngine(InferenceEngine):
         if self._plan is None:
             self._plan = self._sampling_plan(0)
         rope_deltas = None if self._media is None else self._put(self._rope_deltas())
-        logits = self._runner.decode(
-            self._put(tokens), self._put(positions), int(positions.min()), highest, self._cache, rope_deltas
-        )
+        positions_here = self._put(positions)
+        self._cache.begin_decode(positions_here, int(positions.min()), highest)
+        logits = self._runner.decode(self._put(tokens), positions_here, self._cache, rope_deltas)
         return self._draw(logits, 0, self._plan)
 
     def _rope_deltas(self) -> NDArray[np.int64]:
@@ -351,11 +358,7 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
     return encoded
 
 
-def _model_len(config: PreTrainedConfig, asked: int | None) -> int:
-    """Returns the length asked for, or all the positions that the model has."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if asked is None and positions is None:
-        raise ValueError(f"{type(config).__name__} states no max_position_embeddings: give max_model_len.")
-    if asked is not None and positions is not None and asked > positions:
-        raise ValueError(f"max_model_len is {asked}: the model has {positions} positions, give at most that.")
-    return int(positions if asked is None else asked)  # type: ignore[arg-type]  # one of the two is given
+def _describe_bad_length(config: PreTrainedConfig, asked: int | None, positions: int | None) -> str:
+    if asked is None:
+        return f"{type(config).__name__} states no max_position_embeddings: give max_model_len."
+    return f"max_model_len is {asked}: the model has {positions} positions, give at most that."

@@ -57,39 +57,29 @@ class ModelRunner:
             self._fused.refresh()
 
     def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        target_rows: Tensor,
-        source_prompts: Tensor,
-        cache: RowCache,
-        encoded: Sequence[EncodedPrompt] | None = None,
+        self, prompts: Sequence[Sequence[int]], target_rows: Tensor, source_prompts: Tensor, cache: RowCache
     ) -> Tensor:
-        """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab].
-
-        encoded: the prompts as a vision-language model takes them.
-        """
+        """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab]."""
         self.prefill_tokens += sum(map(len, prompts))
         ids, last = _padded(prompts, self.device)
         cache.begin_prefill(target_rows, source_prompts)
-        if encoded is not None:
-            return self._through_modules().prefill_with_images(ids, last, encoded, cache)
         return (self._verified or self._through_modules()).prefill(ids, last, cache)
 
-    def decode(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        lowest: int,
-        highest: int,
-        cache: RowCache,
-        rope_deltas: Tensor | None = None,
+    def prefill_with_images(
+        self, prompts: Sequence[EncodedPrompt], target_rows: Tensor, source_prompts: Tensor, cache: RowCache
     ) -> Tensor:
+        """Does the same for prompts as a vision-language model takes them."""
+        self.prefill_tokens += sum(len(prompt.token_ids) for prompt in prompts)
+        ids, last = _padded([prompt.token_ids for prompt in prompts], self.device)
+        cache.begin_prefill(target_rows, source_prompts)
+        return self._through_modules().prefill_with_images(ids, last, prompts, cache)
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Runs one token in each of the first n rows, [n] int64 each; returns logits [n, vocab].
 
-        lowest and highest are those of the positions. rope_deltas: [n], for a vision-language model: what its own
-        positions are beyond these.
+        The cache's decode phase must be begun. rope_deltas: [n], for a vision-language model: what its own positions
+        are beyond these.
         """
-        cache.begin_decode(positions, lowest, highest)
         return (self._verified or self._through_modules()).decode(tokens, positions, cache, rope_deltas)
 
     def verify(self, vocab_size: int) -> None:
@@ -234,8 +224,8 @@ class RMSNorm:
     def refresh(self) -> None:
         """Reads the parameters again; call it after they changed."""
         first = self._parameters[0]
-        if any(parameter.untyped_storage().nbytes() == 0 for parameter in self._parameters):
-            return  # dropped while the engine sleeps: reading them would crash, and loading them refreshes again
+        if first.untyped_storage().nbytes() == 0:
+            return  # dropped while the engine sleeps: reading it would crash, and loading it refreshes again
         self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
         self._is_fp32_on_cpu = first.dtype == torch.float32 and first.device.type == "cpu"
         root = math.sqrt(first.shape[0])
@@ -307,7 +297,7 @@ class FusedForward:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
         rows, width = ids.shape
         positions = torch.arange(width, device=ids.device)
-        masks = {layer.window: _prompt_mask(positions, layer.window) for layer in self._layers}
+        masks = {window: _prompt_mask(positions, window) for window in self._ramps}
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (

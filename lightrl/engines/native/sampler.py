@@ -1,7 +1,7 @@
-"""Draws one token a row by inverting the cumulative distribution, and says the token's logprob.
+"""Draws one token a row by inverting the cumulative distribution, and returns the token's logprob.
 
-The uniform numbers come in as an argument: the draw itself has no state. Not torch.multinomial, which costs ten times
-as much at a vocabulary of 32,000 and draws from a generator whose state depends on what else was drawn.
+The uniform numbers are an argument: the draw itself has no state. torch.multinomial would cost ten times as much at a
+vocabulary of 32,000, and draws from a generator whose state depends on what else was drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def plan_sampling(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
-    """The plan for rows with these parameters, [n] each."""
+    """Makes the plan for rows with these parameters, [n] each."""
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
     (filtered,) = np.nonzero(~greedy & ((top_p < 1) | (top_k > 0)))
@@ -55,7 +55,7 @@ def plan_sampling(
 
 
 def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Tokens [n] int64 and their logprobs [n] float32, of logits [n, vocab] and uniforms [n] float64 in [0, 1).
+    """Returns tokens [n] int64 and logprobs [n] float32, from logits [n, vocab] and uniforms [n] float64 in [0, 1).
 
     The logprob is that of the distribution the token came from: after temperature, top-k and top-p; for a greedy row
     that of the temperature-1 distribution.
@@ -64,10 +64,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     if plan.temperature is not None:
         scores = scores / plan.temperature
     if plan.filtered_rows is not None:
-        assert plan.top_k is not None
-        assert plan.top_p is not None
-        kept = keep_top(scores[plan.filtered_rows], plan.top_k, plan.top_p)
-        scores = scores.index_copy(0, plan.filtered_rows, kept)
+        scores = _filtered(scores, plan.filtered_rows, plan)
     probabilities = scores.softmax(-1)
     if plan.all_greedy:
         tokens = scores.argmax(-1)
@@ -78,8 +75,14 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
 
 
+def _filtered(scores: Tensor, rows: Tensor, plan: SamplingPlan) -> Tensor:
+    assert plan.top_k is not None
+    assert plan.top_p is not None
+    return scores.index_copy(0, rows, keep_top(scores[rows], plan.top_k, plan.top_p))
+
+
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The scores [m, vocab] with -inf outside the top k and, of what those leave, outside the nucleus of mass p."""
+    """Returns the scores [m, vocab] with -inf outside the top k, and outside the nucleus of mass p of the rest."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
@@ -90,33 +93,27 @@ def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scores).scatter_(1, order, ordered)
 
 
-def _block_sums(weights: Tensor) -> Tensor:
-    """Sums of blocks of the last dimension, [n, blocks]; a small vocabulary is its own blocks of one."""
-    rows, vocab = weights.shape
-    if vocab <= 4 * _BLOCK:
-        return weights
-    whole = vocab // _BLOCK * _BLOCK
-    sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)
-    if whole == vocab:
-        return sums
-    return torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
-
-
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total; never one of weight 0.
+    """Returns the first token whose cumulative weight exceeds uniform * total; never one of weight 0.
 
     A uniform is at most 1 - 2^-53, so its product with the total rounds to less than the total.
     """
+    if weights.shape[1] > 4 * _BLOCK:
+        return _invert_by_blocks(weights, uniforms)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    return _first_above(cumulative, uniforms[:, None] * cumulative[:, -1:]).squeeze(1)
+
+
+def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Does the same for a large vocabulary."""
     cumulative = _block_sums(weights).cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)
-    if cumulative.shape == weights.shape:
-        return block.squeeze(1)
     before = cumulative.gather(1, (block - 1).clamp_min_(0)) * (block > 0)
     first = block * _BLOCK
-    places = first + torch.arange(_BLOCK, device=weights.device)
-    past_end = places >= weights.shape[1]
-    inside = weights.gather(1, places.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
+    tokens = first + torch.arange(_BLOCK, device=weights.device)
+    past_end = tokens >= weights.shape[1]
+    inside = weights.gather(1, tokens.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
     inside_cumulative = inside.cumsum(-1, dtype=torch.float64)
     # A block's sum and the sum of its cumulative weights may round apart: past the last positive weight there is only
     # rounding, so the target is held below the latter.
@@ -125,7 +122,17 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (first + _first_above(inside_cumulative, target)).squeeze(1)
 
 
+def _block_sums(weights: Tensor) -> Tensor:
+    """Returns sums of blocks of the last dimension, [n, blocks]."""
+    rows, vocab = weights.shape
+    whole = vocab // _BLOCK * _BLOCK
+    sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)
+    if whole == vocab:
+        return sums
+    return torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
+
+
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first place whose cumulative weight is above the target, [n, 1]; inside the row even for NaN."""
-    found = torch.searchsorted(cumulative, target.contiguous(), right=True)
-    return found.clamp_max_(cumulative.shape[1] - 1)
+    """Returns the first index whose cumulative weight is above the target, [n, 1]; inside the row even for NaN."""
+    index = torch.searchsorted(cumulative, target.contiguous(), right=True)
+    return index.clamp_max_(cumulative.shape[1] - 1)

@@ -229,7 +229,8 @@ class SGLangEngine(InferenceEngine):
             raise RuntimeError(f"submit() while the engine's {', '.join(sorted(self._released))} sleep: wake() first.")
         asked = as_prompt(prompt)
         ids = self._expanded(asked)
-        self._check(ids, params)
+        if is_cut(params):
+            self._check_cut(params)
         request_id = self._next_request_id
         self._next_request_id += 1
         self._left[request_id] = params.n
@@ -243,30 +244,10 @@ class SGLangEngine(InferenceEngine):
         return len(self._expanded(prompt))
 
     def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
-        if self._media is not None:
-            image_sizes = [(image.height, image.width) for image in prompt.images]
-            return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
-        if prompt.images or prompt.videos:
-            raise ValueError(
-                f"The sglang engine has no images or videos for {type(self._skeleton).__name__}: it takes them for "
-                f"{', '.join(FAMILIES)}, given the model's folder with its processor."
-            )
-        return prompt.token_ids
-
-    def _check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Each of these ends SGLang's scheduler, or is cut short without a word."""
-        if not ids:
-            raise ValueError("The prompt is empty: it needs at least one token.")
-        outside = [token for token in ids if not 0 <= token < self.vocab_size]
-        if outside:
-            raise ValueError(f"The prompt has token ids {outside[:5]} outside the vocabulary of {self.vocab_size}.")
-        if is_cut(params):
-            self._check_cut(params)
-        if len(ids) + params.max_new_tokens > self.max_model_len:
-            raise ValueError(
-                f"{len(ids)} prompt tokens + {params.max_new_tokens} new tokens are beyond the context of "
-                f"{self.max_model_len}: shorten one of them."
-            )
+        if self._media is None:
+            return prompt.token_ids
+        image_sizes = [(image.height, image.width) for image in prompt.images]
+        return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
 
     def _check_cut(self, params: SamplingParams) -> None:
         """Other logprobs than those of the distribution that was sampled from are refused."""

@@ -133,7 +133,6 @@ class VLLMEngine(InferenceEngine):
         asked = as_prompt(prompt)
         rendered = self._render(asked)
         prompt_ids = tuple(rendered["prompt_token_ids"])
-        self._check_prompt(prompt_ids, params)
         samples = [
             _Sample(self._next_request_id, params.first_sample + i, params, asked, prompt_ids) for i in range(params.n)
         ]
@@ -175,21 +174,6 @@ class VLLMEngine(InferenceEngine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-
-    def _check_prompt(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """vLLM would cut a response short where the context ends."""
-        name = f"Request {self._next_request_id}"
-        if not prompt_ids:
-            raise ValueError(f"{name} has an empty prompt: give it at least one token.")
-        outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
-        if outside:
-            raise ValueError(f"{name} has token ids {outside[:5]} outside the vocabulary of {self.vocab_size}.")
-        total = len(prompt_ids) + params.max_new_tokens
-        if total > self.max_model_len:
-            raise ValueError(
-                f"{name} asks for {len(prompt_ids)} prompt tokens + {params.max_new_tokens} new tokens = {total}, "
-                f"beyond max_model_len {self.max_model_len}: shorten one, or raise it by --engine_args."
-            )
 
     def has_unfinished(self) -> bool:
         return bool(self._samples)

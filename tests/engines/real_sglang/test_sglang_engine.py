@@ -141,14 +141,14 @@ def test_samples_of_a_prompt_differ_and_share_its_keys(engine):
     ("prompt", "given", "text"),
     [
         ([], {}, "empty"),
-        ([98], {}, "outside the vocabulary of 98"),
-        ([-1], {}, "outside the vocabulary"),
+        ([98], {}, "outside the model's vocabulary of 98"),
+        ([-1], {}, "outside the model's vocabulary"),
         ([5] * 250, {}, "beyond the context of 256"),
     ],
 )
 def test_what_would_end_the_scheduler_is_refused(engine, raw, prompt, given, text):
     with pytest.raises(ValueError, match=text):
-        raw.submit(prompt, params(**given))
+        engine.submit(prompt, params(**given))
     assert not raw.has_unfinished()
 
 

@@ -225,9 +225,8 @@ def test_what_is_wrong_with_the_pairs_is_named_and_all_of_them_are_consumed(read
     assert consumed == list(pairs)
     for text in (
         "unknown model.layers.0.self_attn.k_proj.bias",
-        "misshapen model.norm.weight: got (5,), not (64,)",
+        "misshapen model.norm.weight: got (5,), the model has (64,)",
         "missing model.layers.0.self_attn.k_proj.weight",
-        "missing model.norm.weight",
     ):
         assert text in str(caught.value)
 
@@ -266,9 +265,9 @@ def test_seeds_differ_by_sample_and_by_where_a_sample_goes_on(ready) -> None:
 
 def test_what_vllm_refuses_is_a_value_error_and_leaves_nothing_behind(ready) -> None:
     _, engine = ready
-    for prompt, text in (([5, 98], "outside the vocabulary of 98"), ([], "empty prompt"), ([5] * 510, "beyond max_")):
+    for prompt, text in (([5, 98], "vocabulary of 98"), ([], "is empty"), ([5] * 510, "beyond the context")):
         with pytest.raises(ValueError, match=text):
-            engine.engine.submit(prompt, SamplingParams(max_new_tokens=4, n=2))
+            engine.submit(prompt, SamplingParams(max_new_tokens=4, n=2))
     with pytest.raises(ValueError, match="vLLM refuses request"):  # by its own check
         engine.engine.submit([5], SamplingParams(max_new_tokens=4, stop_token_ids=(-3,), top_k=2**40))
     assert not engine.has_unfinished()
