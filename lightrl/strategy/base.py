@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
-from lightrl.engines import check_engine_name
-from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
