@@ -19,6 +19,8 @@ NOT_YET = (
     "lightrl/trainers",
 )  # fmt: skip
 
+NO_METHODS_YET = ("lightrl/engines", "lightrl/strategy", "lightrl/testing", "lightrl/trainers")
+
 
 def first_lines(path: Path) -> list[tuple[int, str]]:
     """Returns the line number and first line of each docstring of a file."""
@@ -40,6 +42,49 @@ def test_first_lines_stand_on_their_own() -> None:
         if BROKEN_START.match(text) and not path.relative_to(ROOT).as_posix().startswith(NOT_YET)
     ]
     assert broken == []
+
+
+def undocumented_methods(paths: list[Path]) -> list[str]:
+    """Returns public methods without a docstring of their own or of a base class; protocols' stubs explain nothing."""
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return [
+        f"{path.relative_to(ROOT)}:{method.lineno}: {node.name}.{method.name}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not method.name.startswith(("_", "test_"))
+        and not is_stub(method)
+        and not is_documented(method.name, node, classes)
+    ]
+
+
+def is_stub(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    statement = method.body[-1]
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def is_documented(name: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if any(item.name == name and ast.get_docstring(item) for item in methods):
+        return True
+    bases = (ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+    known = [classes[base] for base in bases if base in classes and classes[base] is not node]
+    foreign = [base for base in node.bases if ast.unparse(base).split("[")[0].split(".")[-1] not in classes]
+    return any(is_documented(name, base, classes) for base in known) or any(map(is_library, foreign))
+
+
+def is_library(base: ast.expr) -> bool:
+    """Whether a base class comes from a library, which documents the methods that it calls."""
+    return ast.unparse(base).split("[")[0] not in ("ABC", "Protocol", "Generic", "NamedTuple", "Exception", "object")
+
+
+def test_public_methods_are_documented_here_or_in_a_base() -> None:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    missing = undocumented_methods(paths)
+    assert [name for name in missing if not name.startswith(NO_METHODS_YET)] == []
 
 
 @pytest.mark.parametrize(

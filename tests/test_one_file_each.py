@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from lightrl.config import GRPOConfig
 from lightrl.config.options import option
-from lightrl.engines import create_engine
+from lightrl.engines.base import create_engine
 
 @dataclass(kw_only=True)
 class ToyConfig(GRPOConfig):

@@ -73,9 +73,7 @@ class RunConfig(StrategyOptions, BasicConfig):
     """Share that an exponential moving average of the weights keeps at each update, such as 0.99; final_ema/ holds the
     average at the end. 0: keep none."""
     lora: LoraConfig = section(LoraConfig)
-    """Adapters in place of the weights."""
     log: LogConfig = section(LogConfig, resume="free")
-    """Logging."""
     exact_batches: bool = constant(lambda: True)
 
     def __post_init__(self) -> None:
@@ -134,7 +132,6 @@ class RewardConfig:
     reward_workers: int = option(2, at_least=1, resume="free")
     """Number of processes on a rank for isolated rewards, such as math."""
     judge: JudgeConfig = section(JudgeConfig)
-    """Reward judge."""
 
     def check(self) -> None:
         """Makes a tuple of a single reward given in Python; raises ValueError for a bad reward_failure_value."""
@@ -193,11 +190,8 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     data: DataConfig = section(DataConfig)
-    """Data."""
     eval: EvalConfig = section(EvalConfig, resume="free")
-    """Evaluation."""
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
-    """Logging."""
 
     @property
     def policy_schedule_length(self) -> int:
@@ -237,13 +231,9 @@ class GRPOConfig(RolloutConfig):
     """Hugging Face folder or name of a model with the same tokenizer that judges the policy's own samples token by
     token (on-policy distillation). Empty: no teacher."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    """Loss."""
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
-    """Dynamic sampling."""
     overlong: OverlongConfig = section(OverlongConfig)
-    """Responses that are long or cut off."""
     distillation: DistillationConfig = section(DistillationConfig)
-    """Distillation from teacher_model."""
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
@@ -270,9 +260,7 @@ class PPOConfig(RolloutConfig):
     """Model that the critic starts from: a language model, a reward model, or the final_critic/ of a run, with the
     policy's tokenizer. Empty: --model."""
     critic: CriticConfig = section(CriticConfig)
-    """Critic."""
     algorithm: PPOAlgorithmConfig = section(PPOAlgorithmConfig)
-    """Advantages and loss."""
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
@@ -336,9 +324,7 @@ class OfflineConfig(RunConfig):
     """Maximum number of tokens per forward and backward on a rank. The two answers of a pair stay together, and both
     count."""
     data: ExampleDataConfig = section(ExampleDataConfig)
-    """Data."""
     eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
-    """Evaluation."""
 
     @property
     def samples_per_update(self) -> int:
@@ -361,7 +347,6 @@ class SFTConfig(OfflineConfig):
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the same form. Empty: the held-out part of a built-in data set, else no evaluation."""
     data: ResponseDataConfig = section(ResponseDataConfig)
-    """Data."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -374,7 +359,6 @@ class PairConfig(OfflineConfig):
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the same form. Empty: the held-out part of a built-in data set, else no evaluation."""
     data: PairDataConfig = section(PairDataConfig)
-    """Data."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -384,7 +368,6 @@ class RMConfig(PairConfig):
     centring_coef: float = option(0.0, at_least=0, finite=True)
     """Weight in the loss of (chosen score + rejected score)^2, which keeps the scores around 0. 0.01 is usual."""
     data: MarginPairDataConfig = section(MarginPairDataConfig)
-    """Data."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -180,9 +180,7 @@ class TrainingConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     optim: OptimConfig = section(OptimConfig)
-    """Optimizer."""
     checkpoint: CheckpointConfig = section(CheckpointConfig, resume="free")
-    """Checkpoints."""
 
 
 @dataclass(kw_only=True)
@@ -197,11 +195,8 @@ class ParallelConfig:
     """Number of ranks that split the tokens of every micro-batch between them (sequence parallelism), for long
     contexts. Strategy fsdp."""
     fsdp: FSDPConfig = section(FSDPConfig, resume="free")
-    """Strategy fsdp."""
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, resume="free")
-    """Strategy deepspeed."""
     distributed: DistributedConfig = section(DistributedConfig, resume="free")
-    """Processes and devices."""
 
 
 @dataclass(kw_only=True)
@@ -230,7 +225,6 @@ class EngineConfig:
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
     native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
-    """Engine native."""
 
     def check(self) -> None:
         """Raises ValueError for engine_args that cannot be read."""

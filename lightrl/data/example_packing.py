@@ -33,7 +33,7 @@ def pack_examples(
     }
     experiences = [_as_experience(example, index) for example in examples for index in range(len(example.answers))]
     return pack(
-        experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_masks=masks, encode=encode
+        experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_mask=masks, encode=encode
     )
 
 

@@ -41,19 +41,19 @@ TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
 TokenMasks = Mapping[Key, Sequence[bool]]
 
 DUMMY_KEY: Key = (-1, -1)
-_MASKS = ("loss_masks", "selected", "in_policy_loss")
+_MASKS = ("loss_mask", "selected", "in_policy_loss")
 _SORTED_CUTS_MAY_EXCEED = 1.05  # largest load that is accepted, over the best, to keep similar lengths together
 
 
 class TokenColumns(TypedDict, total=False):
-    """Values of the response tokens that a step may know of, by sample; None and left out mean the same."""
+    """Values per response token that pack() takes, named as in PackedBatch; None is the same as leaving one out."""
 
     old_logprobs: TokenValues | None  # of the policy before the update
     ref_logprobs: TokenValues | None  # of the frozen reference
     advantages: TokenValues | None  # None gives every token the advantage of its sample
     old_values: TokenValues | None  # of the critic before the update
     returns: TokenValues | None  # what the critic is trained towards
-    loss_masks: TokenMasks | None  # True for each token to train; None trains all tokens of trained samples
+    loss_mask: TokenMasks | None  # True for each token to train; None trains all tokens of trained samples
     teacher_logprobs: TokenValues | None  # of the teacher that is distilled
     selected: TokenMasks | None  # True for each token that the loss treats differently
     in_policy_loss: TokenMasks | None  # True for each token whose policy loss counts; None counts all that are trained
@@ -90,7 +90,7 @@ def pack(
     tensors: dict[str, Any] = {
         "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
-        "loss_mask": trained & given.pop("loss_masks") if "loss_masks" in given else trained,
+        "loss_mask": trained & given.pop("loss_mask") if "loss_mask" in given else trained,
     }
     return replace(batch, **(tensors | given))
 

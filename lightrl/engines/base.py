@@ -1,4 +1,7 @@
-"""InferenceEngine: what an engine is to the rest of lightrl, which does not know which engine it has."""
+"""InferenceEngine: what an engine is to the rest of lightrl, which does not know which engine it has.
+
+Engines are chosen by name or by import path (create_engine).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,15 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from lightrl.comm import Comm
+from lightrl.imports import load_object
 from lightrl.records import FinishReason
 
 T = TypeVar("T")
+BUILTIN_ENGINES = {
+    "native": "lightrl.engines.native.engine:build_native_engine",
+    "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
+    "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
+}
 EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
 
 
@@ -167,3 +176,39 @@ class InferenceEngine(ABC):
         while self.has_unfinished():
             done.extend(self.step())
         return sorted(done, key=lambda item: (order[item.request_id], item.sample_index))
+
+
+def check_engine_name(name: str) -> None:
+    """Raises ValueError unless this is a built-in name, which imports nothing, or a path that can be imported."""
+    if name not in BUILTIN_ENGINES:
+        load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+
+
+def create_engine(
+    name: str, *, source: Any, tokenizer: Any, options: Any, device: torch.device, group: EngineGroup | None = None
+) -> InferenceEngine:
+    """Calls the engine's class or factory; returns what it made if it is an InferenceEngine.
+
+    Args:
+        name: a built-in name, or the import path of a class or factory.
+        source: the trainer's unwrapped model.
+        tokenizer: the model's tokenizer.
+        options: the options of the run.
+        device: the device of this rank.
+        group: the ranks that drive the engine together; None is this rank alone.
+    """
+    factory = load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+    if isinstance(factory, type):
+        _check_class(name, factory)
+    engine = factory(source=source, tokenizer=tokenizer, options=options, device=device, group=group or EngineGroup())
+    if not isinstance(engine, InferenceEngine):
+        raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
+    return engine
+
+
+def _check_class(name: str, engine_class: type) -> None:
+    missing = sorted(getattr(engine_class, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(f"Engine {name!r} does not implement {', '.join(missing)}.")
+    if not issubclass(engine_class, InferenceEngine):
+        raise ValueError(f"Engine {name!r} is no subclass of lightrl.InferenceEngine.")

@@ -187,11 +187,6 @@ def host_of(model: nn.Module) -> nn.Module | None:
     return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether add_adapters() was called for the model or one inside it."""
-    return next(_layers(model), None) is not None
-
-
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters by the plain name of the weight that each is added to."""
     adapters = {}
@@ -209,9 +204,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns (name, parameter) of everything but the adapters, under the plain names; tied parameters once."""
-    named = list(model.named_parameters())
-    if not has_adapters(model):
-        return named
+    named = model.named_parameters()
     return [(name.replace(".base_layer.", "."), item) for name, item in named if not _is_adapter(name)]
 
 

@@ -8,11 +8,13 @@ from typing import Any
 from lightrl.config import RunConfig
 from lightrl.imports import load_object
 from lightrl.strategy.base import EngineStatus, StrategyBase, TrainedModel, is_actor
+from lightrl.strategy.torch_native import TorchStrategy
 
 __all__ = [
     "BUILTIN_STRATEGIES",
     "EngineStatus",
     "StrategyBase",
+    "TorchStrategy",
     "TrainedModel",
     "create_strategy",
     "is_actor",

@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
-from lightrl.engines import check_engine_name
-from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
@@ -33,7 +32,7 @@ from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames, is_actor
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.optim.hooks import UpdateHook, hooks_of
+from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
@@ -134,6 +133,10 @@ class StrategyBase(ForeignNames, ABC):
         """
         return GroupBatches(list(data), range(len(data)))
 
+    def make_layout(self) -> PlainLayout:
+        """Returns the layout of this strategy's parameters, over self.comm."""
+        return PlainLayout(self.comm)
+
     def check_model_config(self, config: Any) -> None:
         """Raises ValueError for a transformers config of a model that these options cannot spread."""
 
@@ -167,6 +170,7 @@ class StrategyBase(ForeignNames, ABC):
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
         self.serving.group = EngineGroup(self.comm, self.comm.new_groups(size), size)
+        self.layout = self.make_layout()
         self.set_seed(self.seed)
 
     def prepare_trained(
@@ -336,7 +340,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def hooks_of(self, optimizer: Optimizer | None) -> list[UpdateHook]:
         """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
-        return [*self.update_hooks, *hooks_of(optimizer)]
+        return [*self.update_hooks, *getattr(optimizer, HOOKS, ())]
 
     def step_schedules(self) -> None:
         """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""

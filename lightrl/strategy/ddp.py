@@ -7,7 +7,6 @@ and its wrapper renames the parameters. What it would give is the overlap of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,9 @@ _BUCKET_BYTES = 64 << 20  # reduced at once; it bounds the copy that a reduction
 class DDPStrategy(TorchStrategy):
     """Keeps parameters, gradients and optimizer states whole on every rank."""
 
-    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
-        """Joins the world that torchrun describes."""
-        super().setup_distributed(timeout, num_gpu_per_node)
-        self.layout = PlainLayout(self.comm)
+    def make_layout(self) -> PlainLayout:
+        """Returns the layout of whole parameters."""
+        return PlainLayout(self.comm)
 
     @property
     def averaging_ranks(self) -> int:

@@ -21,7 +21,10 @@ class SingleStrategy(TorchStrategy):
                 f"--strategy single runs in one process, but torchrun started {self.comm.world}. "
                 "Use --strategy fsdp, or start one process."
             )
-        self.layout = PlainLayout(self.comm)
+
+    def make_layout(self) -> PlainLayout:
+        """Returns the layout of whole parameters."""
+        return PlainLayout(self.comm)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device."""

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from lightrl.engines.weight_sync import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
-from lightrl.strategy.layout.adapters import MergedWeights, has_adapters, save_adapter
-from lightrl.strategy.layout.plain import Weights
+from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
+from lightrl.strategy.layout.dtensor import DTensorLayout
+from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
 from lightrl.strategy.optim.clipping import clip_gradients
 from lightrl.strategy.optim.hooks import attach
@@ -67,6 +68,10 @@ class TorchStrategy(StrategyBase):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return grad_norm, is_finite
+
+    def make_layout(self) -> PlainLayout:
+        """Returns a layout for DTensors and plain parameters; a subclass that keeps all whole returns PlainLayout."""
+        return DTensorLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
 
     def set_up_computation(self, model: nn.Module) -> None:
         """Turns on --gradient_checkpointing and --dtype for a model that is whole on this rank."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from lightrl.config import StrategyOptions
-from lightrl.engines import create_engine
-from lightrl.engines.base import Completion, EngineGroup, SamplingParams, WeightSyncError
+from lightrl.engines.base import Completion, EngineGroup, SamplingParams, WeightSyncError, create_engine
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]

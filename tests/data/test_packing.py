@@ -118,7 +118,7 @@ def test_order_of_samples_does_not_matter_and_equal_lengths_are_adjacent() -> No
 def test_fully_masked_sample() -> None:
     a, b = experience(0, 0, [1], [2, 3]), experience(0, 1, [1], [2, 3, 4])
     masks = {(0, 0): [False, False], (0, 1): [True, False, True]}
-    batch = pack([a, b], temperature=1.0, old_logprobs=None, ref_logprobs=None, loss_masks=masks)
+    batch = pack([a, b], temperature=1.0, old_logprobs=None, ref_logprobs=None, loss_mask=masks)
     assert batch.loss_mask.tolist() == [False, False, True, False, True]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrl.engines import check_engine_name, create_engine
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -15,6 +14,8 @@ from lightrl.engines.base import (
     InferenceEngine,
     SamplingParams,
     as_prompt,
+    check_engine_name,
+    create_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 

@@ -56,7 +56,7 @@ def pairs(model):
 def started(model, **options):
     from sabotaged_loader import load_bucket
 
-    from lightrl.engines import create_engine
+    from lightrl.engines.base import create_engine
     from lightrl.engines.sglang.engine import SGLangEngine
 
     SGLangEngine.loader = f"{load_bucket.__module__}.{load_bucket.__name__}"

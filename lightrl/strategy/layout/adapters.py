@@ -42,11 +42,6 @@ class MergedWeights(Weights):
         return adapter.delta(**{part: whole.clone() for part, whole in self._layout.gather_named(parts)})
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Returns whether a parameter of the model belongs to an adapter."""
-    return any(".lora_A." in name for name, _ in model.named_parameters())
-
-
 def save_adapter(model: nn.Module, layout: PlainLayout, path: Path) -> None:
     """Writes the folder that peft loads; every rank must call it, rank 0 writes."""
     host = lora.host_of(model)

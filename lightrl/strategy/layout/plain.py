@@ -201,3 +201,8 @@ class Weights:
         """Yields this rank's values of every parameter; every rank must iterate to the end."""
         for name, parameter in self._named:
             yield NamedShard(name, parameter, self._layout.shard(parameter))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
+    return any(".lora_A." in name for name, _ in model.named_parameters())

@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
 from lightrl.comm import Comm
-from lightrl.strategy.layout.adapters import has_adapters
-from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.config import StrategyOptions
-from lightrl.engines import check_engine_name, create_engine
 from lightrl.engines.base import (
     Completion,
     EngineGroup,
@@ -18,6 +17,8 @@ from lightrl.engines.base import (
     InferenceEngine,
     SamplingParams,
     WeightSyncError,
+    check_engine_name,
+    create_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
 from lightrl.engines.weight_sync import Fingerprint

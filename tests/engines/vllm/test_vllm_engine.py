@@ -17,8 +17,7 @@ import torch
 from tiny_engine_models import IMAGE, TEXT_FAMILIES, VIDEO, VISION_FAMILIES, load_tiny_model, save_tiny_model, shake
 
 from lightrl.config import StrategyOptions
-from lightrl.engines import create_engine
-from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError
+from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError, create_engine
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.vllm.build import warn_of_many_threads
 from lightrl.engines.vllm.host import kv_storages, reloads_experts

@@ -9,8 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrl.checkpoint import save_tensors
+from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
-from lightrl.strategy.serving.residency import StorageOffloader
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.serving.residency import Residency, StorageOffloader
 from lightrl.strategy.single import SingleStrategy
 from lightrl.testing.strategy_checks import fresh, parameters, same, train
 from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
@@ -120,3 +123,46 @@ def test_an_error_while_generating_brings_everything_back() -> None:
     with pytest.raises(ValueError, match="prompt 0 holds token id 999"):
         strategy.gather_and_generate(GREEDY, all_prompt_token_ids=[[999]])
     same(parameters(strategy, policy), before)
+
+
+class PlainTrainer:
+    """A trainer of plain modules on the host, without hooks."""
+
+    device = torch.device("cpu")
+    layout = PlainLayout(Comm())
+
+    def hooks_of(self, optimizer: torch.optim.Optimizer) -> list[UpdateHook]:
+        return []
+
+    def after_forward_only(self, model: torch.nn.Module) -> None:
+        pass
+
+
+def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> None:
+    moving, staying, frozen = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    optimizer = torch.optim.SGD(moving.parameters(), lr=0.1, momentum=0.9)
+    residency = Residency(PlainTrainer())
+    entry = residency.add(moving, optimizer)
+    assert residency.add(moving, optimizer) is residency.of_optimizer(optimizer) is entry
+    residency.add(staying)
+    residency.add(frozen)
+    moving(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = moving.weight.detach().clone()
+    assert residency.offload_parameters(with_gradients=True) == 16  # two numbers, two gradients
+    assert residency.offload_optimizers() == 8
+    with pytest.raises(RuntimeError, match="weights are offloaded"):
+        moving(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="weights are offloaded"):
+        residency.require_parameters(moving)
+    with pytest.raises(RuntimeError, match="states are offloaded"):
+        residency.require_optimizer(optimizer)
+    staying(torch.ones(1, 2))  # it does not train, so it did not leave
+    residency.leave_device()
+    assert residency.offloaded_bytes == 16  # those two
+    residency.return_to_device()
+    assert torch.equal(moving.weight, before)
+    assert moving.weight.grad is not None
+    assert not moving._forward_pre_hooks  # nothing is left on the way of a plain step
+    residency.require_optimizer(optimizer)
+    frozen(torch.ones(1, 2))
