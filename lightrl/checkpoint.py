@@ -1,8 +1,8 @@
-"""Checkpoint directories that are complete or do not count. Knows files and steps, not what is in them.
+"""Checkpoint directories, which are complete or do not count; their content is the business of strategy/saving.
 
-A step is written into a temporary directory, flushed to disk, marked, and renamed; what a crash leaves behind is never
-taken for a checkpoint. Rank 0 alone calls begin and commit; the others write files in between, and the caller has every
-rank wait after begin and before commit.
+A step is written into a temporary directory, flushed to disk, marked, and renamed, so what a crash leaves is never
+taken for a checkpoint. Only rank 0 calls begin and commit. The other ranks write files in between, and the caller makes
+every rank wait after begin and before commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MARKER_NAME = "COMPLETE"
-LATEST_NAME = "latest"  # a file with the newest one's name, for people and shell scripts; nothing here reads it
+LATEST_NAME = "latest"  # a file with the name of the newest, for people and shell scripts; nothing here reads it
 
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 _REPLACED_PREFIX = ".replaced-"  # the former directory of a step that is being saved again
@@ -32,9 +32,9 @@ _DELETED_PREFIX = ".tmp-deleted-"
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run, a directory for each step: at most `keep` of them, the oldest deleted first.
+    """The checkpoints of one run: a directory for each step, at most `keep` of them, the oldest deleted first.
 
-    max_bytes bounds what they take together, 0 is no limit; the newest stays whatever its size.
+    max_bytes limits their total size (0: no limit); the newest stays whatever its size.
     """
 
     def __init__(self, root: Path, keep: int, max_bytes: int = 0) -> None:
@@ -47,7 +47,7 @@ class CheckpointDirectory:
         self.max_bytes = max_bytes
 
     def begin(self, step: int) -> Path:
-        """The empty directory that the files of this step are to be written into. Clears what a crash left."""
+        """Makes the empty directory for the files of this step; clears what a crash left."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0.")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class CheckpointDirectory:
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
         """Makes the step's files a checkpoint and only then deletes the oldest.
 
-        is_latest=False: latest() never gives it, only path(step) does.
+        is_latest=False: only path(step) returns it, latest() never does.
         """
         temporary, final = self._temporary(step), self.root / _step_name(step)
         if not temporary.is_dir():
@@ -86,7 +86,7 @@ class CheckpointDirectory:
         return final
 
     def _superfluous(self) -> list[_Checkpoint]:
-        """The oldest beyond the number or the bytes that are kept, but never the one that a run would resume from."""
+        """Returns the oldest beyond the limits, but never the one that a run would resume from."""
         newest_first = self._complete()[::-1]
         num_kept, num_bytes = 0, 0
         for checkpoint in newest_first:
@@ -99,16 +99,16 @@ class CheckpointDirectory:
         return [checkpoint for checkpoint in newest_first[num_kept:][::-1] if checkpoint is not resumable]
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint: the last one committed, which after a rewind need not be the highest step."""
+        """Returns the complete checkpoint that was committed last; after a rewind it need not have the highest step."""
         eligible = [checkpoint for checkpoint in self._complete(warn=True) if checkpoint.is_latest]
         return eligible[-1].path if eligible else None
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, the oldest first."""
+        """Returns the steps of the complete checkpoints, the oldest first."""
         return [checkpoint.step for checkpoint in self._complete()]
 
     def path(self, step: int) -> Path:
-        """The complete checkpoint of this step."""
+        """Returns the complete checkpoint of this step."""
         complete = {checkpoint.step: checkpoint.path for checkpoint in self._complete(warn=True)}
         if step not in complete:
             steps = ", ".join(map(str, sorted(complete))) or "none"
@@ -119,7 +119,7 @@ class CheckpointDirectory:
         return self.root / (_TEMPORARY_PREFIX + _step_name(step))
 
     def _complete(self, warn: bool = False) -> list[_Checkpoint]:
-        """The oldest first. Of a step that is being replaced, whichever directory was committed last."""
+        """Returns the complete checkpoints, the oldest first; of a step that is being replaced the last committed."""
         by_step: dict[int, _Checkpoint] = {}
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if not _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
@@ -147,7 +147,7 @@ class CheckpointDirectory:
                 shutil.rmtree(path)
 
     def _delete(self, path: Path) -> None:
-        """Renamed first, so that a crash halfway leaves a leftover and not half a checkpoint."""
+        """Renames the directory before it is deleted, so that a crash leaves a leftover and not half a checkpoint."""
         if not path.exists():
             return
         doomed = self.root / (_DELETED_PREFIX + path.name.removeprefix(_REPLACED_PREFIX))
@@ -209,7 +209,7 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """What save_json wrote."""
+    """Reads what save_json wrote."""
     return json.loads(path.read_bytes())
 
 
@@ -235,7 +235,7 @@ class _Checkpoint:
 
 
 class _IncompleteError(Exception):
-    """Why a directory does not count as a checkpoint."""
+    """The reason why a directory does not count as a checkpoint."""
 
 
 def _read_checkpoint(path: Path) -> _Checkpoint:
@@ -251,11 +251,11 @@ def _read_checkpoint(path: Path) -> _Checkpoint:
         raise _IncompleteError(f"its {MARKER_NAME} marker is that of step {step}")
     for name, size in sizes.items():
         try:
-            found = (path / name).stat().st_size
+            actual = (path / name).stat().st_size
         except OSError as error:
             raise _IncompleteError(f"its file {name} is missing") from error
-        if found != size:
-            raise _IncompleteError(f"its file {name} has {found} bytes of {size}")
+        if actual != size:
+            raise _IncompleteError(f"its file {name} has {actual} bytes of {size}")
     return _Checkpoint(path=path, step=step, serial=serial, is_latest=is_latest, num_bytes=sum(sizes.values()))
 
 
@@ -273,7 +273,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _flush_tree(directory: Path) -> None:
-    """Files before the directories that name them. It also flushes what other processes of this machine wrote."""
+    """Flushes files, also those that other processes of this machine wrote, before the directories that name them."""
     for path in sorted(directory.rglob("*"), reverse=True):
         _flush(path)
     _flush(directory)

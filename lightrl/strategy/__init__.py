@@ -1,4 +1,4 @@
-"""Strategies by name or by import path; the built-in ones go through the same import as a user's."""
+"""Strategies, found by name or by import path: the built-in ones go through the same import as a user's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUILTIN_STRATEGIES = {
 
 
 def strategy_class(name: str) -> type[StrategyBase]:
-    """The class behind a name or a package.module:Class path."""
+    """Returns the class that a name or a package.module:Class path stands for."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
     found = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
@@ -46,7 +46,7 @@ def strategy_class(name: str) -> type[StrategyBase]:
 
 
 def create_strategy(config: RunConfig | Any) -> StrategyBase:
-    """The strategy that config.strategy names, not yet connected: call setup_distributed() next."""
+    """Makes the strategy that config.strategy names, not yet connected: call setup_distributed() next."""
     return strategy_class(config.strategy)(
         seed=config.seed,
         max_norm=config.optim.max_norm,

@@ -1,6 +1,6 @@
 """DeepSpeed: ZeRO 0 (replicas), 1 (optimizer states sharded), 2 (gradients too) and 3 (parameters too).
 
-The model that is handed in stays the model; DeepSpeed's engine stands beside it and is driven by its calls. Parameters
+The model stays as it is; DeepSpeed's engine stands beside it and is driven from here. Parameters
 and optimizer states are float32 at every stage, and bfloat16 is torch's autocast, as in every other strategy: ZeRO-0
 with DeepSpeed's own bfloat16 takes an empty first step of Adam, and the others round the weights that they start from.
 """
@@ -31,7 +31,7 @@ _OFTEN_LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")  # w
 
 
 class DeepSpeedStrategy(TorchStrategy):
-    """The stage is --deepspeed.zero_stage. A model gets its engine when its optimizer is registered."""
+    """Trains at the stage of --deepspeed.zero_stage; a model gets its engine when its optimizer is registered."""
 
     steps_whole_matrices = False
 
@@ -49,6 +49,7 @@ class DeepSpeedStrategy(TorchStrategy):
         self.stage = self.options.deepspeed.zero_stage
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the world that torchrun describes and imports DeepSpeed in it."""
         super().setup_distributed(timeout, num_gpu_per_node)
         if (
             self.options.deepspeed.cpu_adam
@@ -68,16 +69,18 @@ class DeepSpeedStrategy(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
+        """DeepSpeed averages over all ranks."""
         return self.comm.world
 
     @property
     def materializes_weights(self) -> bool:
+        """Only rank 0 loads weights; the others receive them."""
         return self.comm.is_main
 
     # ---- Models and their engines ------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Rank 0's weights on every rank, at stage 3 its shard of them; the others' may be on the meta device."""
+        """Copies rank 0's weights to every rank, at stage 3 its shard; the others' may be on the meta device."""
         self.set_up_computation(model)
         if self.stage < 3:
             broadcast_from_main(model, self.device, self.comm)
@@ -90,6 +93,7 @@ class DeepSpeedStrategy(TorchStrategy):
         return model
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+        """Starts DeepSpeed's engine around the model and its optimizer."""
         if optimizer.state:
             raise ValueError("The optimizer has taken steps before DeepSpeed had it. Prepare first, then train.")
         frozen = [group for group in optimizer.param_groups if steps_left(group)]
@@ -147,6 +151,7 @@ class DeepSpeedStrategy(TorchStrategy):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+        """Builds the optimizer of the options, or with --deepspeed.cpu_adam DeepSpeed's own."""
         if not self.options.deepspeed.cpu_adam:
             return super().create_optimizer(model, **kwargs)
         plain = super().create_optimizer(model, **{**kwargs, "fused": False})
@@ -157,23 +162,26 @@ class DeepSpeedStrategy(TorchStrategy):
         return optimizer
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
+        """Runs the backward by DeepSpeed's engine, which reduces gradients at stages 1 to 3."""
         engine = _engine_of(model)
         if self.stage == 0:
             engine.set_gradient_accumulation_boundary(False)  # nothing is reduced before reduce_gradients()
         else:
-            # engine.forward() does this by hooks on the outputs; here the model is called, not the engine.
+            # engine.forward() would do this by hooks on the outputs, but here the model is called, not the engine:
+            # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py
             engine.optimizer.clear_backward_seen_flag()
             engine.optimizer.backward_prologue()
             engine.optimizer.enter_backward()
         engine.backward(loss, scale_wrt_gas=False)
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """At stage 0 only: the others reduce in the backward or in step()."""
+        """Reduces gradients at stage 0; at the others the backward or step() reduces them."""
         engine = _engine_of(model)
         engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
 
     def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
+        """Lets DeepSpeed divide, clip and step at stages 1 to 3."""
         if self.stage == 0:
             return super().apply_gradients(optimizer, model, divisor)
         engine = _engine_of(model)
@@ -189,10 +197,10 @@ class DeepSpeedStrategy(TorchStrategy):
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Imports it for this device, inside the process group that there is."""
+    """Imports DeepSpeed for this device, inside the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
-    # It calls these by names that torch 2.13 renamed, at every step.
+    # DeepSpeed 0.19.8 calls these by names that torch 2.13 renamed, at every step; a later version can go without this.
     warnings.filterwarnings("ignore", ".*(reduce_scatter|all_gather_into)_tensor.* is deprecated", FutureWarning)
     import deepspeed
 

@@ -1,7 +1,7 @@
 """FSDP2: every parameter sharded over the ranks (or over the ranks of a replica), gathered block by block.
 
-Within it, consecutive ranks may split every weight matrix (tensor parallelism), and groups of those the tokens of a
-micro-batch (sequence parallelism). Such ranks run the same micro-batches: those that each of them brought.
+Consecutive ranks may also split every weight matrix (tensor parallelism), and groups of ranks the tokens of a
+micro-batch (sequence parallelism). Such ranks run the micro-batches of all of them together.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class FSDPStrategy(TorchStrategy):
     _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if there are several
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the world that torchrun describes and builds the device meshes."""
         super().setup_distributed(timeout, num_gpu_per_node)
         self.comm = ensure_process_group(self.comm, self.device)
         options = self.options
@@ -51,25 +52,28 @@ class FSDPStrategy(TorchStrategy):
         )
 
     def check_model_config(self, config: Any) -> None:
+        """Raises ValueError for a model that --tp_size or --sp_size cannot split."""
         check_splits(config, tp_size=self.options.tp_size, sp_size=self.options.sp_size)
 
     @property
     def averaging_ranks(self) -> int:
-        """Ranks of tensor parallelism have equal gradients, which an average over them leaves as they are."""
+        """All ranks but those of tensor parallelism, whose gradients are equal."""
         return self.comm.world // self.options.tp_size
 
     @property
     def gradient_parts(self) -> int:
+        """The ranks that split the tokens of a micro-batch."""
         return self.options.sp_size
 
     @property
     def materializes_weights(self) -> bool:
+        """Only rank 0 loads weights; the others receive their shards."""
         return self.comm.is_main
 
     # ---- Placing a model ---------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Rank 0's weights, sharded over all; the other ranks' model may be on the meta device."""
+        """Shards rank 0's weights over all ranks; the other ranks' model may be on the meta device."""
         if self.options.gradient_checkpointing:
             enable_gradient_checkpointing(self.unwrap_model(model))
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
@@ -81,20 +85,20 @@ class FSDPStrategy(TorchStrategy):
             fully_shard(block, mesh=self.meshes.block, **settings)
         fully_shard(model, mesh=self.meshes.rest, **settings)
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
-        move_buffers(model, self.device)  # they meet activations, wherever the parameters wait
+        move_buffers(model, self.device)  # also with --fsdp.cpu_offload, since they meet activations
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
 
     def _shard_float32_parts(self, model: nn.Module, settings: dict[str, Any]) -> None:
-        """Modules that ask for it, such as a value head, are units whose weights are not rounded for their forward."""
+        """Makes units of modules that compute in float32, such as a value head: their weights are not rounded."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=settings["mp_policy"].reduce_dtype)
         for module in model.modules():
             if getattr(module, "computes_in_float32", False):
                 fully_shard(module, mesh=self.meshes.rest, **{**settings, "mp_policy": policy})
 
     def _split(self, model: nn.Module) -> None:
-        """Makes the model one rank's part of it, on the meta device, if ranks split models or tokens."""
+        """Reduces the model to this rank's part, on the meta device, if ranks split models or tokens."""
         if self._same_batches is None:
             return
         inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -125,7 +129,7 @@ class FSDPStrategy(TorchStrategy):
 
     @torch.no_grad()
     def _fill_from_main(self, tensor: Tensor, source: Tensor | None) -> None:
-        """One whole tensor at a time, so that a rank never holds more than its shards and one tensor."""
+        """Copies one tensor of rank 0, so that a rank never holds more than its shards and one whole tensor."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if source is not None:
             whole.copy_(source)
@@ -135,18 +139,19 @@ class FSDPStrategy(TorchStrategy):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def group_batches(self, data: Sequence[Any]) -> GroupBatches:
+        """Exchanges micro-batches with the ranks that split a model or its tokens with this one."""
         if self._same_batches is None:
             return super().group_batches(data)
         host = torch.device("cpu")
         parts = self.comm.all_gather_object([item.to(host) for item in data], self._same_batches)
-        place = self.comm.rank % len(parts)
-        start = sum(len(part) for part in parts[:place])
-        parts[place] = list(data)
+        index = self.comm.rank % len(parts)
+        start = sum(len(part) for part in parts[:index])
+        parts[index] = list(data)
         batches = [item.to(self.device) for part in parts for item in part]
         return GroupBatches(batches, range(start, start + len(data)))
 
     def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Else ranks would compute with each other's parts of different inputs, or hang."""
+        """Raises ValueError where ranks would compute with parts of different inputs, or hang."""
         summary = tuple(_summary(item) for item in args)
         if len(set(self.comm.all_gather_object(summary, self._same_batches))) > 1:
             raise ValueError(
@@ -156,31 +161,32 @@ class FSDPStrategy(TorchStrategy):
             )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """Lets FSDP reduce gradients in the last micro-batch only."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last_micro_batch)
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """The root unit stays gathered after a forward; its parameters would be read as plain tensors."""
+        """Shards the root unit again, which stays gathered after a forward."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _summary(batch: Any) -> tuple[Any, ...] | None:
-    """What differs between two micro-batches; None of what is no pack."""
+    """Returns what differs between two micro-batches; None for an argument that is no pack."""
     if not isinstance(batch, PackedBatch):
         return None
     return batch.keys, batch.cu_seqlens, int(batch.input_ids.sum())
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, the non-persistent ones too: to_empty leaves garbage in all of them."""
+    """Returns parameters and all buffers, also non-persistent ones: to_empty leaves garbage in all of them."""
     return [*sorted(model.named_parameters()), *sorted(model.named_buffers())]
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers to shard one by one: what the HF model calls unsplittable, else the members of its ModuleLists."""
+    """Returns the layers to shard one by one: what transformers does not split, or else the members of ModuleLists."""
     names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
@@ -190,7 +196,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _shares_parameters(block: nn.Module, model: nn.Module) -> bool:
-    """A block that holds a tied weight must stay in the root unit: two units cannot share a parameter."""
+    """Returns whether a block shares a tied weight, so that it must stay in the root unit."""
     inside = {id(parameter) for parameter in block.parameters()}
     owned = set(block.modules())
     outside = (p for module in model.modules() if module not in owned for p in module.parameters(recurse=False))

@@ -1,7 +1,7 @@
 """Runs Python programs in processes forked from one that has imported what they need: a rank starts in milliseconds.
 
-Ranks of one job come from servers with hash seeds of their own, as they have under torchrun: what hangs on the order
-of a set has to show. Nothing here is for CUDA, which does not survive a fork.
+Ranks of one job come from servers with different hash seeds, as they have under torchrun, so that code that depends on
+the order of a set fails. Nothing here is for CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IMPORTED = (
 
 @dataclass(frozen=True)
 class Program:
-    """A file, or a module where the name does not end in .py, with its arguments."""
+    """A file, or a module if the name does not end in .py, with its arguments."""
 
     name: str
     arguments: Sequence[str]
@@ -53,7 +53,7 @@ class Program:
 
 
 class Forked:
-    """A program under way."""
+    """A program that runs in a forked process."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.exit_code: int | None = None  # negative for a signal
@@ -64,11 +64,11 @@ class Forked:
         channel.settimeout(None)
 
     def fileno(self) -> int:
-        """Readable once the program has ended."""
+        """Returns a descriptor that is readable once the program has ended."""
         return self._channel.fileno()
 
     def read_exit_code(self) -> None:
-        """Waits for the end."""
+        """Waits for the program to end."""
         self.exit_code = self._next_number()
         self._lines.close()
         self._channel.close()
@@ -87,13 +87,13 @@ class Forked:
             os.kill(self._pid, signum)
 
     def kill_all(self) -> None:
-        """With what it has started itself."""
+        """Kills the program and the processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
 
 
 def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
-    """Starts it; both of its output streams go to the file."""
+    """Starts a program; both of its output streams go to the file."""
     ours, theirs = socket.socketpair()
     with theirs:
         request = json.dumps(vars(program), default=list).encode()
@@ -105,7 +105,7 @@ def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
 
 @cache
 def _server(number: int) -> socket.socket:
-    """It ends when this process does: then there is nobody at the other end of its standard input."""
+    """Starts a server, which ends with this process: then its standard input is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**ENVIRONMENT, "PYTHONHASHSEED": str(number)}
@@ -117,7 +117,7 @@ def _server(number: int) -> socket.socket:
 
 
 def serve() -> None:
-    """Until the other end of standard input is closed. A SystemExit comes out of the processes that it forks."""
+    """Forks requested programs until standard input is closed; the forked processes leave by SystemExit."""
     requests = socket.socket(fileno=0)
     for module in _IMPORTED:
         importlib.import_module(module)
@@ -171,7 +171,7 @@ def _become(program: Program, output: int) -> NoReturn:
 
 
 def _reseed() -> None:
-    """As in a process of its own: a draw that hangs on no seed differs from rank to rank."""
+    """Seeds like a new process: a draw that depends on no seed differs from rank to rank."""
     random.seed()
     np.random.seed()
     torch.seed()

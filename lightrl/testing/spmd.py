@@ -1,4 +1,4 @@
-"""For tests of lightrl and of what plugs into it: real ranks with a hard time-out."""
+"""run_spmd: real ranks with a hard time-out, for tests of lightrl and its plug-ins."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class SpmdError(AssertionError):
 
 
 def free_port() -> int:
+    """Returns a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -57,7 +58,7 @@ def run_spmd(
     expect_failure: bool = False,
     torchrun: bool = False,
 ) -> str:
-    """Runs a Python file on that many ranks and returns what it printed; kills it at the time-out.
+    """Runs a Python file on world_size ranks and returns what it printed; kills it at the time-out.
 
     The ranks see what torchrun sets for them. They are forked from processes that have imported torch, transformers and
     lightrl already; with torchrun=True, where there is a GPU, on macOS, or where env changes what an import
@@ -80,7 +81,7 @@ def run_program(
     cwd: str | Path | None = None,
     expect_failure: bool = False,
 ) -> str:
-    """The same for any command line; its whole process group is killed at the time-out.
+    """Runs any command line like run_spmd; its whole process group is killed at the time-out.
 
     A Python file, or a module of lightrl, that this interpreter is to run is forked, as the ranks of run_spmd are.
     """
@@ -103,7 +104,7 @@ def _has_gpu() -> bool:
 
 
 def _may_fork(env: Mapping[str, str] | None) -> bool:
-    """Not with CUDA, nor on macOS: their libraries do not survive it."""
+    """Returns False with CUDA and on macOS, whose libraries do not survive a fork."""
     read = {name: value for name, value in (env or {}).items() if name.startswith(_READ_BY_IMPORTS)}
     is_same = all(ENVIRONMENT.get(name) == value for name, value in read.items())
     return sys.platform == "linux" and not _has_gpu() and is_same
@@ -111,7 +112,7 @@ def _may_fork(env: Mapping[str, str] | None) -> bool:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """The store that the ranks meet at; torchrun keeps it too, so that a rank's end does not end it."""
+    """Keeps the store at which the ranks meet in this process, as torchrun does: it outlives every rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
@@ -157,7 +158,7 @@ def _run_forked(
 
 
 def _end(ranks: Sequence[Forked]) -> None:
-    """Asks those that run to end, then kills them."""
+    """Asks running ranks to end, then kills them."""
     left = [rank for rank in ranks if rank.exit_code is None]
     try:
         for rank in left:
@@ -170,7 +171,7 @@ def _end(ranks: Sequence[Forked]) -> None:
 
 
 def _wait(ranks: Sequence[Forked], timeout_s: float, *, first_failure: bool = False) -> list[Forked]:
-    """Those that have not ended by then, or by the first failure."""
+    """Returns the ranks that run after the time-out, or at the first failure."""
     deadline = time.monotonic() + timeout_s
     left = list(ranks)
     while left and (seconds := deadline - time.monotonic()) > 0:
@@ -209,7 +210,7 @@ def _run_command(
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """Asks first: torchrun's ranks are sessions of their own, which only torchrun can end."""
+    """Ends a process gently, since only torchrun can end its ranks, which are sessions of their own."""
     process.terminate()
     try:
         output, _ = process.communicate(timeout=_GRACE_S + 15)  # torchrun kills after 30 s

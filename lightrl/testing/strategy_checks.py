@@ -1,4 +1,4 @@
-"""What every strategy must do besides training alike: run on all ranks at once, one check after the other.
+"""The checks of StrategyContract besides parity: run on all ranks at once, one after the other.
 
 A check raises on the rank that finds something; the program then ends, and torchrun ends the other ranks.
 """
@@ -62,7 +62,7 @@ def parameters(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
 
 
 def same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Bit for bit."""
+    """Asserts equality bit for bit."""
     assert sorted(actual) == sorted(wanted)
     for name, value in wanted.items():
         assert_close(actual[name].detach(), value.detach(), atol=0, rtol=0, msg=partial("{}: {}".format, name))
@@ -86,7 +86,7 @@ def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str,
 
 
 def check_same_weights_everywhere(strategy: StrategyBase) -> None:
-    """Each rank builds from another seed; all end with rank 0's, under the HF names, tied ones once."""
+    """Each rank builds from another seed; all end with rank 0's, under Hugging Face names, tied ones once."""
     policy, _ = fresh(strategy, seed=strategy.comm.rank)
     alone = dict(tiny_policy(seed=0).hf.named_parameters())
     found = parameters(strategy, policy)
@@ -101,7 +101,7 @@ def check_same_weights_everywhere(strategy: StrategyBase) -> None:
 
 
 def check_state_dict_modes(strategy: StrategyBase) -> None:
-    """Full or this rank's part, copied or live."""
+    """The state dict is whole or this rank's part, copied or live."""
     policy, _ = fresh(strategy)
     expected = parameters(strategy, policy)
     full = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=True, model=policy)
@@ -124,7 +124,7 @@ def whole_state(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
 
 
 def check_export(strategy: StrategyBase, folder: Path) -> None:
-    """A HF folder that from_pretrained loads; the test that started this program compares it with the file beside."""
+    """Writes a folder that from_pretrained loads; the test that started this program compares it with the file."""
     policy, _ = fresh(strategy)
     train(strategy, policy, 0)
     strategy.save_pretrained(policy, folder / "hf")
@@ -134,7 +134,7 @@ def check_export(strategy: StrategyBase, folder: Path) -> None:
 
 
 def check_engine_weights(strategy: StrategyBase) -> None:
-    """The engine beside it gets the trained weights, generates from them on every rank, and refuses stale ones."""
+    """The engine gets the trained weights, generates from them on every rank, and refuses stale ones."""
     policy, _ = fresh(strategy)
     train(strategy, policy, 0)
     strategy.set_global_step(1)
@@ -176,7 +176,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def check_global_norm_and_clipping(strategy: StrategyBase) -> None:
-    """The norm is that of all parameters over all ranks; SGD at rate 1 then moves them by just max_norm."""
+    """The norm is over all parameters and ranks; SGD at rate 1 then moves the parameters by exactly max_norm."""
     policy, _ = fresh(strategy, make_optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     before = parameters(strategy, policy)
     strategy.max_norm = 0.5
@@ -193,7 +193,7 @@ def check_global_norm_and_clipping(strategy: StrategyBase) -> None:
 
 
 def check_nan_on_one_rank(strategy: StrategyBase) -> None:
-    """All ranks skip, say so, and leave everything as it was; the next step is an ordinary one."""
+    """All ranks skip, report it, and leave everything as it was; the next step is an ordinary one."""
     policy, _ = fresh(strategy)
     reference, _ = fresh(strategy)
     train(strategy, policy, 0)
@@ -289,7 +289,7 @@ def check_accumulation_by_calls(strategy: StrategyBase) -> None:
 
 
 def check_forward_restores_order(strategy: StrategyBase) -> None:
-    """A sample's logprobs do not hang on the split; the reference is one sample at a time in this process."""
+    """A sample's logprobs do not depend on the split; the reference is one sample at a time in this process."""
     policy, _ = fresh(strategy)
     mine = samples(0)[strategy.comm.rank :: strategy.comm.world]
     found: dict[Any, Any] = {}
@@ -310,7 +310,7 @@ def check_eval_batch(strategy: StrategyBase) -> None:
 
 
 def check_several_models(strategy: StrategyBase) -> None:
-    """An actor and a critic that train, a reward and a reference model that only run, each as if it were alone."""
+    """An actor and a critic train, a reward and a reference model only run, each as if it were alone."""
     prepared = strategy.prepare_models_and_optimizers(
         tiny_policy(), tiny_policy(seed=4), [tiny_policy(seed=2)], tiny_policy(seed=3), None, 10
     )
@@ -344,7 +344,7 @@ def check_several_models(strategy: StrategyBase) -> None:
 
 
 def check_offload(strategy: StrategyBase) -> None:
-    """Bit-equal, idempotent, memory really freed, and training as if nothing had happened."""
+    """Offload is bit-equal and idempotent, frees memory, and does not change the training."""
     reference, _ = fresh(strategy)
     wanted = [train(strategy, reference, step) for step in range(3)]
     strategy._trained = []
@@ -374,16 +374,16 @@ def check_offload(strategy: StrategyBase) -> None:
 
 
 def check_offloaded_gradients(strategy: StrategyBase) -> None:
-    """Gradients of a half-done accumulation survive an offload, or are dropped, as the caller says."""
+    """Gradients of an unfinished accumulation survive an offload, or are dropped, as the caller says."""
 
     def update(first: float, between: Callable[[], object]) -> dict[str, Tensor]:
         strategy._trained = []
         policy, optimizer = fresh(strategy)
-        for place, batch in enumerate(strategy.group_batches(my_batches(strategy, 0)[:2]).batches[:2]):
+        for index, batch in enumerate(strategy.group_batches(my_batches(strategy, 0)[:2]).batches[:2]):
             with strategy.before_micro_batch(policy, True):
-                weight = 0.5 if place else first
+                weight = 0.5 if index else first
                 strategy.backward(loss_fn(policy(batch), batch), policy, optimizer, weight=weight)
-            if not place:
+            if not index:
                 between()
         strategy.optimizer_step(optimizer, policy, None, is_boundary=True)
         return parameters(strategy, policy)
@@ -442,12 +442,12 @@ def check_checkpoint(strategy: StrategyBase) -> None:
 def load_on_one(strategy: StrategyBase, policy: nn.Module, folder: str, tag: str) -> None:
     try:
         strategy.load_ckpt(policy, folder, tag=tag)
-    except RankError as error:  # rank 0 looks, the others hear of it
+    except RankError as error:  # only rank 0 looks for the folder
         raise FileNotFoundError(str(error)) from error
 
 
 def check_save_for_others(strategy: StrategyBase, folder: Path) -> None:
-    """What train_on_from() reads at another world size, and another strategy too."""
+    """Saves what train_on_from() reads at another world size, and under another strategy."""
     policy, _ = fresh(strategy)
     for step in range(2):
         train(strategy, policy, step)
@@ -456,7 +456,7 @@ def check_save_for_others(strategy: StrategyBase, folder: Path) -> None:
 
 
 def train_on_from(strategy: StrategyBase, folder: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of two more steps, whoever wrote the checkpoint."""
+    """Returns (loss, gradient norm) of two more steps, whichever strategy wrote the checkpoint."""
     policy, _ = fresh(strategy, seed=5)
     path, _ = strategy.load_ckpt(policy, str(folder / "checkpoint"))
     assert path is not None, folder

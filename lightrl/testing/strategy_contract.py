@@ -1,4 +1,4 @@
-"""What every strategy must do, as tests that pytest runs over any of them."""
+"""StrategyContract: the tests that every strategy must pass, a user's own too."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ reference = cache(plain_training)
 
 
 class Run(NamedTuple):
-    """One start of the program on so many ranks."""
+    """One start of the program on `world` ranks."""
 
     world: int
     folder: Path
     report: dict[str, Any]
-    output: str  # of a run that failed, else empty
+    output: str  # what a failed run printed, else empty
 
     def require(self, name: str) -> None:
-        """Fails for the part that failed; what would have come after it is skipped."""
+        """Fails if this part of the program failed, and skips if an earlier part did."""
         if name in self.report["done"]:
             return
         culprit = self.report.get("running")
@@ -49,23 +49,23 @@ class Alone(NamedTuple):
 
 
 class StrategyParity:
-    """The part of the contract that compares trainings, for further options of a strategy that runs the rest elsewhere.
+    """The part of the contract that compares trainings, for more options of a strategy whose other tests run elsewhere.
 
-    Subclass it as StrategyContract.
+    Subclass it like StrategyContract.
     """
 
     strategy: ClassVar[str]
-    flags: ClassVar[tuple[str, ...]] = ()  # more of the command line, such as ("--fsdp.replicate_size", "2")
+    flags: ClassVar[tuple[str, ...]] = ()  # more options of the command line, such as ("--fsdp.replicate_size", "2")
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
     timeout_s: ClassVar[float] = 280
-    cwd: ClassVar[Path | None] = None  # where the module of the strategy is importable; else where pytest runs
+    cwd: ClassVar[Path | None] = None  # the folder where the strategy is importable; None: where pytest runs
     env: ClassVar[Mapping[str, str]] = {}
     _only_parity: ClassVar[bool] = True
 
     @pytest.fixture(scope="class")
     def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-        """One process without this strategy: a checkpoint after two steps, and two more."""
+        """Trains in one process without this strategy: a checkpoint after two steps, and two more steps."""
         folder = tmp_path_factory.mktemp("alone")
         single = single_process()
         strategy_checks.check_save_for_others(single, folder)
@@ -112,20 +112,20 @@ class StrategyContract(StrategyParity):
         class TestMyStrategy(StrategyContract):
             strategy = "my_pkg.my_module:MyStrategy"
 
-    The ranks are started once for each world size. Every test sees what all of them did.
+    The ranks are started once for each world size; every test reads the report of that start.
     """
 
     _only_parity = False
 
     @pytest.mark.parametrize("check", [item.__name__.removeprefix("check_") for item in strategy_checks.CHECKS])
     def test_check(self, runs: list[Run], check: str) -> None:
-        """lightrl.testing.strategy_checks says what each of them wants."""
+        """Runs one of lightrl.testing.strategy_checks."""
         for run in runs:
             run.require(check)
 
     def test_gradients_are_reduced_once_per_update(self, runs: list[Run]) -> None:
         if not self.reduces_once:
-            pytest.skip("not asked of this strategy")
+            pytest.skip("this strategy reduces in every micro-batch")
         for run in runs:
             run.require("one_reduction_per_update")
 

@@ -1,4 +1,4 @@
-"""Trains the tiny model under a strategy in many splits of the same samples; all must equal plain training."""
+"""Training of the tiny model under a strategy, with the same samples split in many ways; all equal plain training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     max_norm: float = 1.0  # 0 does not clip: a clip hides a gradient that is wrong by a factor, and so does Adam
     micro_size: int = EVERYTHING
     all_on_the_last_rank: bool = False
-    frozen: str | None = None  # HF names that begin with it
+    frozen: str | None = None  # freezes parameters whose Hugging Face name begins like this
 
 
 VARIANTS = {

@@ -1,4 +1,4 @@
-"""Run on every rank: trains by each variant, then runs each check, and writes what came out.
+"""The program that StrategyContract starts on every rank: trains each variant, runs each check, writes a report.
 
 python -m lightrl.testing.strategy_program FOLDER [--continue_from FOLDER] [--only_parity] [--reduces_often]
     [--variants NAME ...] [--steps N] --strategy NAME [options of train_grpo.py]
@@ -25,7 +25,7 @@ from lightrl.testing.tiny_training import STEPS
 
 
 class Report:
-    """What was done, on the disk after every part of it: a rank that fails ends the program."""
+    """Writes to disk after every part what was done, since a rank that fails ends the program."""
 
     def __init__(self, strategy: StrategyBase, folder: Path) -> None:
         self._strategy = strategy
@@ -52,11 +52,11 @@ class Report:
 
 def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list[str], steps: int) -> None:
     for name in names:
-        place, variant = list(VARIANTS).index(name), VARIANTS[name]
+        index, variant = list(VARIANTS).index(name), VARIANTS[name]
         trained = report.run(name, partial(train, strategy, variant, steps))
         report.add(**{f"trained {name}": {"losses": trained.losses, "norms": trained.norms}})
         if strategy.comm.is_main:
-            torch.save(trained.parameters, folder / f"variant{place}.pt")
+            torch.save(trained.parameters, folder / f"variant{index}.pt")
 
 
 def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None) -> None:

@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Trained(NamedTuple):
-    """What a training came to."""
+    """The result of a training."""
 
     losses: list[float]
     norms: list[float]  # before clipping
@@ -50,7 +50,7 @@ def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
 
 
 def samples(step: int, count: int = 9) -> list[Experience]:
-    """Prompt of 1 to 6 tokens, response of 1 to 12; the same on every rank."""
+    """Draws prompts of 1 to 6 tokens and responses of 1 to 12; the same on every rank."""
     draw = torch.Generator().manual_seed(100 + step)
     return [_experience(position, draw) for position in range(count)]
 
@@ -102,7 +102,7 @@ def num_tokens(batch: PackedBatch) -> Tensor:
 
 
 def padded_loss(model: Any, experiences: Sequence[Experience]) -> Tensor:
-    """The same loss from HF's own padded forward and full logits, with nothing of lightrl in it."""
+    """Computes the same loss from transformers' padded forward and full logits, without any code of lightrl."""
     longest = max(e.num_tokens for e in experiences)
     total, count = torch.zeros(()), 0
     ids = torch.zeros(len(experiences), longest, dtype=torch.int64)
@@ -113,7 +113,7 @@ def padded_loss(model: Any, experiences: Sequence[Experience]) -> Tensor:
     logprobs = (model(input_ids=ids, attention_mask=mask).logits.float() / TEMPERATURE).log_softmax(-1)
     for row, e in enumerate(experiences):
         first = len(e.sample.prompt.token_ids) - 1
-        own = logprobs[row, first : e.num_tokens - 1]  # these places predict the response
+        own = logprobs[row, first : e.num_tokens - 1]  # these positions predict the response
         chosen = own.gather(1, torch.tensor(e.sample.response_ids)[:, None])[:, 0]
         ratio = torch.exp(chosen - torch.tensor(e.sample.sampler_logprobs))
         policy = torch.minimum(ratio * e.advantage, ratio.clamp(0.8, 1.3) * e.advantage)
@@ -126,7 +126,7 @@ def padded_loss(model: Any, experiences: Sequence[Experience]) -> Tensor:
 def plain_training(
     make_optimizer: MakeOptimizer, max_norm: float, *, frozen: str | None = None, steps: int = STEPS
 ) -> Trained:
-    """So many plain steps in one process; parameters whose name begins with `frozen` do not train."""
+    """Takes plain steps in one process; parameters whose name begins with `frozen` do not train."""
     torch.manual_seed(0)
     model: Any = tiny_policy().hf
     model.set_attn_implementation("eager")
@@ -156,7 +156,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Two groups, which a strategy must keep apart."""
+    """Makes AdamW with two groups, which a strategy must keep apart."""
     found = list(parameters)
     half = len(found) // 2
     groups = [{"params": found[:half], "weight_decay": 0.1}, {"params": found[half:], "weight_decay": 0.0}]

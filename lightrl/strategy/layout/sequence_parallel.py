@@ -1,4 +1,4 @@
-"""Sequence parallelism after Ulysses (arXiv:2309.14509): ranks split the tokens, and within attention the heads."""
+"""Sequence parallelism by Ulysses (arXiv:2309.14509): ranks split the tokens, and within attention the heads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tensor parallelism of transformers models by DTensor: each rank of a group holds a part of every projection.
 
-Which projection is cut how is what the model's own config says (base_model_tp_plan). The embeddings, the output
+The model's own config says how each projection is cut (base_model_tp_plan). The embeddings, the output
 embedding and the norms of hidden states stay whole.
 """
 
@@ -35,7 +35,7 @@ _STAYS_WHOLE = "embedding_rowwise"
 
 
 def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
-    """Raises ValueError for a transformers config of a model that cannot be split so."""
+    """Raises ValueError for a transformers config of a model that cannot be split this way."""
     if tp_size == sp_size == 1:
         return
     if config.model_type in FAMILIES:
@@ -62,7 +62,7 @@ def _check_cuts(counts: dict[str, int], tp_size: int) -> None:
 
 
 def tensor_parallel_plan(config: Any) -> dict[str, str]:
-    """{pattern of module names in the decoder: how it is cut}; ValueError for a model that we cannot cut."""
+    """Returns {pattern of module names in the decoder: how it is cut}; ValueError for a model without a known plan."""
     found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name: way for name, way in found.items() if way != _STAYS_WHOLE}
     unknown = sorted(set(plan.values()) - set(_STYLES))
@@ -76,7 +76,7 @@ def tensor_parallel_plan(config: Any) -> dict[str, str]:
 
 
 def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
-    """Makes the decoder one rank's part of it, in place; its parameters must be on the meta device."""
+    """Reduces the decoder to this rank's part in place; its parameters must be on the meta device."""
     plan = tensor_parallel_plan(decoder.config)
     if any(hasattr(module, "base_layer") for module in decoder.modules()):
         raise ValueError("--tp_size cannot cut a model with LoRA adapters. Use --tp_size 1, or train without LoRA.")
@@ -89,7 +89,7 @@ def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
 
 
 class _SharedInput(ParallelStyle):
-    """On a block whose projections read one input: its gradient is summed over the group once, not once for each."""
+    """Sums the gradient of an input that several projections read over the group once, not once for each."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_share_input, device_mesh), with_kwargs=True)

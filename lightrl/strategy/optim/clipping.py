@@ -23,7 +23,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """torch's fused norms refuse to mix plain tensors and DTensors, or DTensors of two meshes."""
+    """Groups parameters that torch's fused norms accept together: no plain tensors with DTensors, no two meshes."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad

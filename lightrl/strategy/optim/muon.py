@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 
 
 class MuonWithAdamW(Optimizer):
-    """Groups say by is_muon who steps them; lr and weight_decay mean the same in both (arXiv:2502.16982)."""
+    """Steps groups with is_muon by Muon and the others by AdamW; lr and weight_decay mean the same in both.
+
+    See arXiv:2502.16982 for the scale of the update.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,11 @@ class MuonWithAdamW(Optimizer):
             raise ValueError("--optim.name muon: the model has no trainable matrices in blocks (an nn.ModuleList).")
         self._muon = muon_class(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(others, betas=betas, eps=eps, fused=fused) if others else None
-        # The children's own dicts: their settings stay in them, and a schedule that writes "lr" reaches both.
+        # These are the children's own dicts, so a schedule that writes "lr" reaches both.
         super().__init__(self._muon.param_groups + (self._adamw.param_groups if self._adamw else []), {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Without a closure, which two steps would call twice."""
+        """Steps both optimizers; a closure is refused, since both would call it."""
         assert closure is None
         for child, is_muon in ((self._muon, True), (self._adamw, False)):
             if child is not None:

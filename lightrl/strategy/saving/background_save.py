@@ -1,4 +1,4 @@
-"""One checkpoint whose files are written by a thread, beside the training; it calls no collective."""
+"""BackgroundSave: the files of one checkpoint are written by a thread while the training continues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class BackgroundSave:
-    """Runs the jobs in order at once; an error ends them and waits to be asked for."""
+    """Runs the jobs in order from the start; an error ends them and is kept. The thread calls no collective."""
 
     jobs: Sequence[Callable[[], None]]
-    commit: Callable[[], None]  # makes it a checkpoint, on rank 0, once all ranks have written
+    commit: Callable[[], None]  # makes the files a checkpoint, on rank 0, once all ranks have written
     error: BaseException | None = None
     _thread: threading.Thread = field(init=False)
 
@@ -31,8 +31,9 @@ class BackgroundSave:
 
     @property
     def is_written(self) -> bool:
-        """Also where an error ended it."""
+        """Whether the jobs have ended, also by an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
+        """Waits for the thread."""
         self._thread.join()

@@ -1,7 +1,7 @@
-"""Training state as safetensors of tensors under HF names, so that any strategy at any world size reads it.
+"""The files of a checkpoint: safetensors under Hugging Face names, which any strategy reads at any world size.
 
-A rank writes the rows that it holds, or its share of the tensors that all ranks have whole, so no rank holds, gathers
-or writes the whole model. What is read back may be any rows of a tensor, whoever wrote them.
+A rank writes the rows that it holds, and some of the tensors that all ranks have whole, so no rank holds, gathers or
+writes the whole model. A reader takes any rows of a tensor, whichever ranks wrote them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE_BYTES = 2 << 30  # a file is written when it has gathered this much, which
 
 
 class Piece(NamedTuple):
-    """What a rank can write of a tensor: some of its rows, or the whole, which every rank then has."""
+    """The part of a tensor that a rank can write: some rows, or the whole, which every rank then has."""
 
     name: str
     tensor: Tensor
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
 
 
 class StateWriter:
-    """Writes this rank's files of one checkpoint, or keeps copies in host memory and the writing for later.
+    """Writes this rank's files of one checkpoint, or keeps copies in host memory to write them later.
 
-    `jobs` is what is left to do then; they touch neither the model nor another rank, so a thread may run them.
+    `jobs` then writes the files; it uses neither the model nor another rank, so a thread may run it.
     """
 
     def __init__(self, directory: Path, comm: Comm, *, deferred: bool = False) -> None:
@@ -43,7 +43,10 @@ class StateWriter:
         self.jobs: list[Callable[[], None]] = []
 
     def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
-        """Every rank must iterate the same names; a whole tensor goes to the rank that has the least of those."""
+        """Adds tensors of one kind; every rank must add the same names.
+
+        A whole tensor is written by the rank that has the fewest bytes of whole tensors so far.
+        """
         load = [0] * self._comm.world
         pending: dict[str, Tensor] = {}
         index: dict[str, dict[str, Any]] = {}
@@ -76,7 +79,7 @@ class StateWriter:
         self._do(lambda: save_json(path, index))
 
     def add_object(self, name: str, value: Any) -> None:
-        """Plain values and tensors, as they are now."""
+        """Adds a file of plain values and tensors, as they are now."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
         self._do(lambda: save_bytes(self._directory / name, buffer.getvalue()))
@@ -102,7 +105,7 @@ class _Part(NamedTuple):
 
 
 class TensorReader:
-    """Reads single tensors, or some rows of them, of what was written at whatever world size."""
+    """Reads single tensors, or some of their rows, whatever the world size that wrote them."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self._directory = directory
@@ -124,39 +127,41 @@ class TensorReader:
 
     @property
     def names(self) -> set[str]:
+        """The names of all tensors."""
         return set(self._shapes)
 
     def shape_of(self, name: str) -> torch.Size:
-        """Of the whole tensor."""
+        """Returns the shape of a whole tensor."""
         return self._shapes[name]
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the type of a tensor."""
         return self._dtypes[name]
 
     def keys_of(self, parameter_name: str) -> list[str]:
-        """Of optimizer states: the keys of one parameter."""
+        """Returns the keys of a parameter's optimizer states."""
         return self._keys.get(parameter_name, [])
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Reads a whole tensor."""
         shape = self._shapes[name]
         return self.rows(name, 0, shape[0] if shape else 1)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of dim 0; a scalar has one."""
+        """Reads rows [start, stop) of dim 0; a scalar has one row."""
         shape = self._shapes[name]
-        found: list[Tensor] = []
-        place = start
+        parts: list[Tensor] = []
+        row = start
         for part in self._parts[name]:
             last = min(stop, part.stop)
-            if part.start <= place < last:
-                found.append(self._read(part.file, name, place - part.start, last - part.start, whole=not shape))
-                place = last
-        if start < stop and place != stop:
-            raise ValueError(f"{self._directory} lacks rows {place} to {stop} of {name}. Continue another step.")
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else torch.empty(0, *shape[1:], dtype=self._dtypes[name])
+            if part.start <= row < last:
+                parts.append(self._read(part.file, name, row - part.start, last - part.start, whole=not shape))
+                row = last
+        if start < stop and row != stop:
+            raise ValueError(f"{self._directory} lacks rows {row} to {stop} of {name}. Continue another step.")
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, *shape[1:], dtype=self._dtypes[name])
 
     def _read(self, file: str, name: str, start: int, stop: int, *, whole: bool) -> Tensor:
         path = self._directory / file
@@ -166,14 +171,3 @@ class TensorReader:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}). Continue another step with --resume PATH.") from error
         return tensor
-
-
-def state_tensors(states: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, Tensor]]:
-    """An optimizer's states as (parameter name / state key, tensor), in one order on all ranks."""
-    found = []
-    for name, state in states:
-        for key in sorted(state):
-            if not torch.is_tensor(state[key]):
-                raise ValueError(f"The optimizer's state {key!r} of {name} is no tensor, so it cannot be saved.")
-            found.append((f"{name}/{key}", state[key]))
-    return found
