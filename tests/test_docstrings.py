@@ -16,7 +16,6 @@ BROKEN_START = re.compile(
 )
 NOT_YET = (
     "lightrl/engines", "lightrl/strategy", "lightrl/testing",
-    "lightrl/trainers",
 )  # fmt: skip
 
 NO_METHODS_YET = ("lightrl/engines", "lightrl/strategy", "lightrl/testing", "lightrl/trainers")

@@ -18,7 +18,6 @@ from lightrl.config.sections import (
     ExampleEvalConfig,
     JudgeConfig,
     LogConfig,
-    LoraConfig,
     MarginPairDataConfig,
     OverlongConfig,
     PairDataConfig,
@@ -59,10 +58,49 @@ class BasicConfig:
     """auto: continue from the newest complete checkpoint, if any. never: fail if the folder already holds a run. PATH:
     continue from this checkpoint."""
     micro_batch_size: int = option(0, at_least=0, wanted="it must be 0 (by tokens) or above", resume="free")
-    """Samples per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows. It changes memory and
-    speed, never the result."""
+    """Samples (or pairs of answers) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows.
+    It changes memory and speed, never the result."""
     max_tokens_per_microbatch: int = option(16384, at_least=1, resume="free")
-    """Maximum number of prompt and response tokens per forward and backward on a rank."""
+    """Maximum number of prompt and response tokens per forward and backward on a rank. Both answers of a pair count."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Training of low-rank adapters in place of the weights."""
+
+    rank: int = option(0, at_least=0)
+    """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
+    alpha: float = option(0.0, at_least=0, finite=True)
+    """An adapter's output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear: every
+    linear layer but the output head."""
+    path: str = ""
+    """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0 or bool(self.path)
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing or contradict each other."""
+        if not self.target_modules:
+            raise ValueError("--lora.target_modules is empty: name linear layers such as q_proj, or give all-linear.")
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            raise ValueError("--lora.target_modules: all-linear stands alone, since it takes in every other name.")
+        shape = LoraConfig(alpha=self.alpha, use_rslora=self.use_rslora, target_modules=self.target_modules)
+        if shape != LoraConfig() and not self.rank:
+            raise ValueError(
+                "--lora.alpha, --lora.use_rslora and --lora.target_modules describe new adapters: give --lora.rank "
+                "too. An adapter of --lora.path has its own."
+            )
+        if self.path and self.rank:
+            raise ValueError(
+                "--lora.path comes with its own rank: leave --lora.rank out, or start new adapters with it alone."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -317,12 +355,9 @@ class OfflineConfig(RunConfig):
     """Passes over the data if max_steps is 0. The last batch may be smaller."""
     batch_size: int = option(64, at_least=1)
     """Examples (or pairs) per step, over all ranks. A step is one optimizer step."""
-    micro_batch_size: int = option(0, at_least=0, wanted="it must be 0 (by tokens) or above", resume="free")
-    """Examples (or pairs) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows. It
-    changes memory and speed, never the result."""
-    max_tokens_per_microbatch: int = option(16384, at_least=1, resume="free")
-    """Maximum number of tokens per forward and backward on a rank. The two answers of a pair stay together, and both
-    count."""
+    eval_data: str = option("", resume="free")
+    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, else no
+    evaluation."""
     data: ExampleDataConfig = section(ExampleDataConfig)
     eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
 
@@ -344,8 +379,6 @@ class SFTConfig(OfflineConfig):
     train_data: str = "builtin:addition-answers"
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition-answers. A line has a
     prompt and a response, or messages."""
-    eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out part of a built-in data set, else no evaluation."""
     data: ResponseDataConfig = section(ResponseDataConfig)
 
 
@@ -356,8 +389,6 @@ class PairConfig(OfflineConfig):
     train_data: str = "builtin:addition-pairs"
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition-pairs. A line has a
     prompt, a chosen and a rejected answer, or two conversations."""
-    eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out part of a built-in data set, else no evaluation."""
     data: PairDataConfig = section(PairDataConfig)
 
 

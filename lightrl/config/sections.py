@@ -197,45 +197,6 @@ class DistillationConfig:
     """Weight of the advantages that come from rewards. 0: follow the teacher alone."""
 
 
-@dataclass(kw_only=True, slots=True)
-class LoraConfig:
-    """Training of low-rank adapters in place of the weights."""
-
-    rank: int = option(0, at_least=0)
-    """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
-    alpha: float = option(0.0, at_least=0, finite=True)
-    """An adapter's output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
-    use_rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Linear layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear: every
-    linear layer but the output head."""
-    path: str = ""
-    """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether adapters are trained."""
-        return self.rank > 0 or bool(self.path)
-
-    def check(self) -> None:
-        """Raises ValueError for options that do nothing or contradict each other."""
-        if not self.target_modules:
-            raise ValueError("--lora.target_modules is empty: name linear layers such as q_proj, or give all-linear.")
-        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
-            raise ValueError("--lora.target_modules: all-linear stands alone, since it takes in every other name.")
-        shape = LoraConfig(alpha=self.alpha, use_rslora=self.use_rslora, target_modules=self.target_modules)
-        if shape != LoraConfig() and not self.rank:
-            raise ValueError(
-                "--lora.alpha, --lora.use_rslora and --lora.target_modules describe new adapters: give --lora.rank "
-                "too. An adapter of --lora.path has its own."
-            )
-        if self.path and self.rank:
-            raise ValueError(
-                "--lora.path comes with its own rank: leave --lora.rank out, or start new adapters with it alone."
-            )
-
-
 # ---- Data --------------------------------------------------------------------------------------------------------
 
 

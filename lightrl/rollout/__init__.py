@@ -1,0 +1,1 @@
+"""The way from prompts to scored samples."""

@@ -50,6 +50,7 @@ class DynamicSampling:
         """Returns this rank's groups of the batch: num_prompts over all ranks, or fewer after the last round.
 
         Args:
+            step: the number of the step, from 0.
             draw: draw(first, count) samples and scores prompts first to first + count - 1 of the step over all ranks,
                 and returns this rank's groups. Every rank calls it with the same arguments.
         """

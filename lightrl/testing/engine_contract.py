@@ -1,4 +1,4 @@
-"""What every engine must do, as tests that pytest runs over any of them."""
+"""Tests that every engine must pass, as a class that pytest runs over any of them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class EngineContract:
 
     engine: ClassVar[str]
     options: ClassVar[StrategyOptions] = StrategyOptions()
-    draws_by_seed: ClassVar[bool] = True  # the tokens of a sample hang on (seed, sample, token index) alone
+    draws_by_seed: ClassVar[bool] = True  # the tokens of a sample depend on (seed, sample, token index) alone
     resumes_exactly: ClassVar[bool] = True  # an aborted sample that goes on ends as if it had not been stopped
 
     @pytest.fixture(scope="class")
     def source(self, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-        """The trainer's model, a random one of two layers."""
+        """Makes the trainer's model, a random one of two layers."""
         folder: Path = tmp_path_factory.mktemp("model")
         torch.manual_seed(0)
         config = Qwen3Config(
@@ -74,7 +74,7 @@ class EngineContract:
 
     @pytest.fixture
     def ready(self, built: ColocatedEngine, source: PreTrainedModel) -> ColocatedEngine:
-        """Awake, with the source's weights as version 3."""
+        """Returns the engine awake, with the source's weights as version 3."""
         built.update_weights(weights_of(source), 3)
         built.wake()
         return built
@@ -179,7 +179,7 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     def changed(self, source: PreTrainedModel) -> PreTrainedModel:
-        """The trainer's model after some training."""
+        """Returns the trainer's model after some training."""
         model = load(str(source.name_or_path))
         torch.manual_seed(1)
         with torch.no_grad():
@@ -262,7 +262,7 @@ def is_awake(engine: ColocatedEngine) -> bool:
 
 
 def weights_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """As a strategy sends them: sorted by name, tied ones once."""
+    """Returns the weights as a strategy sends them: sorted by name, tied ones once."""
     return sorted((name, parameter.detach().clone()) for name, parameter in model.named_parameters())
 
 
@@ -287,7 +287,7 @@ def response_logits(model: Any, item: Completion) -> Tensor:
 
 
 def difference(model: Any, item: Completion, temperature: float = 1.0) -> Tensor:
-    """|engine - model| of each logprob."""
+    """Returns |engine - model| of each logprob."""
     scores = (response_logits(model, item) / temperature).log_softmax(-1)
     theirs = scores.gather(1, torch.tensor(item.output_token_ids)[:, None])[:, 0]
     return (theirs - torch.tensor(item.logprobs)).abs()

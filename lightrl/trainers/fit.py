@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 
@@ -259,17 +259,9 @@ class RunConsole:
         self._console = Console(quiet=not enabled, highlight=False)
         self._every = max(1, max_steps // _LINES_PER_RUN)
         self._max_steps = max_steps
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not enabled or not self._console.is_terminal,
-        )
+        columns = (BarColumn(), "{task.fields[status]}", TimeElapsedColumn(), "ETA", TimeRemainingColumn())
+        is_shown = enabled and self._console.is_terminal
+        self._progress = Progress("step", MofNCompleteColumn(), *columns, console=self._console, disable=not is_shown)
         self._task = self._progress.add_task("train", total=max_steps, completed=first_step, status="")
 
     def __enter__(self) -> RunConsole:

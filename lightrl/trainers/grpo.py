@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.algorithms.advantages import overlong_penalty
-from lightrl.config import AlgorithmConfig, GRPOConfig, describe_batches
+from lightrl.config import GRPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenMasks, TokenValues
 from lightrl.data.sampler import PromptSampler
 from lightrl.models.policy import load_teacher
@@ -61,7 +61,9 @@ class GRPOTrainer(Trainer):
             distillation=config.distillation if config.teacher_model else None,
             selects_tokens=True,
         )
-        self.selector = TokenSelector(config.algorithm)
+        chooses = self.objective.selects_tokens or config.algorithm.entropy_fraction < 1
+        is_asked = chooses or bool(config.algorithm.selection_args)
+        self.selector = TokenSelector(config.algorithm) if is_asked else None
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
 
@@ -210,13 +212,9 @@ class GRPOTrainer(Trainer):
     # ---- Options: each is entered only if asked for ------------------------------------------------------------
 
     @property
-    def algorithm(self) -> AlgorithmConfig:
-        return self.config.algorithm
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the starting model."""
-        return self.algorithm.kl_coef != 0
+        return self.config.algorithm.kl_coef != 0
 
     @property
     def _needs_scores(self) -> bool:
@@ -225,9 +223,9 @@ class GRPOTrainer(Trainer):
         A single update needs no such pass, since its own logprobs are those before it, unless tokens are selected by
         their scores or a sample has another policy to be compared with.
         """
-        recomputes = self.algorithm.old_logprobs == "recompute"
+        recomputes = self.config.algorithm.old_logprobs == "recompute"
         several = self.config.optimizer_steps_per_step > 1
-        return self.selector.is_needed or (recomputes and (several or bool(self.updates.stale)))
+        return self.selector is not None or (recomputes and (several or bool(self.updates.stale)))
 
     def _load_teacher(self) -> nn.Module:
         with self.strategy.comm.phase("loading the teacher model", local=True):
@@ -272,7 +270,7 @@ class GRPOTrainer(Trainer):
         choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
         if self._needs_scores:
             values["old_logprobs"], choices = self._score_and_choose(minibatches)
-        if self.algorithm.old_logprobs == "engine":
+        if self.config.algorithm.old_logprobs == "engine":
             values["old_logprobs"] = {item.key: item.sample.sampler_logprobs for item in everything}
         return [values | choice for choice in choices]
 
@@ -284,7 +282,7 @@ class GRPOTrainer(Trainer):
             self.updates.measure_mismatch(scores.logprobs, batch)
         logprobs = by_sample((batch, scores.logprobs) for batch, scores in scored)
         choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
-        if self.selector.is_needed:
+        if self.selector is not None:
             entropy = by_sample((batch, scores.entropy) for batch, scores in scored)
             seed, comm = mix_seed(self.config.seed, self.step_index), self.strategy.comm
             choices = [

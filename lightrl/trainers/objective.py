@@ -62,10 +62,10 @@ class PolicyLoss:
         self._aggregate: Callable[[Tensor, Tensor, int], TokenWeights] = load_and_try(
             "aggregation", config.aggregation, config.aggregation_args, mask, owners, 1
         )
-        self._selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
-        if (self._selects_tokens or config.selection_args or config.entropy_fraction != 1) and not selects_tokens:
+        self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
+        if (self.selects_tokens or config.selection_args or config.entropy_fraction != 1) and not selects_tokens:
             raise _nothing_selects(config)
-        if self._selects_tokens and distillation is not None and distillation.kind == "advantage":
+        if self.selects_tokens and distillation is not None and distillation.kind == "advantage":
             raise _selects_before_the_teacher(config)
         self.coefficients = Coefficients(config)
         self._terms = optional_terms(
@@ -93,7 +93,7 @@ class PolicyLoss:
             mask=batch.loss_mask,
             sequence_index=batch.sequence_index,
             num_sequences=len(batch.keys),
-            selected=batch.selected if self._selects_tokens else None,
+            selected=batch.selected if self.selects_tokens else None,
         )
         for term in self._terms:
             tokens = term.prepare(tokens, batch)

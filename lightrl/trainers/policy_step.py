@@ -87,12 +87,11 @@ class PolicyUpdates:
         return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
 
     def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
-        given = {"old_logprobs": None, "ref_logprobs": None, **per_token}
         temperature, encode = self._config.temperature, self._encoder
         parts = even_parts(experience, self._config, self._strategy.comm)
         with self._strategy.comm.phase("packing", local=True):
             return [
-                pack(part, temperature=temperature, encode=encode, **given)
+                pack(part, temperature=temperature, encode=encode, **per_token)
                 if part
                 else dummy_batch(temperature=temperature)
                 for part in parts
@@ -104,7 +103,7 @@ class PolicyUpdates:
         return zip(batches, self._strategy.forward(batches, model=model), strict=True)
 
     def logprobs(self, model: nn.Module, experience: list[Experience]) -> dict[Key, list[float]]:
-        """The model's logprob of every response token, by sample."""
+        """Returns the model's logprob of every response token, by sample."""
         return by_sample((batch, scores.logprobs) for batch, scores in self.scores(model, experience))
 
     def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.algorithms.kl import kl_estimate
-from lightrl.config import AlgorithmConfig, PPOConfig, describe_batches
+from lightrl.config import PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
 from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
@@ -305,13 +305,9 @@ class PPOTrainer(Trainer):
     # ---- Scores before the update ------------------------------------------------------------------------------
 
     @property
-    def algorithm(self) -> AlgorithmConfig:
-        return self.config.algorithm
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the reward compares the policy with the starting model."""
-        return self.algorithm.kl_coef != 0
+        return self.config.algorithm.kl_coef != 0
 
     @property
     def _is_frozen(self) -> bool:
@@ -327,7 +323,7 @@ class PPOTrainer(Trainer):
         """
         is_wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
         several = self.config.optimizer_steps_per_step > 1
-        return self.algorithm.old_logprobs == "recompute" and (several or is_wanted)
+        return self.config.algorithm.old_logprobs == "recompute" and (several or is_wanted)
 
     def _score(self, experience: list[Experience]) -> tuple[TokenValues | None, dict[Key, list[float]]]:
         """Returns (old logprobs if needed, values) by sample; a value for each token and one after the last."""
@@ -343,7 +339,7 @@ class PPOTrainer(Trainer):
         if self.critic is not None:
             for batch, scores in self.updates.scores(self.critic, experience):
                 values |= _values_by_sample(scores, batch)
-        if self.algorithm.old_logprobs == "engine":
+        if self.config.algorithm.old_logprobs == "engine":
             return {item.key: item.sample.sampler_logprobs for item in experience}, values
         return logprobs if is_scored else None, values
 

@@ -116,7 +116,7 @@ def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, P
 
 
 def _find_model(model: str, strategy: StrategyBase) -> str:
-    """The path or name to load. Rank 0 makes the built-in model while the others wait."""
+    """Returns the path or name to load. Rank 0 makes the built-in model while the others wait."""
     if model != BUILTIN_MODEL:
         with strategy.comm.phase("set-up", local=True):
             check_model_folder(model)
@@ -132,7 +132,7 @@ def _find_model(model: str, strategy: StrategyBase) -> str:
 
 
 def read_prompts(run: RunContext) -> tuple[list[Prompt], list[Prompt]]:
-    """The tokenised prompts of --train_data and of --eval_data; an unusable line is an error on every rank."""
+    """Returns the tokenised prompts of --train_data and of --eval_data; an unusable line is an error on every rank."""
     config: RolloutConfig = run.config
     with run.strategy.comm.phase("set-up", local=True):
         train = _build_prompts(run, run.train_records, config.train_data)
@@ -146,10 +146,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
     config: RolloutConfig = run.config
     context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
     if context <= config.max_new_tokens:
-        raise ValueError(
-            f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
-            f"{context} tokens."
-        )
+        raise _no_room_for_prompts(config, context)
     prompts = build_prompts(
         records,
         run.tokenizer,
@@ -166,21 +163,29 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
     )
     longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
     if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
-        raise ValueError(
-            f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
-            f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
-        )
+        raise _micro_batch_too_small(config, longest)
     return prompts
 
 
+def _no_room_for_prompts(config: RolloutConfig, context: int) -> ValueError:
+    return ValueError(
+        f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+        f"{context} tokens."
+    )
+
+
+def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
+    return ValueError(
+        f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
+        f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
+    )
+
+
 def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
-    """The model that the run starts from, on this rank, not yet prepared; with new adapters if it is to be trained."""
-    materialize = run.strategy.materializes_weights
+    """Loads the model that the run starts from, on this rank and not yet prepared; to be trained, with its adapters."""
+    materialize, remote_code = run.strategy.materializes_weights, run.config.trust_remote_code
     policy = load_policy(
-        run.model_path,
-        materialize=materialize,
-        trust_remote_code=run.config.trust_remote_code,
-        is_reference=is_reference,
+        run.model_path, materialize=materialize, trust_remote_code=remote_code, is_reference=is_reference
     )
     if run.config.lora.is_on and not is_reference:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
@@ -190,7 +195,7 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
 
 
 def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
-    """The frozen model that the policy is compared with: the policy without its adapters, or a copy of the start.
+    """Returns the frozen model that the policy is compared with: itself without its adapters, or a copy of the start.
 
     Call it after the policy was prepared: before that, rank 0 would hold both models whole.
     """
@@ -205,7 +210,7 @@ def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
 
 
 class RunFolder:
-    """Only rank 0 writes; every rank knows the paths."""
+    """The folder of a run. Every rank knows the paths; only rank 0 writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -247,25 +252,27 @@ class RunFolder:
             )
 
     def open(self, config: RunConfig, steps_done: int) -> None:
-        """Saves the config; what an interrupted run logged after the checkpoint that is continued is dropped."""
+        """Saves the config, and drops what an interrupted run logged after the checkpoint that this one continues."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
         for path in (self._metrics, self._samples):
             if steps_done:
                 _keep_steps(path, steps_done)
             elif path.exists():
-                path.rename(_unused_name(path))  # a run that starts over leaves what the last one logged
+                path.rename(_unused_name(path))  # a run that starts over keeps the old log aside
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a line to metrics.jsonl."""
         _append(self._metrics, [{"step": step, **{name: _number(value) for name, value in metrics.items()}}])
 
     def append_samples(self, step: int, experience: Iterable[Experience]) -> None:
+        """Adds a line per sample to samples.jsonl."""
         _append(self._samples, [_sample_row(step, item) for item in experience])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What has been logged so far."""
+        """Reads what has been logged so far."""
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
 
 
@@ -293,12 +300,16 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
-    """The checkpoint that --resume asks for; None starts from the beginning."""
+    """Returns the checkpoint that --resume asks for; None starts from the beginning."""
     if config.resume == "never":
         return None
     if config.resume == "auto":
         return CheckpointDirectory(checkpoints, keep=1).latest() if checkpoints.is_dir() else None
-    path = Path(config.resume)
+    return _checkpoint_at(Path(config.resume))
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """Returns the checkpoint at a path, which may be a run's folder, its checkpoints/, or one checkpoint."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."

@@ -25,7 +25,7 @@ def round_up(value: int, multiple: int = _STEP) -> int:
 
 @dataclass(slots=True)
 class LayerStorage:
-    """One attention layer. Latent-attention models have keys and values of different head sizes."""
+    """Keys and values of one attention layer; latent-attention models have different head sizes for the two."""
 
     keys: Tensor  # [rows, kv_heads, capacity, key_dim], a view of storage whose positions lie side by side
     values: Tensor  # [rows, kv_heads, capacity, value_dim]
@@ -74,7 +74,7 @@ class Prefill:
 
 @dataclass(slots=True)
 class Decode:
-    """One token a row: rows 0 .. len(positions) - 1 write at their position and read the first num_read positions."""
+    """Decoding of one token a row: rows 0 .. n - 1 write at their position and read the first num_read positions."""
 
     positions: Tensor  # [n] int64
     num_read: int
@@ -89,7 +89,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """What a layer's decode step reads and writes, kept over the steps: making views costs as much as small sums."""
+    """Views that a layer's decode step uses, kept over the steps: making views costs as much as small sums."""
 
     keys: Tensor  # [n * kv_heads, dim, num_read]
     values: Tensor  # [n * kv_heads, num_read, dim]

@@ -48,7 +48,7 @@ class ModelRunner:
 
     @property
     def uses_fused_forward(self) -> bool:
-        """Whether the fused forward was found to compute what the model computes."""
+        """Tells whether the fused forward was found to compute what the model computes."""
         return self._verified is not None and self._verified is self._fused
 
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""From lightrl's options to the arguments of sglang.Engine; pure, so that it is checked without SGLang."""
+"""Translates lightrl's options into the arguments of sglang.Engine; pure, so that it is tested without SGLang."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server_arguments(
     nccl_port: int,
     known: Collection[str],
 ) -> dict[str, Any]:
-    """Arguments of Engine(); known are the names that this version of SGLang has.
+    """Returns the arguments of Engine(); known are the names that this version of SGLang has.
 
     gpu is the first of tp_size consecutive devices of this machine.
     """
@@ -102,14 +102,15 @@ def _check_given(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def engine_seed(seed: int, rank: int, group_size: int) -> int:
-    """Another for each group of ranks: engines of one seed would draw the same samples."""
+    """Returns a seed for each group of ranks: engines of one seed would draw the same samples."""
     return mix_seed(seed, rank // group_size) % 2**31
 
 
 def environment_for_start(environment: Mapping[str, str], *, is_cpu: bool, tp_size: int) -> dict[str, str]:
-    """The variables that SGLang's processes should start with, from those of this process."""
+    """Returns the variables that SGLang's processes should start with, from those of this process."""
     wanted = dict(environment)
-    # Image features of older weights outlive weight updates and flushes in this cache (sglang issue 36468).
+    # Image features of older weights outlive weight updates and flushes in this cache. This can go when a flush
+    # clears it (0.5.23: not yet): https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/mm_schedule.py
     wanted["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_PLACES
     wanted.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # its own process groups are none of torchrun's

@@ -60,7 +60,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traits:
-    """What the owner knows of the engine after its start."""
+    """Facts about the engine that its owner knows after the start."""
 
     model_path: str
     is_real_model: bool  # a folder or name that the model came from, not one made for its config
@@ -76,14 +76,14 @@ def build_sglang_engine(
     device: torch.device,
     group: EngineGroup,
 ) -> SGLangEngine:
-    """source gives the architecture and, by its name, the folder; its weights come by the first weight sync."""
+    """Makes an engine with the source's architecture and folder; its weights come by the first weight sync."""
     if source is None:
         raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
     return SGLangEngine(source, tokenizer, options, device, group)
 
 
 class SGLangEngine(InferenceEngine):
-    """See the contract. Draws hang on the engine's seed and on the order of requests, unless it is deterministic."""
+    """Drives SGLang. Draws depend on the engine's seed and on the order of requests, unless it is deterministic."""
 
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
@@ -165,7 +165,7 @@ class SGLangEngine(InferenceEngine):
         return self._folders[-1]
 
     def _media_of(self, model_path: str) -> MediaProcessor | None:
-        """The processor beside the model; none for a model of text, or one that was made of a config alone."""
+        """Returns the processor beside the model; None for a text model or one that was made from a config alone."""
         if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
             return None
         media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
@@ -174,6 +174,7 @@ class SGLangEngine(InferenceEngine):
         return media
 
     def close(self) -> None:
+        """Ends SGLang's processes and removes the folders."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -200,7 +201,7 @@ class SGLangEngine(InferenceEngine):
         return self._samples
 
     def _together(self, work: Callable[[], T]) -> T:
-        """What the owner's work returns, or its error, on every rank of the group."""
+        """Runs work on the owner; returns its result, or raises its error, on every rank of the group."""
         outcome: T | _Failure | None = None
         error: Exception | None = None
         if self._is_owner:
@@ -223,7 +224,7 @@ class SGLangEngine(InferenceEngine):
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
-        """Queues a request; every rank of the group checks it alike."""
+        """Queues a request; every rank of the group checks it in the same way."""
         self._require_open("submit")
         if self._released:
             raise RuntimeError(f"submit() while the engine's {', '.join(sorted(self._released))} sleep: wake() first.")
@@ -241,6 +242,7 @@ class SGLangEngine(InferenceEngine):
         return request_id
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        """Returns the prompt's length with its images counted as the tokens that they become."""
         return len(self._expanded(prompt))
 
     def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
@@ -250,7 +252,7 @@ class SGLangEngine(InferenceEngine):
         return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
 
     def _check_cut(self, params: SamplingParams) -> None:
-        """Other logprobs than those of the distribution that was sampled from are refused."""
+        """Raises ValueError if SGLang cannot give logprobs of the distribution that is sampled from."""
         if not self._traits.tells_cut_logprobs:
             raise ValueError(
                 "This version of SGLang gives no logprobs of the distribution that top_p or top_k leave. Use top_p 1 "
@@ -263,6 +265,7 @@ class SGLangEngine(InferenceEngine):
             )
 
     def has_unfinished(self) -> bool:
+        """Returns whether any sample waits or runs."""
         return bool(self._left)
 
     def step(self) -> list[Completion]:
@@ -338,7 +341,7 @@ class SGLangEngine(InferenceEngine):
 
     @property
     def _has_backup(self) -> bool:
-        """Whether released weights move to host memory, from where they come back as they were."""
+        """Tells whether released weights move to host memory, from where they come back as they were."""
         return bool(engine_arguments(self._options).get("enable_weights_cpu_backup"))
 
     def _release(self, tags: list[str]) -> None:
@@ -349,7 +352,7 @@ class SGLangEngine(InferenceEngine):
         self._owned.run(self._owned.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None))
 
     async def _become_idle(self) -> None:
-        """A scheduler that still clears up after its last request would fail its assertion, and end."""
+        """Waits for the schedulers: one that still clears up after its last request would fail an assertion and end."""
         give_up = time.monotonic() + _IDLE_TIMEOUT_S
         while not (result := await self._owned.manager.flush_cache()).success:
             if time.monotonic() > give_up:

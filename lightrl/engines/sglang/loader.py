@@ -88,7 +88,7 @@ def _padded(size: int) -> int:
 
 @dataclass(slots=True)
 class _Sync:
-    """What came in the buckets so far."""
+    """The state of one sync in a scheduler: what came in the buckets so far."""
 
     given: dict[str, dict[str, Any]] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # loaded somewhere, but where is not known

@@ -1,7 +1,10 @@
 """An sglang.Engine as a guest in the trainer's process: what it changes there is put back, and its end is an error.
 
 SGLang takes the process for its own: it writes to the environment, to logging and to signal handlers, kills the process
-when a scheduler ends, and all of its children when it is shut down.
+when a scheduler ends, and all of its children when it is shut down. The patches here can go when an Engine can be told
+that it is a guest (0.5.23: only the SIGQUIT handler can be given):
+https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/engine.py
+https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ _END_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
+    """Returns a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -36,7 +40,7 @@ def free_port() -> int:
 
 
 def note_death(signum: int, frame: Any) -> None:
-    """In place of SGLang's handler, which kills this process: the next call finds the schedulers gone."""
+    """Does nothing where SGLang's handler would kill this process: the next call finds the schedulers gone."""
 
 
 class SGLangProcess:
@@ -58,16 +62,16 @@ class SGLangProcess:
 
     @property
     def manager(self) -> Any:
-        """SGLang's tokenizer manager: it has a coroutine for everything."""
+        """SGLang's tokenizer manager, which has a coroutine for everything."""
         return self.engine.tokenizer_manager
 
     @property
     def max_total_tokens(self) -> int:
-        """Places in the KV cache, for all requests together."""
+        """Tokens that fit into the KV cache, for all requests together."""
         return int(self.engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Until the coroutine ends; RuntimeError where the schedulers ended first."""
+        """Runs a coroutine to its end; raises RuntimeError if the schedulers end first."""
         try:
             self.require_alive()
         except RuntimeError:
@@ -88,6 +92,7 @@ class SGLangProcess:
         return task.result()
 
     def require_alive(self) -> None:
+        """Raises RuntimeError if the engine is closed or one of its processes has ended."""
         if self._is_closed:
             raise RuntimeError("The SGLang engine is closed: make a new one.")
         ended = [process for process in self._processes if not process.is_alive()]
@@ -125,7 +130,7 @@ class SGLangProcess:
             signal.signal(signal.SIGQUIT, self._signals[signal.SIGQUIT])
 
     def _take_signals_back(self) -> None:
-        """SGLang's loop would swallow the SIGTERM by which torchrun ends a rank."""
+        """Puts the signal handlers back: SGLang's loop would swallow the SIGTERM by which torchrun ends a rank."""
         loop = self.engine.loop
         loop.run_until_complete(self._start_listening())
         if _is_main_thread():
@@ -144,7 +149,7 @@ class SGLangProcess:
             module.print_exception_wrapper = theirs
 
     async def _noting_failure(self, work: Callable[[], Awaitable[None]]) -> None:
-        """In place of SGLang's wrapper, which kills this process: the call that waits for an answer raises."""
+        """Notes an error where SGLang's wrapper would kill this process; the call that waits raises it."""
         try:
             await work()
         except Exception as error:
@@ -152,11 +157,11 @@ class SGLangProcess:
 
 
 def _spare_this_process() -> None:
-    """SGLang ends itself and all children of its process when anything goes wrong; the trainer has to outlive that."""
+    """Keeps SGLang from ending this process and all of its children when anything goes wrong."""
     for name in ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_manager"):
         module: Any = importlib.import_module(name)
         theirs = module.kill_process_tree
-        if not hasattr(theirs, "spares_this_process"):
+        if not hasattr(theirs, "spares_this_process"):  # srt/utils/common.py: kill_process_tree
             module.kill_process_tree = _sparing(theirs)
 
 
@@ -170,7 +175,7 @@ def _sparing(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_unsent(sockets: list[Any]) -> None:
-    """Else the garbage collector closes them, and waits for ever for a message to reach schedulers that are gone."""
+    """Closes sockets now; the garbage collector would wait for ever for messages to reach dead schedulers."""
     for one in sockets:
         if one is not None:
             one.context.destroy(linger=0)
@@ -189,7 +194,7 @@ def _is_main_thread() -> bool:
 
 @contextmanager
 def _apart_from_other_loops() -> Iterator[None]:
-    """The caller may be a coroutine of another loop, which waits as for any call; asyncio alone objects to that."""
+    """Hides a running event loop of the caller, since asyncio refuses to run one loop inside another."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -223,7 +228,7 @@ def kept_state(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _no_orphans() -> Iterator[None]:
-    """A start that fails leaves processes behind."""
+    """Ends the processes that a failed start leaves behind."""
     before = set(multiprocessing.active_children())
     try:
         yield

@@ -1,4 +1,4 @@
-"""The samples that SGLang works on, on the rank that owns the engine: each is a request of its own to it."""
+"""Drives the samples that SGLang works on, on the rank that owns the engine; each is a request of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ABORT_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of the samples of a request."""
+    """A sample of a request."""
 
     request_id: int
     index: int
@@ -35,17 +35,17 @@ class Sample:
 
     @property
     def rid(self) -> str:
-        """Of one width for all, since SGLang aborts every request whose id begins with the one given."""
+        """Id for SGLang, of one width for all: SGLang aborts every request whose id begins with the one given."""
         return f"{self.request_id:012d}-{self.index:08d}"
 
 
 def is_cut(params: SamplingParams) -> bool:
-    """Whether top-p or top-k leave less than the whole vocabulary."""
+    """Returns whether top-p or top-k leave less than the whole vocabulary."""
     return params.top_p < 1 or params.top_k > 0
 
 
 def media_features(media: MediaProcessor, prompt: EnginePrompt) -> dict[str, Any] | None:
-    """The patches of a prompt's images and videos under the names that its processor gives them."""
+    """Returns the patches of a prompt's images and videos under the names that its processor gives them."""
     if not (prompt.images or prompt.videos):
         return None
     encoded = media.encode(prompt.token_ids, prompt.images, prompt.videos)
@@ -56,9 +56,11 @@ def media_features(media: MediaProcessor, prompt: EnginePrompt) -> dict[str, Any
     is_video = [token == media.video_token_id for token in prompt.token_ids if token in _placeholders(media)]
     features: dict[str, Any] = {"format": "processor_output"}
     if prompt.images:
-        features["pixel_values"], features["image_grid_thw"] = _those(patches, grids, [not video for video in is_video])
+        features["pixel_values"], features["image_grid_thw"] = _chosen_patches(
+            patches, grids, [not video for video in is_video]
+        )
     if prompt.videos:
-        features["pixel_values_videos"], features["video_grid_thw"] = _those(patches, grids, is_video)
+        features["pixel_values_videos"], features["video_grid_thw"] = _chosen_patches(patches, grids, is_video)
         merged = float(media.config.vision_config.temporal_patch_size)
         features["second_per_grid_ts"] = torch.full((len(prompt.videos),), merged / VIDEO_FPS)
     return features
@@ -68,7 +70,7 @@ def _placeholders(media: MediaProcessor) -> tuple[int, int]:
     return media.image_token_id, media.video_token_id
 
 
-def _those(patches: Sequence[Tensor], grids: Tensor, chosen: list[bool]) -> tuple[Tensor, Tensor]:
+def _chosen_patches(patches: Sequence[Tensor], grids: Tensor, chosen: list[bool]) -> tuple[Tensor, Tensor]:
     return torch.cat([part for part, is_one in zip(patches, chosen, strict=True) if is_one]), grids[chosen]
 
 
@@ -87,6 +89,7 @@ class SampleTasks:
         self._running: dict[asyncio.Task[Any], Sample] = {}
 
     def add(self, samples: Sequence[Sample]) -> None:
+        """Queues samples; the next step() starts them."""
         self._waiting += samples
 
     def step(self) -> list[Completion]:
@@ -96,7 +99,7 @@ class SampleTasks:
         return self._collect()
 
     def abort(self, request_ids: set[int]) -> list[Completion]:
-        """What the samples of the requests have so far; one that ended by itself meanwhile says so."""
+        """Stops the requests and returns what their samples have; one that ended meanwhile keeps its own reason."""
         done = [_not_started(sample) for sample in self._waiting if sample.request_id in request_ids]
         self._waiting = [sample for sample in self._waiting if sample.request_id not in request_ids]
         own = {task: sample for task, sample in self._running.items() if sample.request_id in request_ids}
@@ -104,7 +107,7 @@ class SampleTasks:
             del self._running[task]
         self._process.run(self._stop(own))
         done += [self._completion(sample, task.result()) for task, sample in own.items() if task.exception() is None]
-        return sorted(done, key=_place)
+        return sorted(done, key=_order)
 
     async def _start_waiting(self) -> None:
         for sample in self._waiting:
@@ -116,11 +119,11 @@ class SampleTasks:
             await asyncio.wait(self._running, timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _collect(self) -> list[Completion]:
-        """The first error among the samples that ended is raised."""
+        """Returns the samples that ended; raises the first error among them."""
         ended = [(task, sample) for task, sample in self._running.items() if task.done()]
         for task, _ in ended:
             del self._running[task]
-        return sorted((self._completion(sample, task.result()) for task, sample in ended), key=_place)
+        return sorted((self._completion(sample, task.result()) for task, sample in ended), key=_order)
 
     async def _stop(self, own: dict[asyncio.Task[Any], Sample]) -> None:
         manager, give_up = self._process.manager, time.monotonic() + _ABORT_TIMEOUT_S
@@ -186,7 +189,7 @@ class SampleTasks:
         )
 
     def _ended(self, params: SamplingParams, tokens: list[int], said: str | None) -> tuple[list[int], FinishReason]:
-        """The tokens that count, and why they end: SGLang says "abort" also of an end met in its last step."""
+        """Returns the tokens that count, and why they end; SGLang reports "abort" even if the last step met an end."""
         # With ignore_eos it goes on past the tokens asked for, too.
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_ids)
         place = next((i for i, token in enumerate(tokens) if token in stops), None)
@@ -199,7 +202,7 @@ class SampleTasks:
         return tokens, "abort"
 
 
-def _place(item: Completion) -> tuple[int, int]:
+def _order(item: Completion) -> tuple[int, int]:
     return item.request_id, item.sample_index
 
 

@@ -1,4 +1,9 @@
-"""One weight sync into SGLang: buckets of bounded size to every scheduler, and what they say of it."""
+"""Sends one weight sync to SGLang: buckets of bounded size to every scheduler, and their reports back.
+
+Updates run between begin_weight_update and end_weight_update where SGLang has them (0.5.23 does). It refuses by a
+return value, never by an exception:
+https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/scheduler_components/weight_updater.py
+"""
 
 from __future__ import annotations
 
@@ -44,13 +49,14 @@ class WeightSender:
         self._on_owner(lambda process: self._begin(process, is_busy))
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor, and sends the bucket that it no longer fits into."""
         size = tensor.numel() * tensor.element_size()
         if self._bucket.tensors and self._bucket.num_bytes + size > self._route.max_bytes:
             self._send(is_last=False)
         self._bucket.add(name, tensor)
 
     def finish(self) -> list[str]:
-        """Sends the rest, ends the session, and says on every rank what went wrong."""
+        """Sends the rest, ends the session, and returns on every rank what went wrong."""
         self._send(is_last=True)
         self._on_owner(self._end, even_after_errors=True)
         problems = self._route.group.broadcast(self._problems)
@@ -95,7 +101,7 @@ class WeightSender:
         self._on_owner(lambda process: self._update(process, payloads, is_last))
 
     def _payloads(self, *, is_last: bool) -> list[bytes]:
-        """One for each scheduler of the group.
+        """Returns the packed bucket, serialised once for each scheduler of the group.
 
         On GPUs each rank gives the one beside it a handle to its own copy. On the CPU the owner makes them all, since
         memory cannot be passed on between processes of different parents.
@@ -132,12 +138,12 @@ class WeightSender:
 
 
 async def _ask(call: Callable[[], Awaitable[T]]) -> T:
-    """The call is made on the loop: some of the manager's methods look for it before they wait."""
+    """Makes the call on the loop, since some of the manager's methods look for it before they wait."""
     return await call()
 
 
 def _require(outcome: tuple[bool, str]) -> None:
-    """SGLang says what it refused and raises nothing."""
+    """Raises what SGLang refused; it only returns (False, message) itself."""
     is_done, message = outcome
     if not is_done:
         raise RuntimeError(f"SGLang: {message}")

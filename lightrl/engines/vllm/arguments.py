@@ -1,4 +1,4 @@
-"""From the run's options to the arguments of vllm.LLM()."""
+"""Translates the run's options into the arguments of vllm.LLM()."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RESERVED = {
 
 
 def user_arguments(options: StrategyOptions, known: set[str]) -> dict[str, Any]:
-    """What --engine_args asks for; ValueError for what vLLM has not or the engine must decide."""
+    """Returns what --engine_args asks for; raises ValueError for unknown arguments and those the engine must decide."""
     given = engine_arguments(options)
     for name in given:
         if name in _RESERVED:
@@ -49,6 +49,7 @@ def user_arguments(options: StrategyOptions, known: set[str]) -> dict[str, Any]:
 
 
 def known_arguments() -> set[str]:
+    """Returns the names of vLLM's engine arguments."""
     from vllm import EngineArgs
 
     return {item.name for item in dataclasses.fields(EngineArgs)}
@@ -63,7 +64,7 @@ def llm_arguments(
     is_distributed: bool,
     takes_media: bool,
 ) -> dict[str, Any]:
-    """Everything that vllm.LLM() is built with."""
+    """Returns everything that vllm.LLM() is built with."""
     known = known_arguments()
     arguments: dict[str, Any] = {
         "model": model,

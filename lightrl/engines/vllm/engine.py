@@ -44,7 +44,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample under way; to vLLM it is a request of its own."""
+    """A sample under way, which is a request of its own to vLLM."""
 
     request_id: int
     sample_index: int
@@ -176,9 +176,11 @@ class VLLMEngine(InferenceEngine):
         )
 
     def has_unfinished(self) -> bool:
+        """Returns whether any sample is under way."""
         return bool(self._samples)
 
     def step(self) -> list[Completion]:
+        """Runs one step of vLLM's engine; returns the samples that it finished."""
         self._require_awake("step")
         if not self._samples:
             return []
@@ -212,7 +214,7 @@ class VLLMEngine(InferenceEngine):
             yield sample.completion(_FINISH_REASONS[new.finish_reason])
 
     def _agree_on_requests(self) -> None:
-        """The ranks of a group decode in step: with different requests vLLM would mix them up and say nothing."""
+        """Raises if ranks of a group were given different requests: vLLM would mix them up and report nothing."""
         if not self._has_unagreed:
             return
         digest, self._unagreed, self._has_unagreed = self._unagreed.hexdigest(), hashlib.sha256(), False
@@ -223,6 +225,7 @@ class VLLMEngine(InferenceEngine):
             )
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Stops the requests; returns what each unfinished sample has."""
         chosen = None if request_ids is None else set(request_ids)
         stopped = [item for item in self._samples.values() if chosen is None or item.request_id in chosen]
         self._drop(stopped)
@@ -237,6 +240,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Prompts -----------------------------------------------------------------------------------------------
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
+        """Returns the prompt's length with its images counted as the tokens that they become."""
         if not prompt.images and not prompt.videos:
             return len(prompt.token_ids)
         if not self._samples and len(self._rendered) > 4096:  # measured, but never submitted
@@ -244,7 +248,7 @@ class VLLMEngine(InferenceEngine):
         return len(self._render(prompt)["prompt_token_ids"])
 
     def _render(self, prompt: EnginePrompt) -> Any:
-        """vLLM's own input: the ids with placeholders expanded and the processed pixels. Kept until it is submitted."""
+        """Returns vLLM's own input, placeholders expanded and pixels processed; it is kept until it is submitted."""
         asked: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
         if not prompt.images and not prompt.videos:
             return asked
@@ -261,7 +265,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Each rank of a group gets whole tensors and keeps its slices."""
+        """Loads whole tensors, of which each rank of a group keeps its slices."""
         self._require_open("load_weights")
         if "weights" in self._asleep:
             raise RuntimeError("load_weights() while the weights sleep: call wake('weights') first.")
@@ -296,17 +300,17 @@ class VLLMEngine(InferenceEngine):
         return problems
 
     def _reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """The whole model at once; vLLM packs the experts anew at the end."""
+        """Loads the whole model at once; vLLM packs the experts again at the end."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 
     def _reset_caches(self) -> None:
-        """Everything that older weights filled."""
+        """Clears everything that older weights filled."""
         self._engine.reset_prefix_cache()
         if self.image_token_id is not None:
             self._engine.reset_encoder_cache()  # nothing else clears it: images would keep the older encoder's outputs
 
     def _start_again(self) -> None:
-        """Samples without a token join the requests of this load, whose blocks the new weights have filled."""
+        """Submits samples without a token again: they join the requests of this load, whose blocks are new."""
         waiting = [sample for sample in self._samples.values() if not sample.tokens]
         self._drop(waiting)
         for sample in waiting:
@@ -317,6 +321,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Memory ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> int:
+        """Frees the KV cache, and with level 2 the weights; returns the bytes freed."""
         self._require_open("sleep")
         if self._samples:
             raise RuntimeError(f"sleep() with {len(self._samples)} samples under way: finish or abort() them first.")
@@ -334,6 +339,7 @@ class VLLMEngine(InferenceEngine):
         return freed + sum(size for _, size in self._dropped)
 
     def wake(self, part: EnginePart) -> None:
+        """Gets the memory of a part back; does nothing for a part that is awake."""
         self._require_open("wake")
         if part not in self._asleep:
             return
@@ -373,7 +379,7 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError(f"{action}() on a closed engine: make a new one.")
 
     def _require_awake(self, action: str) -> None:
-        """vLLM asleep would take requests and spin forever."""
+        """Raises for a sleeping engine, in which vLLM would take requests and spin forever."""
         self._require_open(action)
         if self._asleep:
             raise RuntimeError(f"{action}() while the engine sleeps: call wake() first.")
@@ -381,7 +387,7 @@ class VLLMEngine(InferenceEngine):
 
 @contextmanager
 def refusals_as_value_errors(request_id: int) -> Iterator[None]:
-    """What vLLM finds wrong with a request; its own exception is no ValueError in newer versions."""
+    """Raises what vLLM finds wrong with a request as a ValueError, which its own exception no longer is."""
     try:
         yield
     except Exception as error:
@@ -391,7 +397,7 @@ def refusals_as_value_errors(request_id: int) -> Iterator[None]:
 
 
 def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
-    """The frames as they are: none are dropped, and their times are those that transformers assumes."""
+    """Describes frames so that none are dropped and their times are those that transformers assumes."""
     count = len(frames)
     return frames, {
         "fps": VIDEO_FPS,
@@ -404,7 +410,7 @@ def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def media_token(source: PreTrainedModel, kind: str) -> int | None:
-    """The placeholder's id; configs name it in one of two ways."""
+    """Returns the placeholder's id; configs name it in one of two ways."""
     for name in (f"{kind}_token_id", f"{kind}_token_index"):
         token = getattr(source.config, name, None)
         if token is not None:
@@ -413,10 +419,10 @@ def media_token(source: PreTrainedModel, kind: str) -> int | None:
 
 
 def persistent_buffers(source: nn.Module) -> dict[str, Tensor]:
-    """What belongs to a model though it is not trained; some are parameters to vLLM."""
-    found = {}
+    """Returns the buffers that a checkpoint holds; some of them are parameters to vLLM."""
+    buffers = {}
     for path, module in source.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers

@@ -1,4 +1,7 @@
-"""What vLLM does to the process that it lives in, and how that is undone. Imported with vLLM at hand only."""
+"""Undoes what vLLM does to the process that it lives in. Its functions need vLLM, and import it when called.
+
+Each patch of vLLM's internals names the upstream file, at the version that the tests run with, and when it can go.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,11 @@ _OWN_VARIABLES = "VLLM_"  # it reads these later on too
 
 @contextmanager
 def process_state_kept(comm: Comm, device: torch.device) -> Iterator[None]:
-    """Undoes what building an engine changes: random states, environment, the number of threads, the frozen heap.
+    """Puts back what building an engine changes: random states, environment, the number of threads, the frozen heap.
 
-    vLLM reseeds all generators, forbids torch.set_num_threads, and rewrites LOCAL_WORLD_SIZE, LD_PRELOAD and others.
+    vLLM reseeds all generators, forbids torch.set_num_threads, and rewrites LOCAL_WORLD_SIZE, LD_PRELOAD and others:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/executor/uniproc_executor.py
     """
     environment, frozen = dict(os.environ), gc.get_freeze_count()
     python, numpy = random.getstate(), np.random.get_state()
@@ -63,13 +68,13 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 @contextmanager
 def torch_random_state_kept(device: torch.device) -> Iterator[None]:
-    """vLLM draws from torch's global generator even where each request has a seed of its own."""
+    """Puts torch's random state back: vLLM draws from it even where each request has a seed of its own."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
 def set_defaults(device: torch.device) -> None:
-    """Before vLLM is imported: quiet, and nothing told to anybody. What the user has set stays."""
+    """Makes vLLM quiet and its usage reports off, before it is imported; what the user has set stays."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.type == "cuda" else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     theirs = logging.getLogger("vllm")  # set up late: what it says while it is imported would come through
@@ -81,13 +86,18 @@ def set_defaults(device: torch.device) -> None:
 def buffers_kept_from_dummy_loader() -> Iterator[None]:
     """Makes the load format "dummy" leave alone what no weight sync brings back.
 
-    vLLM's fills buffers with noise too, as those by which Qwen-VL normalises pixels. (A load format of our own name
-    would not do: for any but "dummy" the checkpoint is looked into, and may untie embeddings that the trainer ties.)
+    vLLM's loader fills buffers with noise too, such as those by which Qwen-VL normalises pixels. A load format with a
+    name of our own would not do: for any but "dummy" vLLM looks into the checkpoint, and may untie embeddings that the
+    trainer ties. This can go when the dummy loader skips buffers (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/dummy_loader.py
     """
     from vllm.model_executor import model_loader
 
     class EmptyLoader(model_loader.DummyModelLoader):  # type: ignore[misc, unused-ignore]
+        """Leaves the weights at zero until the first sync."""
+
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Zeroes the parameters and nothing else."""
             for parameter in model.parameters():
                 parameter.data.zero_()
 
@@ -104,10 +114,7 @@ def buffers_kept_from_dummy_loader() -> Iterator[None]:
 
 
 def adapt_cpu(job: str) -> None:
-    """Patches vLLM's CPU backend, once or again, before an engine is built.
-
-    job: unique, and the same on all ranks.
-    """
+    """Patches vLLM's CPU backend; calling it again does no harm. job: unique, and the same on all ranks."""
     _leave_memory_policy()
     _keep_linear_weights()
     _skip_compilation()
@@ -115,7 +122,10 @@ def adapt_cpu(job: str) -> None:
 
 
 def _leave_memory_policy() -> None:
-    """Else all that the process allocates from then on, the trainer's memory too, is bound to one NUMA node."""
+    """Keeps vLLM from binding all memory that the process allocates, the trainer's too, to one NUMA node.
+
+    This can go when the binding is an option (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
+    """
     import vllm._custom_ops  # noqa: F401  (an optional package; defines torch.ops._C)
 
     operations: Any = torch.ops._C
@@ -123,7 +133,11 @@ def _leave_memory_policy() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """Else linear weights are packed for oneDNN and deleted, and what a later load writes is never used."""
+    """Keeps linear weights as they are: packed for oneDNN and deleted, they would never see a later load.
+
+    This can go when a reload is right for tied embeddings on a CPU (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/utils.py
+    """
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -141,9 +155,12 @@ def _keep_linear_weights() -> None:
 
 
 def _skip_compilation() -> None:
-    """Two small functions are compiled by inductor at their first use, for 10 s and more, even in eager mode.
+    """Runs two small functions uncompiled, which inductor compiles for 10 s and more even in eager mode.
 
-    They count the rank of a sampled token, and mask token ids that belong to other ranks of a group.
+    They count the rank of a sampled token, and mask token ids that belong to other ranks of a group. This can go when
+    enforce_eager covers them (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/sample/ops/logprobs.py
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/vocab_parallel_embedding.py
     """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
@@ -157,9 +174,11 @@ def _skip_compilation() -> None:
 
 
 def _use_private_shared_memory(job: str) -> None:
-    """vLLM's name is the same for every job on a machine, so that two at once, or one after a killed one, cannot start.
+    """Gives shared memory a name of its own in each job, and removes the name as soon as all ranks have it mapped.
 
-    The segment's name is removed as soon as all ranks have it mapped: then not even a killed job leaves it behind.
+    vLLM's name is the same for every job on a machine: two at once, or one after a killed one, could not start. This
+    can go when the name differs under external_launcher (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/device_communicators/cpu_communicator.py
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
@@ -182,11 +201,15 @@ def _use_private_shared_memory(job: str) -> None:
 
 
 def glob_escaped(name: str) -> str:
+    """Escapes a name for use in a glob pattern."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def register_in_process(architecture: str) -> None:
-    """Else vLLM looks at a model's class in a subprocess, for 10 s, the first time that it meets it on a machine."""
+    """Imports a model's class here; otherwise vLLM inspects it in a subprocess for 10 s, once on each machine.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py
+    """
     from vllm import ModelRegistry
 
     known = ModelRegistry.models.get(architecture)
@@ -210,24 +233,29 @@ def discard_pages(storages: dict[int, torch.UntypedStorage]) -> int:
 
 
 def kv_storages(llm: Any) -> dict[int, torch.UntypedStorage]:
-    """By address; all layers may share one."""
+    """Returns the storages of the KV cache by address; all layers may share one."""
     caches: list[Tensor] = worker_of(llm).model_runner.kv_caches
     return {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
 
 
 def worker_of(llm: Any) -> Any:
+    """Returns the worker, which lives in this process: vllm/v1/executor/uniproc_executor.py."""
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def reloads_experts(llm: Any) -> bool:
-    """Whether the model has experts and vLLM can reload it from an iterator (0.17 and later)."""
+    """Returns whether the model has experts and vLLM can reload it from an iterator (0.17 and later)."""
     (has_experts,) = llm.apply_model(lambda model: any(hasattr(module, "w13_weight") for module in model.modules()))
     reload = getattr(worker_of(llm).model_runner, "reload_weights", None)
     return has_experts and reload is not None and "weights_iterator" in inspect.signature(reload).parameters
 
 
 def repack_experts(model: nn.Module) -> None:
-    """A load leaves experts as a checkpoint has them; the CPU kernels read a layout of their own."""
+    """Packs experts after a load, which leaves them as a checkpoint has them; the CPU kernels read another layout.
+
+    This can go when a load packs them itself: vLLM does so at the first load only (0.32):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py
+    """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     module: Any
@@ -244,14 +272,17 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def spare_process_group(llm: Any) -> None:
-    """Else the engine's end, or the program's, destroys the default process group, which is the trainer's."""
+    """Keeps the end of the engine, or of the program, from destroying the default process group, the trainer's.
+
+    This can go when vLLM destroys only a group that it made (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core_client.py
+    """
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # vLLM 0.31 and later
     if finalizer is not None:
         finalizer.detach()
 
 
 def shut_down(llm: Any) -> None:
-    """Ends the engine's worker, as vLLM's own shutdown does."""
+    """Ends the engine's worker, as vLLM's own shutdown does, and leaves the process groups alone."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     for part in (getattr(core, "scheduler", None), llm.llm_engine.model_executor):
         if part is not None:
@@ -261,7 +292,10 @@ def shut_down(llm: Any) -> None:
 
 
 def leave_groups(*, made_default_group: bool) -> None:
-    """vLLM's groups, which all engines of a process share; the default group only if vLLM made it."""
+    """Leaves vLLM's groups, which all engines of a process share; the default group only if vLLM made it.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/parallel_state.py
+    """
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
