@@ -17,6 +17,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "rewards/async_scoring.py": "rewards/test_scoring.py",
     "rewards/sandbox_launcher.py": "rewards/test_sandbox.py",
     "strategy/base.py": "strategy/test_contract.py",
+    "strategy/foreign_models.py": "strategy/test_public_contract.py",
     "strategy/optim/hooks.py": "strategy/test_contract.py",
     "strategy/results.py": "strategy/test_contract.py",
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",
