@@ -26,7 +26,7 @@ from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
-from lightrl.engines.weight_sync import Fingerprint
+from lightrl.engines.weights.account import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
