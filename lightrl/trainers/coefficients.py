@@ -1,4 +1,4 @@
-"""The coefficients of KL and entropy, fixed or following a target from step to step; they are equal on all ranks."""
+"""Coefficients of KL and entropy that follow a target from step to step; they are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.metrics import Statistics
 from lightrl.records import PackedBatch, TokenScores
-from lightrl.trainers.coefficients import Coefficients
+
+
+class CurrentCoefficients(Protocol):
+    """The coefficients of the step that the terms act in."""
+
+    kl: float
+    entropy: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +89,7 @@ class OffPolicyCorrection(LossTerm):
 class KLToReference(LossTerm):
     """Measures the KL to the reference model and, unless it is in the rewards, adds it to the loss."""
 
-    def __init__(self, config: AlgorithmConfig, coefficients: Coefficients, *, in_loss: bool) -> None:
+    def __init__(self, config: AlgorithmConfig, coefficients: CurrentCoefficients, *, in_loss: bool) -> None:
         self._config = config
         self._coefficients = coefficients
         self._in_loss = in_loss
@@ -103,7 +110,7 @@ class KLToReference(LossTerm):
 class EntropyBonus(LossTerm):
     """Rewards entropy, by a coefficient that may follow a target."""
 
-    def __init__(self, coefficients: Coefficients) -> None:
+    def __init__(self, coefficients: CurrentCoefficients) -> None:
         self._coefficients = coefficients
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
@@ -143,7 +150,7 @@ class Distillation(LossTerm):
 
 def optional_terms(
     config: AlgorithmConfig,
-    coefficients: Coefficients,
+    coefficients: CurrentCoefficients,
     *,
     correct: Callable[[OffPolicyTokens], Correction] | None,
     kl_in_loss: bool,

@@ -7,8 +7,8 @@ parameter raises at once. Their traits decide what they are given; no name is tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +23,30 @@ from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
 from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
-from lightrl.trainers.loss_terms import MicroBatch, optional_terms
+from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
+
+OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
+
+
+@dataclass
+class FixedCoefficients:
+    """The coefficients of KL and entropy that follow no target."""
+
+    kl: float
+    entropy: float
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the coefficients, for a run that goes on from the checkpoint with a target."""
+        return {"kl": self.kl, "entropy": self.entropy, "entropy_kept": self.entropy}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Keeps the coefficients of this run's config."""
 
 
 class PolicyLoss:
     """The loss of the policy over a micro-batch: a policy loss, its optional terms, and an aggregation."""
+
+    coefficients: Coefficients | FixedCoefficients
 
     def __init__(
         self,
@@ -55,25 +74,36 @@ class PolicyLoss:
             num_sequences=1,
             selected=mask,
         )
+        bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         self._policy_loss: Callable[[PolicyTokens], TokenLoss] = load_and_try(
-            "loss", config.loss, config.loss_args, tokens, given=clip_range(config)
+            "loss", config.loss, config.loss_args, tokens, given=bounds
         )
         self._aggregate: Callable[[Tensor, Tensor, int], TokenWeights] = load_and_try(
             "aggregation", config.aggregation, config.aggregation_args, mask, owners, 1
         )
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
-        if (self.selects_tokens or config.selection_args or config.entropy_fraction != 1) and not selects_tokens:
+        if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
+            self._check_selection(config, distillation, selects_tokens)
+        follows = config.kl_target or config.entropy_target
+        self.coefficients = Coefficients(config) if follows else FixedCoefficients(config.kl_coef, config.entropy_coef)
+        corrects = config.correction != "none" or bool(config.correction_args)
+        self._terms: list[LossTerm] = []
+        if config.entropy_fraction < 1 or corrects or config.kl_coef or config.entropy_coef or follows or distillation:
+            self._terms = optional_terms(
+                config,
+                self.coefficients,
+                correct=_correction(config) if corrects else None,
+                kl_in_loss=kl_in_loss,
+                distillation=distillation,
+            )
+
+    def _check_selection(
+        self, config: AlgorithmConfig, distillation: DistillationConfig | None, selects_tokens: bool
+    ) -> None:
+        if not selects_tokens:
             raise _nothing_selects(config)
         if self.selects_tokens and distillation is not None and distillation.kind == "advantage":
             raise _selects_before_the_teacher(config)
-        self.coefficients = Coefficients(config)
-        self._terms = optional_terms(
-            config,
-            self.coefficients,
-            correct=_correction(config) if config.correction != "none" or config.correction_args else None,
-            kl_in_loss=kl_in_loss,
-            distillation=distillation,
-        )
 
     def weight(self, batch: PackedBatch) -> Tensor:
         """Returns the micro-batch's part of the denominator, for train_batch."""
@@ -197,7 +227,7 @@ class PolicyObjective(PolicyLoss):
 
 
 def load_and_try(
-    kind: Kind, name: str, args: Sequence[str], *trial: Any, option: str = "", given: Mapping[str, float] | None = None
+    kind: Kind, name: str, args: Sequence[str], *trial: Any, option: str = "", given: OwnOptions | None = None
 ) -> Callable[..., Any]:
     """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
 
@@ -207,10 +237,11 @@ def load_and_try(
         args: Its parameters as name=value.
         trial: What to call it with.
         option: The option that names it, where that is not the kind.
-        given: Parameters that have options of their own.
+        given: Parameters that have options of their own; None leaves one to the function's default.
     """
     option = f"algorithm.{option or kind}"
-    parameters, given = named_values(args, f"{option}_args"), given or {}
+    parameters = named_values(args, f"{option}_args")
+    given = {key: value for key, value in (given or {}).items() if value is not None}
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)
     function = load(kind, name, {**parameters, **given})
@@ -219,12 +250,6 @@ def load_and_try(
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     return function
-
-
-def clip_range(config: AlgorithmConfig) -> dict[str, float]:
-    """Returns the bounds that --algorithm.clip_low and clip_high give; the loss has a default for the others."""
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction]:
@@ -266,7 +291,7 @@ def _doubles(values: Iterable[float]) -> Tensor:
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def _given_twice(given: Mapping[str, float], parameters: Mapping[str, Any], option: str) -> ValueError:
+def _given_twice(given: OwnOptions, parameters: Mapping[str, Any], option: str) -> ValueError:
     name = min(parameters.keys() & given.keys())
     return ValueError(
         f"--algorithm.{name} {given[name]} and --{option}_args {name}={parameters[name]} set the same bound: give one "
@@ -274,9 +299,7 @@ def _given_twice(given: Mapping[str, float], parameters: Mapping[str, Any], opti
     )
 
 
-def _failed_trial(
-    reason: str, option: str, name: str, parameters: Mapping[str, Any], given: Mapping[str, float]
-) -> ValueError:
+def _failed_trial(reason: str, option: str, name: str, parameters: Mapping[str, Any], given: OwnOptions) -> ValueError:
     """Names the options that set what the reason speaks of; where it names no parameter, all parameters."""
     sources = [f"--algorithm.{key}" for key in given if key in reason]
     if parameters and (not sources or any(key in reason for key in parameters)):

@@ -21,6 +21,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
 from lightrl.strategy.base import TrainBatchResult
+from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.run import RunContext
 
@@ -211,7 +212,7 @@ def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_
     statistics.maximum("kl_coef", coefficients.kl)
     statistics.maximum("entropy_coef", coefficients.entropy)
     metrics = statistics.reduce(comm)
-    if "kl" in metrics:  # the policy was updated
+    if "kl" in metrics and isinstance(coefficients, Coefficients):  # "kl": the policy was updated
         coefficients.follow(kl=metrics["kl"], entropy=metrics["entropy"], num_samples=num_samples)
     return metrics
 
