@@ -1,17 +1,19 @@
 """Rewards: functions from a Sample to a number. Loaded by name and run by RewardSet."""
 
-from lightrl.rewards.kinds import (
+from lightrl.rewards.reward_set import BUILTIN_REWARDS, load_reward, score
+from lightrl.rewards.scoring import (
+    NO_REWARD,
     AnyReward,
     BatchReward,
     GroupReward,
     NoVerdictError,
     Reward,
+    RewardError,
     batch_reward,
     group_reward,
+    has_reward,
     isolated_reward,
 )
-from lightrl.rewards.reward_set import BUILTIN_REWARDS, load_reward, score
-from lightrl.rewards.scoring import NO_REWARD, RewardError, has_reward
 
 __all__ = [
     "BUILTIN_REWARDS",

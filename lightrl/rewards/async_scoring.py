@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.kinds import RewardKind
 from lightrl.rewards.scoring import (
     FailureBudget,
     Outcome,
     RewardError,
+    RewardKind,
     RewardRunner,
     ScoringLimits,
     TimeLimitError,

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightrl.config import JudgeConfig
 from lightrl.records import Prompt, Sample
-from lightrl.rewards.kinds import NoVerdictError
+from lightrl.rewards.scoring import NoVerdictError
 
 logger = logging.getLogger(__name__)
 

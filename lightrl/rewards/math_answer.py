@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.kinds import Isolation, NoVerdictError
+from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
 _FINAL_ANSWER = "####"  # precedes the answer in the solutions of word problems

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightrl.rewards.kinds import reward_name, unwrapped
+from lightrl.rewards.scoring import reward_name, unwrapped
 
 _LENGTH = struct.Struct("<Q")
 _FILE_MODULE_PREFIX = "lightrl_reward_file_"

@@ -15,9 +15,18 @@ from lightrl.config import JudgeConfig, RolloutConfig, named_values, nearest_nam
 from lightrl.imports import load_object
 from lightrl.records import Sample
 from lightrl.rewards.async_scoring import AsyncRunner
-from lightrl.rewards.kinds import AnyReward, kind_of, reward_name
 from lightrl.rewards.messages import run_file
-from lightrl.rewards.scoring import NO_REWARD, FailureBudget, Outcome, RewardError, RewardRunner, ScoringLimits
+from lightrl.rewards.scoring import (
+    NO_REWARD,
+    AnyReward,
+    FailureBudget,
+    Outcome,
+    RewardError,
+    RewardRunner,
+    ScoringLimits,
+    kind_of,
+    reward_name,
+)
 from lightrl.rewards.worker_pool import IsolatedRunner
 
 BUILTIN_REWARDS = {

@@ -12,9 +12,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lightrl.rewards.kinds import NoVerdictError
 from lightrl.rewards.messages import Reply, receive, run_file, send
-from lightrl.rewards.scoring import TimeLimitError, time_limit
+from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, time_limit
 
 _MEMORY_BYTES = 2 << 30  # beyond what the loaded reward holds
 

@@ -13,9 +13,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.kinds import Isolation, NoVerdictError, RewardKind, reward_name
 from lightrl.rewards.messages import Reply, packed_for_worker, receive, send
-from lightrl.rewards.scoring import FailureBudget, Outcome, RewardRunner, ScoringLimits, failed, score_outcome
+from lightrl.rewards.scoring import (
+    FailureBudget,
+    Isolation,
+    NoVerdictError,
+    Outcome,
+    RewardKind,
+    RewardRunner,
+    ScoringLimits,
+    failed,
+    reward_name,
+    score_outcome,
+)
 
 _START_S = 120.0  # for imports, on a busy machine
 _GRACE_S = 2.0  # for a worker to stop by itself before it is killed

@@ -1,34 +1,88 @@
-"""Turns prompts into scored samples: generation through the strategy, then rewards. Evaluation works the same way."""
+"""Turns prompts into scored samples: generation through the strategy, then rewards. Evaluation works the same way.
+
+Failures of rewards are counted over all ranks, and stop all ranks or none.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from lightrl.comm import Comm
 from lightrl.data.media import read_media
 from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import AnyReward
-from lightrl.rewards.reward_set import RewardSet
-from lightrl.rewards.scoring import has_reward
-from lightrl.rollout.scorer import Scorer
+from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
+from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward, with_traceback
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
 _ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
 
 Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position in the step's global batch
 
 
-class Collector:
+class Scorer:
+    """Applies the rewards of the run to this rank's samples. Every rank calls it, even with no sample."""
+
+    def __init__(self, comm: Comm, rewards: RewardSet) -> None:
+        self._comm = comm
+        self._rewards = rewards
+        self._num_shown = 0
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """Returns the weighted sum of the rewards of each sample, NO_REWARD where one failed; too many stop every rank.
+
+        statistics receives the mean of each reward and the number of failures, under names that begin with prefix.
+        """
+        budget = FailureBudget(self._rewards.policy.max_failures)
+        outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
+        counts = self._comm.all_reduce({"failures": len(budget.failures), "unsure": len(budget.no_verdicts)}, "sum")
+        if counts["failures"] or counts["unsure"]:
+            self._report_failures(budget, counts["failures"])
+        scores = self._rewards.combine(outcomes, len(samples))
+        if statistics is not None:
+            _describe(scores, budget, statistics, prefix)
+        return scores.rewards
+
+    def _run(self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        if not is_collective(reward):
+            with self._comm.phase(f"reward {label}", local=True):
+                return self._rewards.run(label, samples, budget)
+        with self._comm.phase(f"reward {label}"):
+            outcomes: list[Outcome] = reward(samples)  # type: ignore[operator]
+        with self._comm.phase(f"reward {label}", local=True):
+            budget.record(outcomes)
+        return outcomes
+
+    def _report_failures(self, budget: FailureBudget, num_failures: int) -> None:
+        """Prints the first failures of all ranks; raises on every rank if there are too many."""
+        mine = [*_distinct(budget.failures), *_distinct(budget.no_verdicts)]
+        shown = [(error.is_no_verdict, error.key, str(error), with_traceback(error)) for error in mine]
+        everyones = sorted(item for part in self._comm.all_gather_object(shown) for item in part)
+        if num_failures > budget.max_failures:
+            raise budget.exceeded(RewardError(everyones[0][2]), num_failures)
+        for *_, text in everyones[: _MAX_SHOWN - self._num_shown] if self._comm.is_main else []:
+            logger.warning("%s", text)
+            self._num_shown += 1
+
+
+class Collector(Scorer):
     """Samples and scores this rank's prompts. Every rank calls each method, even with no prompt."""
 
     def __init__(
         self, strategy: StrategyBase, reward: AnyReward | RewardSet, *, seed: int, max_new_tokens: int
     ) -> None:
+        super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
-        self._scorer = Scorer(strategy.comm, RewardSet.of(reward))
         self._seed = seed
         self._max_new_tokens = max_new_tokens
 
@@ -50,7 +104,7 @@ class Collector:
             SamplingParams(max_new_tokens=self._max_new_tokens, temperature=temperature, n=n, seed=seed)
             for seed in seeds
         ]
-        with self._strategy.comm.phase("reading images", local=True):
+        with self._comm.phase("reading images", local=True):
             requests = [_engine_prompt(prompt) for _, prompt in prompts]
         completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
         owners = [owner for owner in prompts for _ in range(n)]
@@ -71,19 +125,13 @@ class Collector:
             prompt_ids=completion.prompt_token_ids,
         )
 
-    def score(
-        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
-    ) -> list[float]:
-        """Returns the reward of each sample, NO_REWARD where it failed; too many failures stop every rank."""
-        return self._scorer.score(samples, statistics, prefix=prefix)
-
     def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:
         """Samples each prompt once, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
         if no sample has a reward.
         """
-        comm, statistics = self._strategy.comm, Statistics()
+        comm, statistics = self._comm, Statistics()
         mine = shard(list(enumerate(prompts)), comm.rank, comm.world)
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
         samples = self._generate(mine, seeds, 1, temperature)
@@ -101,3 +149,16 @@ def _engine_prompt(prompt: Prompt) -> EnginePrompt:
         return EnginePrompt(token_ids=prompt.token_ids)
     images, videos = read_media(prompt)
     return EnginePrompt(token_ids=prompt.token_ids, images=tuple(images), videos=tuple(videos))
+
+
+def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:
+    """The first few errors; one that stands for many samples is listed once."""
+    return list(dict.fromkeys(errors))[:_MAX_SHOWN]
+
+
+def _describe(scores: Scores, budget: FailureBudget, statistics: Statistics, prefix: str) -> None:
+    for label, values in scores.components.items():
+        if values:
+            statistics.mean(f"{prefix}reward/{label}", sum(values), len(values))
+    statistics.add(f"{prefix}reward/failures", len(budget.failures))
+    statistics.add(f"{prefix}reward/no_verdict", len(budget.no_verdicts))

@@ -15,7 +15,7 @@ from lightrl.metrics import Statistics
 from lightrl.models.policy import load_tokenizer
 from lightrl.records import Sample
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.scorer import Scorer
+from lightrl.rollout.collector import Scorer
 from lightrl.strategy import create_strategy
 
 TEXTS = ["1+2", "33+44=7", "5", "12+34=46", "9+9=18"]

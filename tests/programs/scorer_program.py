@@ -15,7 +15,7 @@ from lightrl.metrics import Statistics
 from lightrl.records import Sample
 from lightrl.rewards import NoVerdictError, RewardError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
-from lightrl.rollout.scorer import Scorer
+from lightrl.rollout.collector import Scorer
 
 
 def picky(sample: Sample) -> float:

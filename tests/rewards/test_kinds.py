@@ -8,7 +8,7 @@ import pytest
 
 from lightrl.records import Sample
 from lightrl.rewards import batch_reward, group_reward, isolated_reward
-from lightrl.rewards.kinds import Isolation, RewardKind, kind_of, reward_name
+from lightrl.rewards.scoring import Isolation, RewardKind, kind_of, reward_name
 
 
 def plain(sample: Sample) -> float:

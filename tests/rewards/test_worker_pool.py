@@ -12,8 +12,8 @@ import pytest
 from reward_samples import answered, doing_as_told, forgiving
 
 from lightrl.rewards import NoVerdictError, load_reward
-from lightrl.rewards.kinds import Isolation, kind_of
 from lightrl.rewards.messages import packed_for_worker
+from lightrl.rewards.scoring import Isolation, kind_of
 from lightrl.rewards.worker_pool import WorkerError, WorkerPool
 
 

@@ -14,7 +14,7 @@ from lightrl.comm import Comm
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
-from lightrl.rollout.scorer import Scorer
+from lightrl.rollout.collector import Scorer
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "scorer_program.py"
