@@ -291,7 +291,7 @@ def table(reached: tuple[int, int, int] | None) -> str:
         "|---|---|---|---|",
     ]
     lines += [
-        f"| `{item.name}` ({item.path.removeprefix('lightrl/strategy/')}) | {item.lines} | {len(item.own_names)} | "
+        f"| `{item.name}` ({item.path.removeprefix('lightrl/')}) | {item.lines} | {len(item.own_names)} | "
         f"{len(item.all_names)} |"
         for item in classes_in("lightrl/strategy/")
     ]

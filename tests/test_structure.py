@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
-    "engines/base.py": "engines/test_colocated.py",
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",
     "rewards/async_scoring.py": "rewards/test_scoring.py",
     "rewards/sandbox_launcher.py": "rewards/test_sandbox.py",
     "strategy/base.py": "strategy/test_contract.py",
+    "strategy/foreign_models.py": "strategy/test_public_contract.py",
     "strategy/optim/hooks.py": "strategy/test_contract.py",
     "strategy/results.py": "strategy/test_contract.py",
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",

@@ -297,7 +297,7 @@ def _sums(problems: list[dict[str, str]]) -> _Sums:
 
 
 def _answer_table(largest: int) -> Tensor:
-    """Returns a table whose row v is the answer v: its digits, the end token, padding.  # [largest + 1, 4] int64"""
+    """Returns a table whose row v is the answer v: its digits, the end token, padding; [largest + 1, 4] int64."""
     rows = [[*(_TOKEN_IDS[digit] for digit in str(value)), _EOS_ID] for value in range(largest + 1)]
     return torch.tensor([row + [_PAD_ID] * (_NUM_ANSWER_TOKENS - len(row)) for row in rows])
 
@@ -368,7 +368,7 @@ def _with_errors(values: Tensor, wrong_share: float, largest_error: int, generat
 
 
 def _answer_nll(model: PreTrainedModel, prompt_ids: Tensor, answer_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the NLL of each answer token, 0 on padding, and the mask of answer tokens.  # [B, 4] each"""
+    """Returns the NLL of each answer token, 0 on padding, and the mask of answer tokens; [B, 4] each."""
     input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
     logits = model(input_ids=input_ids, logits_to_keep=_NUM_ANSWER_TOKENS, use_cache=False).logits
     is_answer = answer_ids != _PAD_ID

@@ -20,7 +20,7 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
-from lightrl.engines.weight_sync import Fingerprint, WeightProof
+from lightrl.engines.weights.account import Fingerprint, WeightProof
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A reward that compares mathematical answers by math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
+r"""A reward that compares mathematical answers by math-verify: 1/2 equals 0.5 and \frac{2}{4}."""
 
 from __future__ import annotations
 

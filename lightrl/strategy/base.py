@@ -26,10 +26,11 @@ from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
-from lightrl.engines.weight_sync import Fingerprint
+from lightrl.engines.weights.account import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy.computation import check_compiler, compile_blocks
-from lightrl.strategy.contract import ForeignNames, is_actor
+from lightrl.strategy.contract import ForeignNames
+from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
@@ -62,11 +63,10 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self.accumulation_steps = 1
-        if not self.options.exact_batches:  # train_batch takes any sizes; accumulation by calls needs sizes that fit
-            # A group of --tp_size x --sp_size ranks runs the micro-batches of all its ranks, one after the other.
-            num_groups = int(os.environ.get("WORLD_SIZE", "1")) // (self.options.tp_size * self.options.sp_size)
-            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, max(1, num_groups))
+        self.accumulation_steps = 1  # train_batch takes any sizes; accumulation by calls needs sizes that fit
+        if not self.options.exact_batches:
+            group_size = self.options.tp_size * self.options.sp_size
+            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, group_size)
         self.device = torch.device("cpu")
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
@@ -231,18 +231,6 @@ class StrategyBase(ForeignNames, ABC):
             compile_blocks(model)
         self._trained = [entry for entry in self._trained if entry.model is not model]
         self._trained.append(TrainedModel(model, optimizer, scheduler))
-
-    def unwrap_model(self, model: Any) -> nn.Module:
-        """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
-        for attribute in ("hf", "module", "_orig_mod"):
-            inner = getattr(model, attribute, None)
-            if isinstance(inner, nn.Module):
-                return self.unwrap_model(inner)
-        get_base_model = getattr(model, "get_base_model", None)  # PEFT
-        if callable(get_base_model):
-            return self.unwrap_model(get_base_model())
-        module: nn.Module = model
-        return module
 
     def set_global_step(self, global_step: int) -> None:
         """Sets the trainer's step, with which the next weight sync is stamped."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from easydict import EasyDict
@@ -21,70 +21,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
-from lightrl.comm import Comm
-from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine
-from lightrl.engines.colocated import SyncReport
 from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
+from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
 from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
-from lightrl.strategy.optim.value_head import freeze_all_but_value_head, has_value_head
-from lightrl.strategy.results import TrainedModel
+from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
-from lightrl.strategy.serving.colocated_serving import ColocatedServing
-from lightrl.strategy.serving.residency import Residency
 
 logger = logging.getLogger(__name__)
-
-
-def is_actor(model: Any) -> bool:
-    """Returns whether this is the policy that is trained, and not a critic, reward or reference model."""
-    return bool(getattr(model, "is_actor", False))
-
-
-class Native(Protocol):
-    """The attributes and methods of StrategyBase that the foreign names stand for."""
-
-    args: Any
-    seed: int
-    tokenizer: foreign_inputs.Decoder | None
-    update_hooks: list[UpdateHook]
-    grad_scaler: GradScaler | None
-    _trained: list[TrainedModel]
-
-    @property
-    def options(self) -> StrategyOptions: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def comm(self) -> Comm: ...
-    @property
-    def serving(self) -> ColocatedServing: ...
-    @property
-    def residency(self) -> Residency: ...
-    def prepare_model(self, model: nn.Module) -> nn.Module: ...
-    def prepare_frozen(self, model: nn.Module) -> nn.Module: ...
-    def create_optimizer(self, model: nn.Module) -> Optimizer: ...
-    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None: ...
-    def trained_entry(self, model: nn.Module | None) -> TrainedModel: ...
-    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
-    def set_global_step(self, global_step: int) -> None: ...
-    def sync_weights(self, model: nn.Module) -> SyncReport: ...
-    def save_ckpt(self, model: nn.Module, save_dir: str, *, max_mem: int = 1000) -> None: ...
-    def load_ckpt(self, model: nn.Module, load_dir: str) -> Any: ...
-    def _prepare_trained(
-        self,
-        model: nn.Module,
-        optim: OptimConfig,
-        lr: float,
-        schedule_length: int,
-        head_lr: float | None,
-        frozen_head_steps: int,
-    ) -> TrainedModel: ...
 
 
 class ForeignNames(ABC):
@@ -100,7 +47,7 @@ class ForeignNames(ABC):
         A single item is returned as a single item. is_rlhf: a lone module is a reference or reward model, so it is
         frozen and put in evaluation mode.
         """
-        prepared = [_prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
+        prepared = [prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_models_and_optimizers(
@@ -112,7 +59,7 @@ class ForeignNames(ABC):
         max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
         or None) and initial_model may be None.
         """
-        options = _options_of(self, args)
+        options = options_of(self, args)
         if actor is not None or (
             critic is not None and not self._trained
         ):  # a later critic need not match the patterns
@@ -121,14 +68,26 @@ class ForeignNames(ABC):
             actor.is_actor = True
         several = isinstance(reward_models, list | tuple)
         frozen = [
-            _prepare_item(self, item, freeze_lone=True) for item in (reward_models if several else [reward_models])
+            prepare_item(self, item, freeze_lone=True) for item in (reward_models if several else [reward_models])
         ]
         return (
-            _prepare_slot(self, actor, options, options.lr, max_steps),
-            _prepare_slot(self, critic, options, options.critic_lr, max_steps),
+            prepare_slot(self, actor, options, options.lr, max_steps),
+            prepare_slot(self, critic, options, options.critic_lr, max_steps),
             frozen if several else frozen[0],
-            _prepare_item(self, initial_model, freeze_lone=True),
+            prepare_item(self, initial_model, freeze_lone=True),
         )
+
+    def unwrap_model(self, model: Any) -> nn.Module:
+        """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
+        for attribute in ("hf", "module", "_orig_mod"):
+            inner = getattr(model, attribute, None)
+            if isinstance(inner, nn.Module):
+                return self.unwrap_model(inner)
+        get_base_model = getattr(model, "get_base_model", None)  # PEFT
+        if callable(get_base_model):
+            return self.unwrap_model(get_base_model())
+        module: nn.Module = model
+        return module
 
     def build_optimizer(self: Native, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
         """Returns the optimizer of the options; a warm-up trains a value head alone for critic_warmup_steps updates."""
@@ -331,7 +290,7 @@ class ForeignNames(ABC):
         self: Native, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None
     ) -> InferenceEngine:
         """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        options = _options_of(self, args)
+        options = options_of(self, args)
         return self.serving.start(engine_type, model=actor, tokenizer=self.tokenizer, options=options)
 
     def engine_generate_local(
@@ -424,45 +383,3 @@ class ForeignNames(ABC):
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
-
-
-def _options_of(strategy: Native, args: Any) -> StrategyOptions:
-    return strategy.options if args is None or args is strategy.args else StrategyOptions.from_args(args)
-
-
-def _prepare_item(strategy: Native, item: Any, *, freeze_lone: bool) -> Any:
-    if item is None:
-        return None
-    if isinstance(item, nn.Module):
-        return strategy.prepare_frozen(item) if freeze_lone else strategy.prepare_model(item)
-    model, optimizer, *rest = item
-    if model is None:
-        return item
-    old_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    model = strategy.prepare_model(model)
-    if optimizer is not None:
-        _repoint_optimizer(optimizer, old_names, model)
-        strategy.register(model, optimizer, rest[0] if rest else None)
-    return (model, optimizer, *rest)
-
-
-def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
-    """Gives an optimizer that was made before the model was sharded the parameters that it has now."""
-    new = dict(model.named_parameters())
-    if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
-        raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
-    for group in optimizer.param_groups:
-        group["params"] = [new.get(old_names.get(id(item), ""), item) for item in group["params"]]
-
-
-def _prepare_slot(
-    strategy: Native, model: Any, options: StrategyOptions, lr: float, max_steps: int
-) -> tuple[Any, Any, Any]:
-    """Prepares the model of the actor's or the critic's argument."""
-    if model is None:
-        return None, None, None
-    has_head = has_value_head(model)
-    head_lr = options.critic_lr if has_head and is_actor(model) else None
-    frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
-    trained = strategy._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
-    return trained.model, trained.optimizer, trained.scheduler

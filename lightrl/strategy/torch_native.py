@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrl.engines.weight_sync import Fingerprint
+from lightrl.engines.weights.account import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights, save_adapter

@@ -59,6 +59,7 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     def built(self, source: PreTrainedModel) -> Iterator[ColocatedEngine]:
+        """Provides the engine, and the model that it must equal."""
         engine = create_engine(
             self.engine,
             source=source,
@@ -252,12 +253,14 @@ class EngineContract:
 
 
 def load(folder: str) -> PreTrainedModel:
+    """Loads the model of a folder in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     return model
 
 
 def is_awake(engine: ColocatedEngine) -> bool:
+    """Returns whether the engine can generate."""
     return engine.status is EngineStatus.WAKEUP
 
 
@@ -267,12 +270,14 @@ def weights_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def watched(pairs: list[tuple[str, Tensor]], consumed: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the pairs and notes the name of each that is taken."""
     for name, tensor in pairs:
         consumed.append(name)
         yield name, tensor
 
 
 def finish(engine: ColocatedEngine) -> list[Completion]:
+    """Steps until no request is left and returns all completions."""
     done: list[Completion] = []
     while engine.has_unfinished():
         done.extend(engine.step())
@@ -281,6 +286,7 @@ def finish(engine: ColocatedEngine) -> list[Completion]:
 
 @torch.no_grad()
 def response_logits(model: Any, item: Completion) -> Tensor:
+    """Returns the model's logits for each response token, [tokens, vocabulary]."""
     ids = torch.tensor([[*item.prompt_token_ids, *item.output_token_ids]])
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(item.prompt_token_ids) - 1 : -1]
     return logits.float()
@@ -294,4 +300,5 @@ def difference(model: Any, item: Completion, temperature: float = 1.0) -> Tensor
 
 
 def largest_difference(model: Any, item: Completion, temperature: float = 1.0) -> float:
+    """Returns the largest difference of a logprob from the model's."""
     return float(difference(model, item, temperature).max())

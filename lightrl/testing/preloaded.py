@@ -83,6 +83,7 @@ class Forked:
         return int(line)
 
     def send(self, signum: int) -> None:
+        """Sends a signal to the program."""
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(self._pid, signum)
 

@@ -8,78 +8,36 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.testing import assert_close
 
 from lightrl.comm import RankError
 from lightrl.data.packing import unpack
 from lightrl.engines.base import WeightSyncError
-from lightrl.models.policy import Policy
 from lightrl.records import PackedBatch, TokenScores
-from lightrl.strategy.base import StrategyBase, TrainBatchResult
+from lightrl.strategy.base import StrategyBase
 from lightrl.testing.tiny_training import (
     EVERYTHING,
-    MakeOptimizer,
-    adamw,
+    counted_reductions,
+    differ,
+    expect,
+    fresh,
     loss_fn,
     make_batch,
+    my_batches,
     num_tokens,
+    parameters,
+    same,
     samples,
     tiny_policy,
-    trainable,
+    train,
 )
 
 VICTIM = "model.layers.1.mlp.down_proj.weight"
-_SMALL = 256  # elements; a reduction of less carries a norm or a flag, no gradients
-
-
-def fresh(strategy: StrategyBase, seed: int = 0, make_optimizer: MakeOptimizer = adamw) -> tuple[Policy, Optimizer]:
-    policy: Any = strategy.prepare_model(tiny_policy(seed=seed))
-    optimizer = make_optimizer(trainable(policy))
-    strategy.register(policy, optimizer)
-    return policy, optimizer
-
-
-def my_batches(strategy: StrategyBase, step: int, size: int = 2) -> list[PackedBatch]:
-    mine = samples(step)[strategy.comm.rank :: strategy.comm.world]
-    return [make_batch(mine[i : i + size]).to(strategy.device) for i in range(0, len(mine), size)]
-
-
-def train(strategy: StrategyBase, policy: nn.Module, step: int) -> TrainBatchResult:
-    return strategy.train_batch(my_batches(strategy, step), loss_fn, num_tokens, model=policy)
-
-
-def parameters(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in strategy.full_parameters(policy)}
-
-
-def same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Asserts equality bit for bit."""
-    assert sorted(actual) == sorted(wanted)
-    for name, value in wanted.items():
-        assert_close(actual[name].detach(), value.detach(), atol=0, rtol=0, msg=partial("{}: {}".format, name))
-
-
-def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(value, second[name]) for name, value in first.items())
-
-
-def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except error_type as error:
-        if text not in str(error):
-            raise AssertionError(f"{text!r} is not in the error") from error
-        return
-    raise AssertionError(f"no error with {text!r}")
 
 
 # ---- Weights -----------------------------------------------------------------------------------------------------
@@ -120,6 +78,7 @@ def check_state_dict_modes(strategy: StrategyBase) -> None:
 
 
 def whole_state(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
+    """Returns the whole state dict on every rank."""
     return strategy.get_model_state_dict(cpu_offload=False, full_state_dict=True, model=policy)
 
 
@@ -166,6 +125,7 @@ def check_engine_weights(strategy: StrategyBase) -> None:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Returns the tokens that the model finds likeliest after a prompt."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -235,30 +195,6 @@ def check_one_reduction_per_update(strategy: StrategyBase) -> None:
     assert counts[0] == counts[1] > 0, counts
 
 
-@contextmanager
-def counted_reductions() -> Iterator[list[str]]:
-    names = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the last since torch 2.13
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    calls: list[str] = []
-
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-            if max(tensor.numel() for tensor in tensors) > _SMALL:
-                calls.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    try:
-        for name, function in originals.items():
-            setattr(dist, name, counting(name, function))
-        yield calls
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-
-
 def check_accumulation_by_calls(strategy: StrategyBase) -> None:
     """backward and optimizer_step per micro-batch, an update every accumulation_steps calls."""
     policy, optimizer = fresh(strategy)
@@ -304,6 +240,7 @@ def check_forward_restores_order(strategy: StrategyBase) -> None:
 
 
 def check_eval_batch(strategy: StrategyBase) -> None:
+    """Evaluating gives the loss that a training on the same batches reports."""
     policy, _ = fresh(strategy)
     evaluated = strategy.eval_batch(my_batches(strategy, 0), loss_fn, num_tokens, model=policy)
     assert_close(evaluated, train(strategy, policy, 0).loss, atol=1e-6, rtol=0)
@@ -440,6 +377,7 @@ def check_checkpoint(strategy: StrategyBase) -> None:
 
 
 def load_on_one(strategy: StrategyBase, policy: nn.Module, folder: str, tag: str) -> None:
+    """Loads a checkpoint, and raises FileNotFoundError on every rank if it is missing."""
     try:
         strategy.load_ckpt(policy, folder, tag=tag)
     except RankError as error:  # only rank 0 looks for the folder
@@ -468,6 +406,7 @@ def train_on_from(strategy: StrategyBase, folder: Path) -> list[tuple[float, flo
 
 
 def check_small_members(strategy: StrategyBase) -> None:
+    """Ranks, memory reports and data loaders are those of the world."""
     assert strategy.get_rank() == strategy.comm.rank
     assert strategy.is_rank_0() == (strategy.comm.rank == 0)
     report = strategy.report_memory("test")

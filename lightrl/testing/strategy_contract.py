@@ -19,7 +19,7 @@ from lightrl.strategy.single import SingleStrategy
 from lightrl.testing import strategy_checks, strategy_program
 from lightrl.testing.spmd import SpmdError, run_program, run_spmd
 from lightrl.testing.strategy_parity import VARIANTS
-from lightrl.testing.tiny_training import Trained, plain_training
+from lightrl.testing.tiny_training import Trained, plain_training, same
 
 reference = cache(plain_training)
 
@@ -44,6 +44,8 @@ class Run(NamedTuple):
 
 
 class Alone(NamedTuple):
+    """A run in one process that the other ranks continue."""
+
     folder: Path  # holds a checkpoint
     continued: list[tuple[float, float]]  # (loss, gradient norm) of the steps after it
 
@@ -73,6 +75,7 @@ class StrategyParity:
 
     @pytest.fixture(scope="class")
     def runs(self, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> list[Run]:
+        """Provides one start of the program for each number of ranks."""
         return [self._start(world, tmp_path_factory.mktemp(f"world{world}"), alone) for world in self.world_sizes]
 
     def _start(self, world: int, folder: Path, alone: Alone) -> Run:
@@ -134,7 +137,7 @@ class StrategyContract(StrategyParity):
             run.require("export")
             model: Any = AutoModelForCausalLM.from_pretrained(run.folder / "hf")
             trained = torch.load(run.folder / "exported.pt", weights_only=True)
-            strategy_checks.same({name: p.detach() for name, p in model.named_parameters()}, trained)
+            same({name: p.detach() for name, p in model.named_parameters()}, trained)
             assert model.lm_head.weight is model.model.embed_tokens.weight
 
     def test_a_checkpoint_is_read_at_another_world_size_and_by_another_strategy(
@@ -150,12 +153,14 @@ class StrategyContract(StrategyParity):
 
 
 def single_process() -> SingleStrategy:
+    """Makes a strategy of one process, which is the reference of the others."""
     strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
     strategy.setup_distributed()
     return strategy
 
 
 def compare(found: Trained, wanted: Trained, *, is_adam: bool) -> None:
+    """Asserts that losses, norms and parameters of two trainings agree."""
     assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), atol=1e-5, rtol=0)
     assert_close(torch.tensor(found.norms), torch.tensor(wanted.norms), atol=0, rtol=1e-4)
     assert sorted(found.parameters) == sorted(wanted.parameters)

@@ -23,6 +23,8 @@ from lightrl.testing.tiny_training import (
 
 
 class Variant(NamedTuple):
+    """One way to train: optimizer, clip, how samples are split, what is frozen."""
+
     make_optimizer: MakeOptimizer = adamw
     max_norm: float = 1.0  # 0 does not clip: a clip hides a gradient that is wrong by a factor, and so does Adam
     micro_size: int = EVERYTHING
@@ -41,6 +43,7 @@ VARIANTS = {
 
 
 def train(strategy: StrategyBase, variant: Variant, steps: int = STEPS) -> Trained:
+    """Trains a tiny policy in this way and returns what plain PyTorch must equal."""
     rank, world = strategy.comm.rank, strategy.comm.world
     # Rank 0's weights must win, whatever the others were built with.
     policy: Any = tiny_policy(seed=rank, device="cpu" if strategy.materializes_weights else "meta")

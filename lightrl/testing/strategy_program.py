@@ -33,6 +33,7 @@ class Report:
         self._content: dict[str, Any] = {"done": []}
 
     def run(self, name: str, function: Callable[[], Any]) -> Any:
+        """Runs one part on all ranks and notes that it is done."""
         self._say({"running": name})
         self._strategy._trained = []
         self._strategy.max_norm = 1.0
@@ -42,6 +43,7 @@ class Report:
         return result
 
     def add(self, **content: Any) -> None:
+        """Adds values to the report."""
         self._say(content)
 
     def _say(self, content: dict[str, Any]) -> None:
@@ -51,6 +53,7 @@ class Report:
 
 
 def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list[str], steps: int) -> None:
+    """Trains in each named way and writes the parameters for the test to compare."""
     for name in names:
         index, variant = list(VARIANTS).index(name), VARIANTS[name]
         trained = report.run(name, partial(train, strategy, variant, steps))
@@ -60,6 +63,7 @@ def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list
 
 
 def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None) -> None:
+    """Runs every check of StrategyContract and reports each by name."""
     for check in strategy_checks.CHECKS:
         report.run(check.__name__.removeprefix("check_"), partial(check, strategy))
     report.run("export", partial(strategy_checks.check_export, strategy, folder))
@@ -70,6 +74,7 @@ def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_fr
 
 
 def main() -> None:
+    """Runs what the test asked for on this rank, and writes the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--continue_from", type=Path)

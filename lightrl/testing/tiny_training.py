@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrl.algorithms.losses import ppo_clip
-from lightrl.algorithms.tokens import PolicyTokens
+from lightrl.algorithms.losses import PolicyTokens, ppo_clip
 from lightrl.data.packing import dummy_batch, pack
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
+from lightrl.strategy.base import StrategyBase, TrainBatchResult
 
 VOCAB = 98  # not a multiple of 4 ranks; the embedding is tied: both have broken sharded training before
 TEMPERATURE = 0.8
 STEPS = 3
+_SMALL = 256  # elements; a reduction of less carries a norm or a flag, no gradients
 EVERYTHING = 99  # samples in a micro-batch: more than there are
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -33,6 +38,7 @@ class Trained(NamedTuple):
 
 
 def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
+    """Builds a random two-layer Qwen3 whose embeddings are tied."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -76,6 +82,7 @@ def _experience(position: int, draw: torch.Generator) -> Experience:
 
 
 def make_batch(experiences: Sequence[Experience]) -> PackedBatch:
+    """Packs samples into a micro-batch; none become a dummy."""
     if not experiences:
         return dummy_batch(temperature=TEMPERATURE)
     old = {(e.sample.position, 0): e.sample.sampler_logprobs for e in experiences}
@@ -83,6 +90,7 @@ def make_batch(experiences: Sequence[Experience]) -> PackedBatch:
 
 
 def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
+    """Returns PPO's clipped loss, a mean over the trained tokens of a micro-batch."""
     assert batch.old_logprobs is not None
     tokens = PolicyTokens(
         logprobs=scores.logprobs,
@@ -98,6 +106,7 @@ def loss_fn(scores: TokenScores, batch: PackedBatch) -> Tensor:
 
 
 def num_tokens(batch: PackedBatch) -> Tensor:
+    """Returns the number of trained tokens of a micro-batch."""
     return batch.loss_mask.sum()
 
 
@@ -146,12 +155,14 @@ def plain_training(
 
 
 def freeze(model: nn.Module, prefix: str | None) -> None:
+    """Freezes the parameters whose name begins with the prefix; None freezes none."""
     for name, parameter in model.named_parameters():
         if prefix is not None and name.startswith(prefix):
             parameter.requires_grad_(False)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that train."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -164,4 +175,80 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Makes SGD, which hides no error of scale."""
     return torch.optim.SGD(parameters, lr=0.05)
+
+
+# ---- On a strategy ---------------------------------------------------------------------------------------------------
+
+
+def fresh(strategy: StrategyBase, seed: int = 0, make_optimizer: MakeOptimizer = adamw) -> tuple[Policy, Optimizer]:
+    """Prepares a tiny policy on the strategy, with its optimizer."""
+    policy: Any = strategy.prepare_model(tiny_policy(seed=seed))
+    optimizer = make_optimizer(trainable(policy))
+    strategy.register(policy, optimizer)
+    return policy, optimizer
+
+
+def my_batches(strategy: StrategyBase, step: int, size: int = 2) -> list[PackedBatch]:
+    """Returns this rank's samples of a step as micro-batches."""
+    mine = samples(step)[strategy.comm.rank :: strategy.comm.world]
+    return [make_batch(mine[i : i + size]).to(strategy.device) for i in range(0, len(mine), size)]
+
+
+def train(strategy: StrategyBase, policy: nn.Module, step: int) -> TrainBatchResult:
+    """Takes one update on this rank's samples of a step."""
+    return strategy.train_batch(my_batches(strategy, step), loss_fn, num_tokens, model=policy)
+
+
+def parameters(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
+    """Returns a copy of every whole parameter by name."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in strategy.full_parameters(policy)}
+
+
+def same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Asserts equality bit for bit."""
+    assert sorted(actual) == sorted(wanted)
+    for name, value in wanted.items():
+        assert_close(actual[name].detach(), value.detach(), atol=0, rtol=0, msg=partial("{}: {}".format, name))
+
+
+def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Returns whether any tensor differs."""
+    return any(not torch.equal(value, second[name]) for name, value in first.items())
+
+
+def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str, function: Callable[[], Any]) -> None:
+    """Asserts that a call raises this error with this text in its message."""
+    try:
+        function()
+    except error_type as error:
+        if text not in str(error):
+            raise AssertionError(f"{text!r} is not in the error") from error
+        return
+    raise AssertionError(f"no error with {text!r}")
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[str]]:
+    """Collects the names of large reductions that run inside it."""
+    names = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the last since torch 2.13
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    calls: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+            if max(tensor.numel() for tensor in tensors) > _SMALL:
+                calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, counting(name, function))
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import CheckpointConfig, StrategyOptions
 from lightrl.strategy import state_files, strategy_class
-from lightrl.testing.strategy_checks import fresh, parameters, same, train
+from lightrl.testing.tiny_training import fresh, parameters, same, train
 
 STEPS = 4
 

@@ -10,8 +10,19 @@ from lightrl.config import DeepSpeedConfig, StrategyOptions
 from lightrl.strategy.deepspeed import DeepSpeedStrategy
 from lightrl.strategy.layout.zero import is_partitioned
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing.strategy_checks import differ, fresh, my_batches, parameters, same, train
-from lightrl.testing.tiny_training import loss_fn, make_batch, num_tokens, samples, tiny_policy
+from lightrl.testing.tiny_training import (
+    differ,
+    fresh,
+    loss_fn,
+    make_batch,
+    my_batches,
+    num_tokens,
+    parameters,
+    same,
+    samples,
+    tiny_policy,
+    train,
+)
 
 
 def make(cls=DeepSpeedStrategy, *, dtype="float32", critic_warmup_steps=0, **settings):

@@ -18,8 +18,19 @@ from lightrl.models import lora
 from lightrl.models.policy import Policy, response_batch
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.torch_native import TorchStrategy
-from lightrl.testing.strategy_checks import parameters, same, train
-from lightrl.testing.tiny_training import STEPS, MakeOptimizer, Trained, adamw, make_batch, sgd, tiny_policy, trainable
+from lightrl.testing.tiny_training import (
+    STEPS,
+    MakeOptimizer,
+    Trained,
+    adamw,
+    make_batch,
+    parameters,
+    same,
+    sgd,
+    tiny_policy,
+    train,
+    trainable,
+)
 
 OPTIONS = LoraConfig(rank=4)
 SEED = 7

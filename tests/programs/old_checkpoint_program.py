@@ -21,8 +21,7 @@ from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.models.critic import Critic, ValueHead
 from lightrl.models.policy import Policy
 from lightrl.strategy import StrategyBase, strategy_class
-from lightrl.testing.strategy_checks import my_batches, parameters
-from lightrl.testing.tiny_training import VOCAB, loss_fn, num_tokens
+from lightrl.testing.tiny_training import VOCAB, loss_fn, my_batches, num_tokens, parameters
 
 OPTIM = OptimConfig(schedule="linear", weight_decay=0.1)
 

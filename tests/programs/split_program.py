@@ -19,8 +19,16 @@ from lightrl.models.policy import Policy
 from lightrl.models.reward_model import RewardModel
 from lightrl.strategy import create_strategy
 from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
-from lightrl.testing.strategy_checks import expect, fresh, my_batches, parameters, same, train
-from lightrl.testing.tiny_training import make_batch, samples
+from lightrl.testing.tiny_training import (
+    expect,
+    fresh,
+    make_batch,
+    my_batches,
+    parameters,
+    same,
+    samples,
+    train,
+)
 
 SIZES = {
     "vocab_size": 98,

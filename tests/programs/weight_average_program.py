@@ -12,8 +12,17 @@ from torch.testing import assert_close
 from lightrl.config import DeepSpeedConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import strategy_class
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing.strategy_checks import parameters, same, train
-from lightrl.testing.tiny_training import EVERYTHING, loss_fn, make_batch, num_tokens, samples, tiny_policy
+from lightrl.testing.tiny_training import (
+    EVERYTHING,
+    loss_fn,
+    make_batch,
+    num_tokens,
+    parameters,
+    same,
+    samples,
+    tiny_policy,
+    train,
+)
 
 DECAY = 0.75
 UPDATES = 3

@@ -8,8 +8,7 @@ from torch import nn
 from lightrl.config import GRPOConfig
 from lightrl.strategy import TorchStrategy, create_strategy
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.testing.strategy_checks import parameters, train
-from lightrl.testing.tiny_training import tiny_policy
+from lightrl.testing.tiny_training import parameters, tiny_policy, train
 
 
 class CountingLayout(PlainLayout):

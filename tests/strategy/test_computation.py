@@ -16,8 +16,7 @@ from lightrl.models import lora
 from lightrl.strategy import create_strategy
 from lightrl.strategy.computation import check_compiler, compile_blocks, enable_gradient_checkpointing
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing.strategy_checks import parameters, train
-from lightrl.testing.tiny_training import make_batch, samples, sgd, tiny_policy, trainable
+from lightrl.testing.tiny_training import make_batch, parameters, samples, sgd, tiny_policy, train, trainable
 
 STEPS = 4
 

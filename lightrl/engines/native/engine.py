@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments
-from lightrl.engines.architecture import eos_ids
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -24,6 +23,7 @@ from lightrl.engines.base import (
     InferenceEngine,
     SamplingParams,
     as_prompt,
+    eos_ids,
 )
 from lightrl.engines.native.cache import LayerStorage, RowCache
 from lightrl.engines.native.forward import ModelRunner

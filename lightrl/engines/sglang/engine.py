@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments
-from lightrl.engines.architecture import eos_ids, model_folder, skeleton
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -32,6 +31,9 @@ from lightrl.engines.base import (
     SamplingParams,
     WeightSyncError,
     as_prompt,
+    eos_ids,
+    model_folder,
+    skeleton,
 )
 from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
 from lightrl.engines.sglang.loader import LOADER

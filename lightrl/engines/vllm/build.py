@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
-from lightrl.engines.architecture import architecture_of, eos_ids, model_folder
-from lightrl.engines.base import EngineGroup
+from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
-from lightrl.engines.architecture import skeleton
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -27,6 +26,7 @@ from lightrl.engines.base import (
     InferenceEngine,
     SamplingParams,
     as_prompt,
+    skeleton,
 )
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.delivery import Delivery

@@ -1,11 +1,15 @@
 """The account of one weight sync: which parameters came, what is wrong with any, and whether the engine holds them.
 
-Engines differ in where a tensor ends up (placement.py); what they report about it is the same for all of them.
+Two accounts are kept. WeightProof watches the tensors on their way to the engine: they are the trainer's, each name
+once, each with the trainer's values. The engine's own WeightAccount tells whether it holds what it was given. Engines
+differ in where a tensor ends up (placement.py); what they report about it is the same for all of them. The canary
+(strategy/serving/canary.py) checks the result by its logprobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,6 +22,7 @@ Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
 
 _NUM_SHOWN = 20  # problems named in an error
 _NUM_SAMPLED = 32  # values compared of a tensor, or of each part of it
+_CHUNK = 1 << 24  # elements turned to float64 at a time: 128 MiB
 _STRIDE = 2_654_435_761  # a prime, so that the sampled values lie in every row and column of a matrix
 
 
@@ -61,21 +66,19 @@ class WeightAccount:
 
     def accept(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the engine should load the tensor; if it should not, that is a problem."""
-        problem = self._problem_with(name, tensor)
+        is_new = name in self._shapes and name not in self._came
+        is_good = is_new and self._shapes[name] in (None, tuple(tensor.shape))
+        if not is_good:
+            self.add_problem(self._describe_problem(name, tensor))
         self._came.add(name)
-        if problem:
-            self._problems.append(problem)
-        return not problem
+        return is_good
 
-    def _problem_with(self, name: str, tensor: Tensor) -> str:
+    def _describe_problem(self, name: str, tensor: Tensor) -> str:
         if name not in self._shapes:
             return f"unknown {name}"
         if name in self._came:
             return f"{name} came twice"
-        shape = self._shapes[name]
-        if shape is not None and tuple(tensor.shape) != shape:
-            return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {shape}"
-        return ""
+        return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {self._shapes[name]}"
 
     def add_problem(self, problem: str) -> None:
         """Records what an engine's loader found wrong."""
@@ -144,9 +147,15 @@ def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, 
     shape: of the whole tensor. where: the indices of the values in it.
     """
     held = parameter.detach()
-    if _has_values(held, place, shape, where, values):
-        return True
-    # Some models keep a layer's matrix transposed (Conv1D); the shape of a square one does not tell.
+    if held.shape == shape and not place.held and not place.given:
+        has_values = _are_equal(held[tuple(index.to(held.device) for index in where)], values)
+    else:
+        has_values = _has_values(held, place, shape, where, values)
+    return has_values or _is_held_transposed(held, place, shape, where, values)
+
+
+def _is_held_transposed(held: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
+    """Returns whether a layer keeps its matrix transposed (Conv1D); the shape of a square one does not tell."""
     if len(shape) != 2 or place.held or (shape[0] != shape[1] and tuple(held.shape) != shape[::-1]):
         return False
     return _has_values(held, place, shape[::-1], where[::-1], values)
@@ -165,5 +174,64 @@ def _has_values(held: Tensor, place: Place, shape: Shape, where: tuple[Tensor, .
     if held.numel() != torch.Size(sizes).numel():
         return False
     local = tuple(index[is_inside].to(held.device) for index in indices)
-    expected = values[is_inside].to(held.device, held.dtype)
-    return torch.allclose(held.reshape(sizes)[local], expected, rtol=0, atol=0, equal_nan=True)
+    return _are_equal(held.reshape(sizes)[local], values[is_inside])
+
+
+def _are_equal(held: Tensor, values: Tensor) -> bool:
+    return torch.allclose(held, values.to(held.device, held.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- The proof that the tensors are the trainer's
+
+
+class Fingerprint(NamedTuple):
+    """Two sums over a tensor's values, in float64: they add up over shards, and padding with zeros adds nothing."""
+
+    total: float
+    squares: float
+    numel: float
+
+
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """Returns the fingerprint of a whole tensor or of one shard."""
+    total = squares = 0.0
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        values = chunk.double()
+        total += float(values.sum())
+        squares += float(values.square().sum())
+    return Fingerprint(total, squares, float(tensor.numel()))
+
+
+def is_same(first: Fingerprint, second: Fingerprint) -> bool:
+    """Returns whether two fingerprints agree up to the order of summation; a NaN equals nothing."""
+    if first.numel != second.numel:
+        return False
+    # |sum| <= sqrt(numel * squares): the scale against which rounding is judged
+    room = 1e-11 * math.sqrt(first.numel * first.squares) + 1e-300
+    return abs(first.total - second.total) <= room and abs(first.squares - second.squares) <= 1e-11 * first.squares
+
+
+class WeightProof:
+    """Watches the pairs on their way to the engine and reports afterwards which are not the trainer's.
+
+    The trainer takes a fingerprint of each parameter from its own shards, and the tensors travel on another path.
+    """
+
+    def __init__(self, expected: Mapping[str, Fingerprint] | None) -> None:
+        """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
+        self._expected = expected
+        self._account = WeightAccount(dict.fromkeys(expected or ()))
+        self.num_bytes = 0
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the pairs unchanged and compares each with what is expected."""
+        accept, expected = self._account.accept, self._expected
+        for name, tensor in weights:
+            self.num_bytes += tensor.nbytes
+            if expected is not None and accept(name, tensor) and not is_same(fingerprint(tensor), expected[name]):
+                self._account.add_problem(f"{name} differs from the trainer's")
+            yield name, tensor
+
+    def finish(self, version: int) -> None:
+        """Raises WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
+        raise_problems(self._account.problems(), f"Weight sync to version {version}")

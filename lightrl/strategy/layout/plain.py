@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import Comm
-from lightrl.engines.weight_sync import Fingerprint, fingerprint
+from lightrl.engines.weights.account import Fingerprint, fingerprint
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

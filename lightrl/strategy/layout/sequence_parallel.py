@@ -18,12 +18,15 @@ class UlyssesGroup:
         self.rank = dist.get_rank(group)
 
     def to_heads(self, part: Tensor) -> Tensor:
+        """Exchanges a share of the tokens for a share of the heads."""
         return self._exchange(part, split_dim=1, join_dim=2)
 
     def to_tokens(self, part: Tensor) -> Tensor:
+        """Exchanges a share of the heads for a share of the tokens."""
         return self._exchange(part, split_dim=1, join_dim=2)
 
     def total(self, part: Tensor) -> Tensor:
+        """Returns the sum over the ranks of the group."""
         result: Tensor = _Total.apply(part, self._group)  # type: ignore[no-untyped-call]
         return result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch.optim import Optimizer
 
 from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
@@ -41,8 +43,12 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
     return attached[0]
 
 
-def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
-    """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit."""
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, group_size: int = 1) -> int:
+    """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit.
+
+    The ranks of a group (--tp_size x --sp_size) run the micro-batches of all of them, one after the other.
+    """
+    world_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // group_size)
     for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1.")

@@ -62,7 +62,7 @@ class SavedTrainer(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Which parts of a checkpoint to load."""
+    """Names the parts of a checkpoint to load."""
 
     strict: bool = True  # refuse a checkpoint whose parameters have other names than the model's
     optimizer: bool = True

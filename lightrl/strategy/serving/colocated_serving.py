@@ -21,7 +21,7 @@ from lightrl.engines.base import (
     create_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
-from lightrl.engines.weight_sync import Fingerprint
+from lightrl.engines.weights.account import Fingerprint
 from lightrl.strategy.serving.canary import Canary, Scorer
 from lightrl.strategy.serving.residency import Residency
 

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from lightrl.engines.architecture import skeleton
+from lightrl.engines.base import skeleton
 from lightrl.engines.weights.names import checkpoint_pairs
 
 TEXT = {

@@ -19,7 +19,9 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     assert (accumulation.is_boundary(), accumulation.gradient_divisor()) == (True, 1.0)
 
 
-def test_sizes_that_do_not_fit_name_the_nearest() -> None:
-    assert accumulation_steps(128, 4, 8) == 4
+def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert accumulation_steps(128, 4) == 4
+    assert accumulation_steps(128, 4, group_size=2) == 8
     with pytest.raises(ValueError, match="Nearest valid train_batch_size: 120 or 144"):
-        accumulation_steps(128, 3, 8)
+        accumulation_steps(128, 3)

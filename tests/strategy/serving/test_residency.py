@@ -15,8 +15,7 @@ from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.serving.residency import Residency, StorageOffloader
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing.strategy_checks import fresh, parameters, same, train
-from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
+from lightrl.testing.tiny_training import fresh, make_batch, parameters, same, samples, tiny_policy, train
 
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
 PROMPTS = [[5, 9, 33], [7]]

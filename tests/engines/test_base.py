@@ -7,7 +7,7 @@ import torch
 from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from lightrl.engines.architecture import architecture_of, eos_ids, model_folder, skeleton
+from lightrl.engines.base import architecture_of, eos_ids, model_folder, skeleton
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

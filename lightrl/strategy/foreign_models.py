@@ -1,0 +1,116 @@
+"""Models in the form in which code for other trainers hands them to a strategy: (model, optimizer, scheduler), by role.
+
+lightrl's own trainers call prepare_trained() and prepare_frozen(), and enter none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrl.comm import Comm
+from lightrl.config import OptimConfig, StrategyOptions
+from lightrl.engines.colocated import SyncReport
+from lightrl.strategy.optim.grad_scaler import GradScaler
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.value_head import has_value_head
+from lightrl.strategy.results import TrainedModel
+from lightrl.strategy.serving import foreign_inputs
+from lightrl.strategy.serving.colocated_serving import ColocatedServing
+from lightrl.strategy.serving.residency import Residency
+
+
+def is_actor(model: Any) -> bool:
+    """Returns whether this is the policy that is trained, and not a critic, reward or reference model."""
+    return bool(getattr(model, "is_actor", False))
+
+
+class Native(Protocol):
+    """The attributes and methods of StrategyBase that the foreign names stand for."""
+
+    args: Any
+    seed: int
+    tokenizer: foreign_inputs.Decoder | None
+    update_hooks: list[UpdateHook]
+    grad_scaler: GradScaler | None
+    _trained: list[TrainedModel]
+
+    @property
+    def options(self) -> StrategyOptions: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def serving(self) -> ColocatedServing: ...
+    @property
+    def residency(self) -> Residency: ...
+    def prepare_model(self, model: nn.Module) -> nn.Module: ...
+    def prepare_frozen(self, model: nn.Module) -> nn.Module: ...
+    def create_optimizer(self, model: nn.Module) -> Optimizer: ...
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None: ...
+    def trained_entry(self, model: nn.Module | None) -> TrainedModel: ...
+    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
+    def set_global_step(self, global_step: int) -> None: ...
+    def sync_weights(self, model: nn.Module) -> SyncReport: ...
+    def save_ckpt(self, model: nn.Module, save_dir: str, *, max_mem: int = 1000) -> None: ...
+    def load_ckpt(self, model: nn.Module, load_dir: str) -> Any: ...
+    def _prepare_trained(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        lr: float,
+        schedule_length: int,
+        head_lr: float | None,
+        frozen_head_steps: int,
+    ) -> TrainedModel: ...
+
+
+def options_of(strategy: Native, args: Any) -> StrategyOptions:
+    """Returns the options of foreign arguments, or the strategy's own where none or the same were given."""
+    return strategy.options if args is None or args is strategy.args else StrategyOptions.from_args(args)
+
+
+def prepare_item(strategy: Native, item: Any, *, freeze_lone: bool) -> Any:
+    """Prepares None, a module, (module, optimizer) or (module, optimizer, scheduler)."""
+    if item is None:
+        return None
+    if isinstance(item, nn.Module):
+        return strategy.prepare_frozen(item) if freeze_lone else strategy.prepare_model(item)
+    model, optimizer, *rest = item
+    if model is None:
+        return item
+    old_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    model = strategy.prepare_model(model)
+    if optimizer is not None:
+        _repoint_optimizer(optimizer, old_names, model)
+        strategy.register(model, optimizer, rest[0] if rest else None)
+    return (model, optimizer, *rest)
+
+
+def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
+    """Gives an optimizer that was made before the model was sharded the parameters that it has now."""
+    new = dict(model.named_parameters())
+    if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
+        raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(old_names.get(id(item), ""), item) for item in group["params"]]
+
+
+def prepare_slot(
+    strategy: Native, model: Any, options: StrategyOptions, lr: float, max_steps: int
+) -> tuple[Any, Any, Any]:
+    """Prepares the model of the actor's or the critic's argument."""
+    if model is None:
+        return None, None, None
+    has_head = has_value_head(model)
+    head_lr = options.critic_lr if has_head and is_actor(model) else None
+    frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
+    trained = strategy._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
+    return trained.model, trained.optimizer, trained.scheduler
