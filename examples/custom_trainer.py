@@ -12,12 +12,10 @@ from lightrl.config import RolloutConfig, describe_batches, parse_config
 from lightrl.data.sampler import PromptSampler
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.trainers.fit import StepReport, Trainer
-from lightrl.trainers.main import run_trainer
+from lightrl.trainers.fit import StepReport, Trainer, run_trainer
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
     describe_rollout,
-    describe_update,
     draw_prompts,
     start_engine,
     sync_engine,
@@ -36,6 +34,7 @@ class BestOfGroupTrainer(Trainer):
         self.sampler = PromptSampler(len(self.prompts), self.config.num_prompts, self.config.seed)
         self.saved["sampler"] = self.sampler  # a checkpoint holds its state
         self.updates = PolicyUpdates(self.run, self.statistics)
+        self.batches = describe_batches(self.config, self.strategy.comm.world)  # printed at the start
         policy = load_start_policy(self.run)
         self.model = self.strategy.prepare_trained(policy, schedule_length=self.config.schedule_length).model
         self.resume()
@@ -51,10 +50,8 @@ class BestOfGroupTrainer(Trainer):
         best = [max(group, key=lambda index: rewards[index]) for group in groups]
         chosen = [Experience(sample=samples[i], reward=rewards[i], advantage=1.0) for i in best if rewards[i] > 0]
         packs = self.updates.micro_batches(chosen)
-        batches = [batch.to(self.strategy.device) for batch in packs]
-        result = self.strategy.train_batch(batches, self.loss, self.weight, model=self.model) if batches else None
-        describe_update(result, self.statistics)
-        sync_engine(self.run, self.model, self.step_index + 1, self.statistics)
+        self.updates.train(self.model, [packs], self.loss, self.weight)
+        sync_engine(self)
         return StepReport(metrics=self.statistics.reduce(comm), experience=chosen)
 
     def loss(self, scores: TokenScores, batch: PackedBatch):
@@ -64,10 +61,7 @@ class BestOfGroupTrainer(Trainer):
         return batch.loss_mask.sum()
 
     def evaluate(self) -> dict[str, float]:
-        return self.collector.evaluate(self.eval_prompts, temperature=1.0) if self.eval_prompts else {}
-
-    def describe_batches(self) -> str:
-        return describe_batches(self.config, self.strategy.comm.world)
+        return self.collector.evaluate(self.eval_prompts, temperature=1.0)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
     describe_rollout,
-    describe_update,
     draw_prompts,
     start_engine,
     step_metrics,
@@ -70,8 +69,12 @@ class PPOTrainer(Trainer):
         self.prompts, self.eval_prompts = read_prompts(self.run)
         self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
         self.updates = PolicyUpdates(self.run, self.statistics)
-        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
-        self.saved["moments"] = self.token_advantages
+        self.batches = describe_batches(config, self.strategy.comm.world)
+        self.saved |= {
+            "sampler": self.sampler,
+            "coefficients": self.objective.coefficients,
+            "moments": self.token_advantages,
+        }
 
         is_shared = config.critic.shared_backbone
         with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
@@ -102,7 +105,7 @@ class PPOTrainer(Trainer):
         tokens = self.advantages(experience)
         updates = self.pack(tokens)
         self.learn(updates)
-        self.sync()
+        sync_engine(self)
         return self.report(_with_mean_advantages(tokens))
 
     def sample(self, prompts: Prompts) -> list[Sample]:
@@ -158,34 +161,19 @@ class PPOTrainer(Trainer):
 
         The order of the two models does not matter: both learn towards targets that were computed before.
         """
+        epochs = updates * self.config.num_epochs
         with self.timed("learn", "learn"):
             if self.critic is not None:
-                self._train_critic(self.critic, updates)
+                with self._waiting(self.optimizer):
+                    self.updates.train(self.critic, epochs, self.value_loss, self.objective.weight, prefix="critic/")
             if not self._is_frozen:
-                self._train_policy(updates)
-
-    def _train_critic(self, critic: Critic, updates: list[list[PackedBatch]]) -> None:
-        with self._waiting(self.optimizer):
-            for update in updates * self.config.num_epochs:
-                if not update:
-                    describe_update(None, self.statistics, "critic/")
-                    continue
-                batches = [batch.to(self.strategy.device) for batch in update]
-                result = self.strategy.train_batch(batches, self.value_loss, self.objective.weight, model=critic)
-                describe_update(result, self.statistics, "critic/")
+                self._train_policy(epochs)
 
     def _train_policy(self, updates: list[list[PackedBatch]]) -> None:
         # Until the first update the policy is still the one that the engine sampled from.
-        loss_fn = self.loss if self.critic is None or self._needs_scores else self.first_loss
+        first_loss = None if self.critic is None or self._needs_scores else self.first_loss
         with self._waiting(self.critic_optimizer):
-            for update in updates * self.config.num_epochs:
-                if not update:
-                    describe_update(None, self.statistics)
-                    continue
-                batches = [batch.to(self.strategy.device) for batch in update]
-                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
-                describe_update(result, self.statistics)
-                loss_fn = self.loss
+            self.updates.train(self.policy, updates, self.loss, self.objective.weight, first_loss=first_loss)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
@@ -201,11 +189,6 @@ class PPOTrainer(Trainer):
         """The mean loss of the critic's values over a micro-batch."""
         return self.value_objective.loss(scores, batch, self.statistics)
 
-    def sync(self) -> None:
-        """Gives the engine the weights that this step ended with."""
-        with self.timed("sync", "weight sync"):
-            sync_engine(self.run, self.policy, self.step_index + 1, self.statistics)
-
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
         """Reduces the statistics of the step over all ranks."""
         metrics = step_metrics(self.objective, self.statistics, self.strategy.comm, self.config.samples_per_step)
@@ -215,13 +198,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Samples the held-out prompts once each."""
-        if not self.eval_prompts:
-            return {}
         return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
-
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
-        return describe_batches(self.config, self.strategy.comm.world)
 
     def save_models(self, folder: Path) -> None:
         """Writes the policy, and the critic beside it."""
