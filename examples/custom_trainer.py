@@ -9,18 +9,17 @@ from __future__ import annotations
 from lightrl import Experience
 from lightrl.algorithms.losses import mean_loss, token_mean
 from lightrl.config import RolloutConfig, describe_batches, parse_config
-from lightrl.data.sampler import PromptSampler
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.trainers.fit import StepReport, Trainer, run_trainer
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     describe_rollout,
-    draw_prompts,
     start_engine,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy
 
 
 class BestOfGroupTrainer(Trainer):
@@ -30,9 +29,8 @@ class BestOfGroupTrainer(Trainer):
     def __init__(self, run: RunContext | RolloutConfig) -> None:
         super().__init__(run)  # opens the run: strategy, folder, data, tokenizer
         rewards = RewardSet.from_config(self.config)
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), self.config.num_prompts, self.config.seed)
-        self.saved["sampler"] = self.sampler  # a checkpoint holds its state
+        self.prompts = PromptData(self.run)
+        self.saved["sampler"] = self.prompts.sampler  # a checkpoint holds its state
         self.updates = PolicyUpdates(self.run, self.statistics)
         self.batches = describe_batches(self.config, self.strategy.comm.world)  # printed at the start
         policy = load_start_policy(self.run)
@@ -41,8 +39,8 @@ class BestOfGroupTrainer(Trainer):
         self.collector = start_engine(self.run, self.model, rewards)
 
     def step(self) -> StepReport:
-        size, comm = self.config.group_size, self.strategy.comm
-        prompts = draw_prompts(self.prompts, self.sampler, comm, self.config.num_prompts)
+        size = self.config.group_size
+        prompts = self.prompts.draw(self.config.num_prompts)
         samples = self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=1.0)
         rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
@@ -52,7 +50,7 @@ class BestOfGroupTrainer(Trainer):
         packs = self.updates.micro_batches(chosen)
         self.updates.train(self.model, [packs], self.loss, self.weight)
         sync_engine(self)
-        return StepReport(metrics=self.statistics.reduce(comm), experience=chosen)
+        return StepReport(metrics=self.statistics.reduce(self.strategy.comm), experience=chosen)
 
     def loss(self, scores: TokenScores, batch: PackedBatch):
         return mean_loss(-scores.logprobs, token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys)))
@@ -61,7 +59,7 @@ class BestOfGroupTrainer(Trainer):
         return batch.loss_mask.sum()
 
     def evaluate(self) -> dict[str, float]:
-        return self.collector.evaluate(self.eval_prompts, temperature=1.0)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=1.0)
 
 
 if __name__ == "__main__":

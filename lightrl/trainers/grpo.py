@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import GRPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenMasks, TokenValues
-from lightrl.data.sampler import PromptSampler
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
@@ -24,15 +23,15 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     by_sample,
     describe_rollout,
-    draw_prompts,
     is_truncated,
     start_engine,
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
 from lightrl.trainers.token_selection import TokenSelector
 
 
@@ -66,11 +65,10 @@ class GRPOTrainer(Trainer):
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
 
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.prompts = PromptData(self.run)
         self.updates = PolicyUpdates(self.run, self.statistics)
         self.batches = describe_batches(config, self.strategy.comm.world)
-        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
+        self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
 
         with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
@@ -98,12 +96,9 @@ class GRPOTrainer(Trainer):
         """Rolls out the next num_prompts prompts; dynamic sampling does so until enough groups have a signal."""
         if self.dynamic_sampling is not None:
             return self.dynamic_sampling.fill(
-                self.step_index, lambda first, count: roll_out(self._draw_prompts(count, first))
+                self.step_index, lambda first, count: roll_out(self.prompts.draw(count, first))
             )
-        return roll_out(self._draw_prompts(self.config.num_prompts))
-
-    def _draw_prompts(self, count: int, first: int = 0) -> Prompts:
-        return draw_prompts(self.prompts, self.sampler, self.strategy.comm, count, first)
+        return roll_out(self.prompts.draw(self.config.num_prompts))
 
     def sample(self, prompts: Prompts) -> Rollout:
         """Samples a group for each of this rank's prompts, and a greedy response if the estimator compares with it."""
@@ -186,7 +181,7 @@ class GRPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Samples the held-out prompts once each."""
-        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
 
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""
@@ -224,7 +219,7 @@ class GRPOTrainer(Trainer):
     def _dynamic_sampling(self) -> DynamicSampling:
         made = DynamicSampling(
             self.config.dynamic_sampling,
-            prompts=self.prompts,
+            prompts=self.prompts.train,
             num_prompts=self.config.num_prompts,
             comm=self.strategy.comm,
             statistics=self.statistics,

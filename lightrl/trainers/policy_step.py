@@ -14,8 +14,10 @@ from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, Packable, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
+from lightrl.models.policy import context_length
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
@@ -28,6 +30,69 @@ from lightrl.trainers.run import RunContext
 _MINIBATCH_STREAM = 3
 
 _Item = TypeVar("_Item", bound=Packable)
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+class PromptData:
+    """The prompts of a run: draws those of each step, and takes this rank's part of them."""
+
+    def __init__(self, run: RunContext) -> None:
+        """Tokenises the prompts; an unusable line is an error on every rank."""
+        config: RolloutConfig = run.config
+        self._comm = run.strategy.comm
+        with self._comm.phase("set-up", local=True):
+            self.train = _build_prompts(run, run.train_records, config.train_data)
+            evaluation = _build_prompts(run, run.eval_records, config.eval_data)
+        self.evaluation = evaluation[: config.eval.max_prompts or None]
+        self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
+
+    def draw(self, count: int, first: int = 0) -> Prompts:
+        """Draws the next count prompts as positions first, first + 1, ... of the step; returns this rank's."""
+        drawn = [(first + offset, self.train[index]) for offset, index in enumerate(self.sampler.draw(count))]
+        return shard(drawn, self._comm.rank, self._comm.world)
+
+
+def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Prompt]:
+    if not records:
+        return []
+    config: RolloutConfig = run.config
+    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
+    if context <= config.max_new_tokens:
+        raise _no_room_for_prompts(config, context)
+    prompts = build_prompts(
+        records,
+        run.tokenizer,
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        max_prompt_tokens=context - config.max_new_tokens,
+        chat_template=config.data.chat_template,
+        media=MediaFields(
+            image_field=config.data.image_field,
+            video_field=config.data.video_field,
+            folder=source,
+            processor=run.media,
+        ),
+    )
+    longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
+        raise _micro_batch_too_small(config, longest)
+    return prompts
+
+
+def _no_room_for_prompts(config: RolloutConfig, context: int) -> ValueError:
+    return ValueError(
+        f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+        f"{context} tokens."
+    )
+
+
+def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
+    return ValueError(
+        f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
+        f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
+    )
 
 
 # ---- Updates ---------------------------------------------------------------------------------------------------------
@@ -171,12 +236,6 @@ def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[fl
 
 
 # ---- Engine ----------------------------------------------------------------------------------------------------------
-
-
-def draw_prompts(prompts: Sequence[Prompt], sampler: PromptSampler, comm: Comm, count: int, first: int = 0) -> Prompts:
-    """Draws the next count prompts of the data as positions first, first + 1, ... of the step; returns this rank's."""
-    drawn = [(first + offset, prompts[index]) for offset, index in enumerate(sampler.draw(count))]
-    return shard(drawn, comm.rank, comm.world)
 
 
 def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Collector:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightrl.algorithms.kl import kl_estimate
 from lightrl.config import PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
-from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
@@ -29,13 +28,13 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     describe_rollout,
-    draw_prompts,
     start_engine,
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
@@ -66,12 +65,11 @@ class PPOTrainer(Trainer):
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
 
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.prompts = PromptData(self.run)
         self.updates = PolicyUpdates(self.run, self.statistics)
         self.batches = describe_batches(config, self.strategy.comm.world)
         self.saved |= {
-            "sampler": self.sampler,
+            "sampler": self.prompts.sampler,
             "coefficients": self.objective.coefficients,
             "moments": self.token_advantages,
         }
@@ -99,8 +97,7 @@ class PPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Samples, scores, turns rewards and values into advantages, packs, learns, syncs the engine, reports."""
-        prompts = draw_prompts(self.prompts, self.sampler, self.strategy.comm, self.config.num_prompts)
-        samples = self.sample(prompts)
+        samples = self.sample(self.prompts.draw(self.config.num_prompts))
         experience = self.score(samples)
         tokens = self.advantages(experience)
         updates = self.pack(tokens)
@@ -198,7 +195,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Samples the held-out prompts once each."""
-        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
 
     def save_models(self, folder: Path) -> None:
         """Writes the policy, and the critic beside it."""
