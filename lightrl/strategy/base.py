@@ -169,7 +169,8 @@ class StrategyBase(ForeignNames, ABC):
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
-        self.serving.group = EngineGroup(self.comm, self.comm.new_groups(size), size)
+        ranks_of_engine = self.comm.new_groups(size) if size > 1 else None
+        self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
 
@@ -192,7 +193,8 @@ class StrategyBase(ForeignNames, ABC):
             frozen_head_steps: the number of first updates that train the value head alone, with the body frozen.
         """
         optim = self.options.optim
-        if not self._trained:  # a model that comes later, such as a critic, need not match the patterns
+        # A model that comes later, such as a critic, need not match the patterns.
+        if optim.lr_scales and not self._trained:
             check_lr_scales([model], optim)
         lr = self.options.lr if lr is None else lr
         return self._prepare_trained(model, optim, lr, schedule_length, head_lr, frozen_head_steps)
