@@ -12,8 +12,7 @@ import torch
 
 from lightrl import Experience, GRPOConfig, Sample, SamplingParams, create_strategy
 from lightrl.algorithms.advantages import ScoredSamples, grpo
-from lightrl.algorithms.losses import TokenWeights, mean_loss, ppo_clip, token_mean
-from lightrl.algorithms.tokens import PolicyTokens
+from lightrl.algorithms.losses import PolicyTokens, TokenWeights, mean_loss, ppo_clip, token_mean
 from lightrl.builtin.model import builtin_model_path
 from lightrl.data.packing import dummy_batch, pack, split_micro_batches
 from lightrl.data.prompts import build_prompts, load_records

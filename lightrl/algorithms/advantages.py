@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.losses import require_flat, require_same_shape
 from lightrl.algorithms.registry import advantage
-from lightrl.algorithms.tokens import require_flat, require_same_shape
 
 _ROUNDING = 1e-6  # a deviation below this fraction of the mean is rounding: all values are equal
 

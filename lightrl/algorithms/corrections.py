@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import (
+from lightrl.algorithms.losses import (
     MAX_LOG_RATIO,
     TokenLoss,
     require_bool_mask,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
+from lightrl.algorithms.losses import require_bool_mask, require_same_shape
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, coef: float) -> Tensor:

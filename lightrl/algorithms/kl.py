@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import masked_log_ratio, require_bool_mask, require_same_shape
+from lightrl.algorithms.losses import masked_log_ratio, require_bool_mask, require_same_shape
 
 KLKind = Literal["k1", "k2", "k3"]
 KLGradient = Literal["own", "kl"]
@@ -104,29 +104,6 @@ def next_kl_coef(coef: float, *, kl: float, target: float, num_samples: int, hor
         raise ValueError(f"target is {target} and horizon {horizon}: both must be more than 0.")
     error = min(0.2, max(-0.2, kl / target - 1))
     return coef * (1 + error * num_samples / horizon)
-
-
-# ---- Engine and trainer ----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def mismatch_statistics(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Measures how far the engine's log probabilities are from the trainer's, for the same tokens and weights.
-
-    The scalars are to be reduced over micro-batches and ranks, "max_abs" by maximum, the others by sum: max_abs and
-    sum_abs are of the difference of log probabilities, sum_k3 is of the k3 estimate of KL(sampler || trainer) (the
-    sampler drew the tokens), and count is of the tokens where the mask is True. Where there are none, all are 0.
-    """
-    require_same_shape(trainer=trainer, sampler=sampler, mask=mask)
-    require_bool_mask(mask)
-    trainer, sampler = (torch.where(mask, logprobs.float(), 0.0) for logprobs in (trainer, sampler))
-    difference = (trainer - sampler).abs()
-    return {
-        "max_abs": difference.max() if difference.numel() else difference.sum(),
-        "sum_abs": difference.sum(),
-        "sum_k3": _k3(sampler - trainer).sum(),
-        "count": mask.sum(),
-    }
 
 
 # ---- Policy and teacher: on-policy distillation ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightrl.algorithms.tokens import require_flat, sequence_means, sequence_sums
+from lightrl.algorithms.losses import require_flat, sequence_means, sequence_sums
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 

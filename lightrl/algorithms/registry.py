@@ -6,7 +6,7 @@ There is one call signature per kind:
 |---|---|---|
 | advantage | `fn(samples: ScoredSamples, **parameters) -> Tensor`  [B], one per sample | advantages.py |
 | returns | `fn(tokens: TokenRewards, **parameters) -> TokenReturns`  one per token | returns.py |
-| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | losses.py |
+| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | losses.py, selection.py |
 | aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | losses.py |
 | correction | `fn(tokens: OffPolicyTokens, **parameters) -> Correction`  a weight per token | corrections.py |
 
@@ -62,11 +62,10 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "gspo",
         "gspo_token",
         "gmpo",
-        "clip_cov",
-        "kl_cov",
         "dppo_tv",
         "dppo_kl",
-    ),
+    )
+    | _named("selection", "clip_cov", "kl_cov"),
     "aggregation": _named(
         "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
     ),
@@ -74,72 +73,52 @@ BUILTIN: dict[Kind, dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageTraits:
-    """What an estimator of one advantage per sample asks of the trainer."""
+class Traits:
+    """Traits of a function, and the decorator that states them."""
 
-    whiten: bool = False
-    needs: tuple[Need, ...] = ()
-    min_group: int | str = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnsTraits:
-    """What an estimator of one advantage per token asks of the trainer."""
-
-    uses_critic: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTraits:
-    """What a policy loss asks of the trainer."""
-
-    selects_tokens: Callable[..., Any] | None = None
-
-
-def advantage(
-    *, whiten: bool = False, needs: Need | tuple[Need, ...] = (), min_group: int | str = 1
-) -> Callable[[FunctionT], FunctionT]:
-    """Marks an estimator with what it asks of the trainer; an unmarked one has the defaults.
-
-    Args:
-        whiten: Whiten the advantages over all trained tokens of the update, on all ranks (`advantages.whiten`).
-        needs: Optional fields of ScoredSamples to fill in. `greedy_baseline` samples a greedy response to each prompt
-            and gives its reward as `baselines`; `signal_share` is the share of the update's samples, over all ranks,
-            whose group has unequal rewards.
-        min_group: Samples of each prompt that it takes to compare them: a number, or the name of the parameter that
-            holds it, in which case it is at least 2.
-    """
-    return _mark(
-        AdvantageTraits(whiten=whiten, needs=(needs,) if isinstance(needs, str) else needs, min_group=min_group)
-    )
-
-
-def returns(*, uses_critic: bool = True) -> Callable[[FunctionT], FunctionT]:
-    """Marks an estimator of advantages per token.
-
-    Args:
-        uses_critic: False refuses the estimator where a critic is trained, since its values would not be read.
-    """
-    return _mark(ReturnsTraits(uses_critic=uses_critic))
-
-
-def loss(*, selects_tokens: Callable[..., Any] | None = None) -> Callable[[FunctionT], FunctionT]:
-    """Marks a policy loss.
-
-    Args:
-        selects_tokens: A function `fn(tokens: UpdateTokens, **parameters) -> Tensor` ([N] bool, see selection.py) that
-            chooses tokens over the whole update. The loss gets its choice as `PolicyTokens.selected`.
-    """
-    return _mark(LossTraits(selects_tokens=selects_tokens))
-
-
-def _mark(traits: object) -> Callable[[FunctionT], FunctionT]:
-    def mark(function: FunctionT) -> FunctionT:
-        function.traits = traits  # type: ignore[attr-defined]
+    def __call__(self, function: FunctionT) -> FunctionT:
+        """Marks the function; an unmarked one has the defaults."""
+        function.traits = self  # type: ignore[attr-defined]
         return function
 
-    return mark
+
+@dataclass(kw_only=True)
+class AdvantageTraits(Traits):
+    """What an estimator of one advantage per sample asks of the trainer: `@advantage(...)`."""
+
+    whiten: bool = False
+    """Whiten the advantages over all trained tokens of the update, on all ranks (`advantages.whiten`)."""
+    needs: Need | tuple[Need, ...] = ()
+    """Optional fields of ScoredSamples to fill in. `greedy_baseline` samples a greedy response to each prompt and gives
+    its reward as `baselines`; `signal_share` is the share of the update's samples, over all ranks, whose group has
+    unequal rewards."""
+    min_group: int | str = 1
+    """Samples of each prompt that it takes to compare them: a number, or the name of the parameter that holds it, in
+    which case it is at least 2."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.needs, str):
+            self.needs = (self.needs,)
+
+
+@dataclass(kw_only=True)
+class ReturnsTraits(Traits):
+    """What an estimator of one advantage per token asks of the trainer: `@returns(...)`."""
+
+    uses_critic: bool = True
+    """False refuses the estimator where a critic is trained, since its values would not be read."""
+
+
+@dataclass(kw_only=True)
+class LossTraits(Traits):
+    """What a policy loss asks of the trainer: `@loss(...)`."""
+
+    selects_tokens: Callable[..., Any] | None = None
+    """A function `fn(tokens: UpdateTokens, **parameters) -> Tensor` ([N] bool, see selection.py) that chooses tokens
+    over the whole update. The loss gets its choice as `PolicyTokens.selected`."""
+
+
+advantage, returns, loss = AdvantageTraits, ReturnsTraits, LossTraits
 
 
 TraitsT = TypeVar("TraitsT", AdvantageTraits, ReturnsTraits, LossTraits)

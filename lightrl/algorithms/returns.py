@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.losses import require_bool_mask, require_same_shape, require_sequence_index
 from lightrl.algorithms.registry import returns
-from lightrl.algorithms.tokens import require_bool_mask, require_same_shape, require_sequence_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Chooses tokens of a whole update: those of largest covariance or highest entropy, or some at random.
+"""Tokens chosen over a whole update: by covariance, by entropy or at random; and the losses that treat them apart.
 
 A loss marked `@loss(selects_tokens=fn)` gets the choice of `fn(tokens: UpdateTokens, **parameters) -> Tensor`, [N]
 bool. The choice is made over all tokens of an update before the update is split: made per micro-batch it would depend
@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
+from lightrl.algorithms.losses import (
+    PolicyTokens,
+    TokenLoss,
+    clipped_terms,
+    require_bool_mask,
+    require_same_shape,
+    token_loss,
+)
+from lightrl.algorithms.registry import loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,3 +165,36 @@ def _mix(state: Tensor) -> Tensor:
 def _shifted(state: Tensor, bits: int) -> Tensor:
     """Shifts logically to the right; torch's own shift would fill with the sign."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---- Losses that treat the selected tokens apart ---------------------------------------------------------------------
+
+
+@loss(selects_tokens=random_of_large_covariance)
+def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """Computes ppo_clip with 0 for the selected tokens (Clip-Cov, arXiv:2505.22617).
+
+    A few tokens are selected at random among those whose log probability and advantage have a large covariance.
+    """
+    selected, log_ratio = _selected(tokens, "clip_cov"), tokens.log_ratio
+    terms, is_clipped = clipped_terms(log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high)
+    return token_loss(torch.where(selected, 0.0, terms), log_ratio, is_clipped | selected, tokens.mask)
+
+
+@loss(selects_tokens=largest_covariance)
+def kl_cov(tokens: PolicyTokens, *, kl_coef: float = 1.0) -> TokenLoss:
+    """Computes -r A, plus kl_coef (r - 1 - log r) for the selected tokens (KL-Cov, arXiv:2505.22617).
+
+    The tokens of largest covariance between log probability and advantage are selected. The penalty is k3 for
+    KL(old policy || policy).
+    """
+    selected, log_ratio = _selected(tokens, "kl_cov"), tokens.log_ratio
+    penalty = torch.where(selected, torch.expm1(log_ratio) - log_ratio, 0.0)
+    terms = -torch.exp(log_ratio) * tokens.masked_advantages + kl_coef * penalty
+    return token_loss(terms, log_ratio, selected, tokens.mask)
+
+
+def _selected(tokens: PolicyTokens, name: str) -> Tensor:
+    if tokens.selected is None:
+        raise ValueError(f"{name} needs to know which tokens are selected: give PolicyTokens(selected=...), [N] bool.")
+    return tokens.selected

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import require_bool_mask, require_same_shape
+from lightrl.algorithms.losses import require_bool_mask, require_same_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

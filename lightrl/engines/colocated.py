@@ -108,13 +108,13 @@ class ColocatedEngine:
         self._require_ready()
         if self.has_unfinished():
             raise RuntimeError("The engine still has requests of an earlier call. Abort them first.")
-        requests = [(as_prompt(prompt), param) for prompt, param in zip(prompts, params, strict=True)]
-        for index, (prompt, param) in enumerate(requests):
-            self._check_prompt(f"prompt {index}", prompt, param)
+        requests = list(zip(map(as_prompt, prompts), params, strict=True))
+        for index, request in enumerate(requests):
+            self._check_prompt(f"prompt {index}", *request)
         done: list[Completion] = []
         try:
-            for prompt, param in requests:
-                self._start(prompt, param)
+            for request in requests:
+                self._start(*request)
             while self.has_unfinished():
                 done.extend(self.step())
         except BaseException:
@@ -181,11 +181,8 @@ class ColocatedEngine:
 
     def _as_requested(self, item: Completion) -> Completion:
         """Checks the engine's completion and makes it one of the caller's request."""
-        lengths = (len(item.output_token_ids), len(item.logprobs), len(item.versions))
-        if len(set(lengths)) > 1:
-            raise RuntimeError(
-                f"{type(self.engine).__name__}: a completion has tokens, logprobs and versions of lengths {lengths}."
-            )
+        if not len(item.output_token_ids) == len(item.logprobs) == len(item.versions):
+            raise RuntimeError(f"{type(self.engine).__name__}: {_describe_lengths(item)}")
         request = self._running[item.request_id]
         item = replace(item, request_id=request.request_id)
         if self._placeholder_ids:
@@ -195,12 +192,8 @@ class ColocatedEngine:
     # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
 
     def _require_ready(self) -> None:
-        if self._phase is not _Phase.AWAKE:
-            raise RuntimeError(
-                f"The engine is asleep ({self._phase.value}). Call wakeup_inference_engine() before generating."
-            )
-        if self.version is None:
-            raise RuntimeError("The engine has no weights yet. Call update_engine_weights(actor) before generating.")
+        if self._phase is not _Phase.AWAKE or self.version is None:
+            raise RuntimeError(_describe_not_ready(self._phase))
 
     def _check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
         """Raises ValueError for a prompt that would hang or kill one engine or another."""
@@ -212,10 +205,7 @@ class ColocatedEngine:
             _check_media(name, "video", prompt.videos, ids, engine.video_token_id)
         length = engine.num_prompt_tokens(prompt)
         if length + params.max_new_tokens > engine.max_model_len:
-            raise ValueError(
-                f"{name} has {length} tokens; with max_new_tokens {params.max_new_tokens} that is "
-                f"beyond the context of {engine.max_model_len}. Shorten it or lower max_new_tokens."
-            )
+            raise ValueError(_describe_too_long(name, length, params.max_new_tokens, engine.max_model_len))
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 
@@ -264,8 +254,7 @@ class ColocatedEngine:
     def sleep(self, level: int = 1) -> int:
         """Frees the KV cache, and with level 2 the weights too; returns the bytes freed."""
         if level not in self.engine.sleep_levels:
-            valid = ", ".join(map(str, self.engine.sleep_levels))
-            raise ValueError(f"{type(self.engine).__name__} has no sleep level {level}. It has: {valid}.")
+            raise ValueError(_describe_bad_level(self.engine, level))
         if self._phase is _Phase.ASLEEP:
             return 0
         if self.has_unfinished():
@@ -311,9 +300,7 @@ class ColocatedEngine:
 
     def close(self) -> None:
         """Forgets every request and frees the engine."""
-        self._running.clear()
-        self._num_left.clear()
-        self._ended.clear()
+        self._running, self._num_left, self._ended = {}, {}, []
         self.engine.close()
 
 
@@ -342,11 +329,33 @@ def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Co
     )
 
 
+def _describe_bad_level(engine: InferenceEngine, level: int) -> str:
+    return f"{type(engine).__name__} has no sleep level {level}. It has: {', '.join(map(str, engine.sleep_levels))}."
+
+
+def _describe_lengths(item: Completion) -> str:
+    lengths = (len(item.output_token_ids), len(item.logprobs), len(item.versions))
+    return f"a completion has tokens, logprobs and versions of lengths {lengths}."
+
+
+def _describe_not_ready(phase: _Phase) -> str:
+    if phase is not _Phase.AWAKE:
+        return f"The engine is asleep ({phase.value}). Call wakeup_inference_engine() before generating."
+    return "The engine has no weights yet. Call update_engine_weights(actor) before generating."
+
+
 def _describe_bad_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> str:
     if not ids:
         return f"{name} is empty: it needs at least one token."
     bad = next(token for token in ids if not 0 <= token < vocab_size)
     return f"{name} holds token id {bad}, outside the model's vocabulary of {vocab_size}."
+
+
+def _describe_too_long(name: str, length: int, max_new_tokens: int, max_model_len: int) -> str:
+    return (
+        f"{name} has {length} tokens; with max_new_tokens {max_new_tokens} that is "
+        f"beyond the context of {max_model_len}. Shorten it or lower max_new_tokens."
+    )
 
 
 def _check_media(name: str, kind: str, items: Sequence[object], ids: tuple[int, ...], token_id: int | None) -> None:

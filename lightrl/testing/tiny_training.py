@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrl.algorithms.losses import ppo_clip
-from lightrl.algorithms.tokens import PolicyTokens
+from lightrl.algorithms.losses import PolicyTokens, ppo_clip
 from lightrl.data.packing import dummy_batch, pack
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.losses import sequence_sums
 from lightrl.algorithms.preference import answer_log_ratios, pair_mean, preference_terms
-from lightrl.algorithms.tokens import sequence_sums
 from lightrl.config import DPOConfig
 from lightrl.data.example_packing import pair_sequences
 from lightrl.data.examples import ExampleBuilder, ExampleFields

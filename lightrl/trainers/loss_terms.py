@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens, corrected
 from lightrl.algorithms.entropy import entropy_bonus
 from lightrl.algorithms.kl import add_kl, distillation_advantages, distillation_terms, kl_terms
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.metrics import Statistics
 from lightrl.records import PackedBatch, TokenScores

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightrl.algorithms.advantages import ScoredSamples, moment_sums, signal_counts, whiten
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
-from lightrl.algorithms.losses import TokenWeights, mean_loss
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
 from lightrl.algorithms.registry import AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
 from lightrl.metrics import Statistics
@@ -218,7 +217,7 @@ def load_and_try(
     try:
         function(*trial)
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"--{option}_args: {error}" if args else f"--{option} {name}: {error}") from error
+        raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     return function
 
 
@@ -273,6 +272,16 @@ def _given_twice(given: Mapping[str, float], parameters: Mapping[str, Any], opti
         f"--algorithm.{name} {given[name]} and --{option}_args {name}={parameters[name]} set the same bound: give one "
         "of them."
     )
+
+
+def _failed_trial(
+    reason: str, option: str, name: str, parameters: Mapping[str, Any], given: Mapping[str, float]
+) -> ValueError:
+    """Names the options that set what the reason speaks of; where it names no parameter, all parameters."""
+    sources = [f"--algorithm.{key}" for key in given if key in reason]
+    if parameters and (not sources or any(key in reason for key in parameters)):
+        sources.append(f"{option}_args")
+    return ValueError(f"{' and '.join(sources) or f'{option} {name}'}: {reason}")
 
 
 def _nothing_selects(config: AlgorithmConfig) -> ValueError:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightrl.algorithms.kl import mismatch_statistics
+from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance

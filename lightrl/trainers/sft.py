@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.losses import mean_loss, token_mean
-from lightrl.algorithms.tokens import sequence_sums
+from lightrl.algorithms.losses import mean_loss, sequence_sums, token_mean
 from lightrl.config import SFTConfig
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.metrics import Statistics

@@ -14,8 +14,8 @@ import torch
 from packed_tokens import sequence_index_of
 from torch import Tensor
 
-from lightrl.algorithms import losses
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
+from lightrl.algorithms import losses, selection
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 
 Loss = Callable[[PolicyTokens], TokenLoss]
 N = 24
@@ -43,8 +43,8 @@ SMOOTH: dict[str, Loss] = {
     "cpgd without drift": lambda t: losses.cpgd(t, clip_low=0.2, clip_high=0.1, drift_coef=0.0),
     "gspo": lambda t: losses.gspo(t, clip_low=0.1, clip_high=0.2),
     "gmpo": lambda t: losses.gmpo(t, clip_low=0.2, clip_high=0.1),
-    "clip_cov": losses.clip_cov,
-    "kl_cov": losses.kl_cov,
+    "clip_cov": selection.clip_cov,
+    "kl_cov": selection.kl_cov,
 }
 
 

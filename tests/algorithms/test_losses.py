@@ -8,8 +8,7 @@ from packed_tokens import gradient_of, tokens_at
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightrl.algorithms.losses import cispo, cpgd, policy_gradient, ppo_clip, sapo
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss, cispo, cpgd, policy_gradient, ppo_clip, sapo
 
 
 def clipped(

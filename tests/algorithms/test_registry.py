@@ -9,6 +9,7 @@ from packed_tokens import tokens_at
 from torch.testing import assert_close
 
 from lightrl.algorithms import advantages, corrections, losses, returns
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss, token_loss
 from lightrl.algorithms.registry import (
     BUILTIN,
     AdvantageTraits,
@@ -20,7 +21,6 @@ from lightrl.algorithms.registry import (
     parameters_of,
     traits_of,
 )
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss, token_loss
 
 REQUIRED = {"sequence_mean_token_sum_norm": {"length": 4}}
 

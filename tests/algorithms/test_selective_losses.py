@@ -5,7 +5,8 @@ import torch
 from packed_tokens import gradient_of, tokens_at
 from torch.testing import assert_close
 
-from lightrl.algorithms.losses import clip_cov, dppo_kl, dppo_tv, kl_cov
+from lightrl.algorithms.losses import dppo_kl, dppo_tv
+from lightrl.algorithms.selection import clip_cov, kl_cov
 
 
 def double(*values: float) -> torch.Tensor:

@@ -15,9 +15,8 @@ from torch.testing import assert_close
 
 from lightrl.algorithms.corrections import OffPolicyTokens, corrected
 from lightrl.algorithms.kl import kl_terms
-from lightrl.algorithms.losses import mean_loss
+from lightrl.algorithms.losses import PolicyTokens, mean_loss
 from lightrl.algorithms.registry import BUILTIN, load
-from lightrl.algorithms.tokens import PolicyTokens
 
 LENGTHS = [3, 1, 7, 4, 2, 5]
 FEATURES = 4

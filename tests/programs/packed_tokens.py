@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 
 
 def sequence_index_of(lengths: Sequence[int]) -> Tensor:

@@ -195,7 +195,9 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
         ({"loss_args": ("clip_low=2",)}, "--algorithm.loss_args: clip_low is 2"),
         ({"loss_args": ("clip_low=much",)}, "--algorithm.loss_args: "),
         ({"loss": "sapo", "loss_args": ("tau_pos=0",)}, "--algorithm.loss_args: tau_pos is 0"),
-        ({"clip_low": 2.0}, "clip_low is 2"),
+        ({"clip_low": 2.0}, "--algorithm.clip_low: clip_low is 2"),
+        ({"clip_low": 2.0, "loss_args": ("dual_clip=3",)}, "--algorithm.clip_low: clip_low is 2"),
+        ({"clip_high": -1.0, "loss_args": ("clip_low=0.1",)}, "--algorithm.clip_high and --algorithm.loss_args: clip"),
         ({"clip_low": 0.1, "loss_args": ("clip_low=0.2",)}, "clip_low=0.2 set the same bound"),
         ({"loss": "policy_gradient", "clip_high": 0.1}, "'policy_gradient' has no parameter clip_high"),
         (

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from lightrl.algorithms.advantages import ScoredSamples
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
-from lightrl.algorithms.losses import TokenWeights, ppo_clip
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, ppo_clip, token_loss
 from lightrl.algorithms.registry import advantage, loss, returns
 from lightrl.algorithms.returns import TokenReturns, TokenRewards
 from lightrl.algorithms.selection import UpdateTokens
-from lightrl.algorithms.tokens import PolicyTokens, TokenLoss, token_loss
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, PPOAlgorithmConfig
 from lightrl.data.packing import dummy_batch

@@ -80,12 +80,6 @@ class Decode:
     num_read: int
     shared_position: int | None  # the position of every row, if it is one
 
-    def reads_like(self, other: object) -> bool:
-        """Returns whether the other phase reads as many positions of as many rows."""
-        if not isinstance(other, Decode):
-            return False
-        return self.num_read == other.num_read and self.positions.shape == other.positions.shape
-
 
 @dataclass(frozen=True, slots=True)
 class _Views:
@@ -105,7 +99,8 @@ class RowCache(Cache):
         self.storage: list[LayerStorage | None] = []
         self.num_rows = 0
         self.capacity = 0
-        self._phase: Prefill | Decode | None = None
+        self.decode_phase = Decode(torch.empty(0), 0, None)  # the one that was begun last
+        self._prefill: Prefill | None = None  # None while decoding
         self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
         self._views: dict[int, _Views] = {}  # by layer; valid while the same positions of as many rows are read
 
@@ -124,28 +119,22 @@ class RowCache(Cache):
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
         """Makes update() store prompts."""
-        self._phase = Prefill(target_rows, source_prompts)
+        self._prefill = Prefill(target_rows, source_prompts)
 
     def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
         """Makes update() and append() store one token a row, at these positions."""
-        num_read = min(round_up(highest_position + 1, _STEP_READ), self.capacity)
-        phase = Decode(positions, num_read, highest_position if lowest_position == highest_position else None)
-        if not phase.reads_like(self._phase):
+        before, num_read = self.decode_phase, min(round_up(highest_position + 1, _STEP_READ), self.capacity)
+        if (before.num_read, len(before.positions)) != (num_read, len(positions)):
             self._views.clear()
-        self._phase = phase
+        shared_position = highest_position if lowest_position == highest_position else None
+        self.decode_phase, self._prefill = Decode(positions, num_read, shared_position), None
         self._write_index.clear()
-
-    @property
-    def decode_phase(self) -> Decode:
-        """The decode phase that was begun last."""
-        assert isinstance(self._phase, Decode)
-        return self._phase
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores new keys and values [b, kv_heads, t, dim]; returns those that the queries may look at."""
-        if isinstance(self._phase, Prefill):
+        if self._prefill is not None:
             self.store_prompts(key_states, value_states, layer_idx)
             return key_states, value_states
         self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
@@ -155,14 +144,14 @@ class RowCache(Cache):
 
     def store_prompts(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """Stores keys and values [prompts, kv_heads, t, dim] in the rows of the prefill phase."""
-        assert isinstance(self._phase, Prefill)
+        assert self._prefill is not None
         self.storage.extend([None] * (layer_idx + 1 - len(self.storage)))
         layer = self.storage[layer_idx]
         if layer is None:
             layer = self.storage[layer_idx] = LayerStorage.zeros(keys, values, self.num_rows, self.capacity)
         length = keys.shape[2]
-        layer.keys[self._phase.target_rows, :, :length] = keys[self._phase.source_prompts]
-        layer.values[self._phase.target_rows, :, :length] = values[self._phase.source_prompts]
+        layer.keys[self._prefill.target_rows, :, :length] = keys[self._prefill.source_prompts]
+        layer.values[self._prefill.target_rows, :, :length] = values[self._prefill.source_prompts]
 
     def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
@@ -226,7 +215,7 @@ class RowCache(Cache):
     def free(self) -> int:
         """Gives the storage back; returns its bytes."""
         num_bytes = sum(layer.free() for layer in self.storage if layer is not None)
-        self.storage, self.num_rows, self.capacity, self._phase = [], 0, 0, None
+        self.storage, self.num_rows, self.capacity = [], 0, 0
         self._write_index.clear()
         self._views.clear()
         return num_bytes
@@ -247,15 +236,15 @@ class RowCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Returns the number of positions that the queries look at, and the first of them."""
-        return (self._phase.num_read if isinstance(self._phase, Decode) else query_length), 0
+        return (self.decode_phase.num_read if self._prefill is None else query_length), 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of positions before the token that is decoded."""
-        return self._phase.num_read - 1 if isinstance(self._phase, Decode) else 0
+        return self.decode_phase.num_read - 1 if self._prefill is None else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
         """Returns one offset a row while decoding."""
-        return self._phase.positions if isinstance(self._phase, Decode) else 0
+        return self.decode_phase.positions if self._prefill is None else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Returns -1: there is no fixed length."""

@@ -156,18 +156,13 @@ class NativeEngine(InferenceEngine):
         self._require_open("submit", awake=True)
         source, request_id = as_prompt(prompt), self._next_request_id
         self._next_request_id += 1
-        self._scheduler.submit(Request(request_id, self._expanded(source), params, source if self._media else None))
+        token_ids = source.token_ids if self._media is None else _expanded(self._media, source)
+        self._scheduler.submit(Request(request_id, token_ids, params, source if self._media else None))
         return request_id
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
         """Returns the prompt's length with its images counted as the tokens that they become."""
-        return len(self._expanded(prompt))
-
-    def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
-        if self._media is None:
-            return prompt.token_ids
-        image_sizes = [(image.height, image.width) for image in prompt.images]
-        return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
+        return len(prompt.token_ids if self._media is None else _expanded(self._media, prompt))
 
     def has_unfinished(self) -> bool:
         """Returns whether any sample waits or runs."""
@@ -314,10 +309,7 @@ class NativeEngine(InferenceEngine):
         """Frees the cache, and with level 2 the weights; returns the bytes."""
         self._require_open("sleep")
         if self.has_unfinished():
-            raise RuntimeError(
-                f"sleep() with {self._scheduler.num_running} sequences running and {self._scheduler.num_waiting}"
-                " requests waiting: step() until has_unfinished() is False, or abort(), first."
-            )
+            raise RuntimeError(_describe_unfinished(self._scheduler))
         self._is_awake = False
         if level == 2:
             self._dropped = drop_weights(self._runner.model)
@@ -338,7 +330,8 @@ class NativeEngine(InferenceEngine):
         """Drops the requests, the cache and the model."""
         if not self._is_closed:
             self._is_closed = True
-            self._scheduler.abort(None)
+            if self.has_unfinished():
+                self._scheduler.abort(None)
             self._cache.free()
             del self._runner
 
@@ -349,6 +342,11 @@ class NativeEngine(InferenceEngine):
             raise RuntimeError(f"{action}() while the engine sleeps: call wake() first.")
 
 
+def _expanded(media: MediaProcessor, prompt: EnginePrompt) -> tuple[int, ...]:
+    image_sizes = [(image.height, image.width) for image in prompt.images]
+    return media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
+
+
 def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
     """Makes the pixels of a prompt's images only now, so that a long queue does not hold them."""
     assert request.source is not None
@@ -356,6 +354,13 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
     assert encoded.token_ids == request.prompt, "an image has another size than its pixels"
     request.rope_delta = encoded.rope_delta
     return encoded
+
+
+def _describe_unfinished(scheduler: Scheduler) -> str:
+    return (
+        f"sleep() with {scheduler.num_running} sequences running and {scheduler.num_waiting} requests waiting:"
+        " step() until has_unfinished() is False, or abort(), first."
+    )
 
 
 def _describe_bad_length(config: PreTrainedConfig, asked: int | None, positions: int | None) -> str:

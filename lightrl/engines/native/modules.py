@@ -36,9 +36,6 @@ class ModuleForward:
         decoder.set_attn_implementation(NATIVE_ATTENTION)
         self._model, self._decoder = model, decoder
 
-    def refresh(self) -> None:
-        """Does nothing: the modules read the model's parameters themselves."""
-
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
         num_prompts, width = ids.shape

@@ -7,6 +7,7 @@ vocabulary of 32,000, and draws from a generator whose state depends on what els
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +24,15 @@ class SamplingPlan:
     temperature: Tensor | None  # [n, 1] float32, 1 where greedy
     is_greedy: Tensor | None  # [n] bool
     all_greedy: bool
-    filtered_rows: Tensor | None  # [m] int64: the rows with a top-k or a top-p
-    top_k: Tensor | None  # [m, 1] int64, the vocabulary's size where off
-    top_p: Tensor | None  # [m, 1] float32
+    filters: Filters | None
+
+
+class Filters(NamedTuple):
+    """The rows with a top-k or a top-p."""
+
+    rows: Tensor  # [m] int64
+    top_k: Tensor  # [m, 1] int64, the vocabulary's size where off
+    top_p: Tensor  # [m, 1] float32
 
 
 def plan_sampling(
@@ -39,7 +46,7 @@ def plan_sampling(
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
     (filtered,) = np.nonzero(~greedy & ((top_p < 1) | (top_k > 0)))
-    kept = np.where(top_k > 0, top_k, vocab_size)[filtered]
+    kept = np.where(top_k > 0, top_k, vocab_size)[filtered, None]
 
     def put(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -48,9 +55,7 @@ def plan_sampling(
         temperature=put(scale[:, None]) if (scale != 1).any() else None,
         is_greedy=put(greedy) if greedy.any() else None,
         all_greedy=bool(greedy.all()),
-        filtered_rows=put(filtered) if filtered.size else None,
-        top_k=put(kept[:, None]) if filtered.size else None,
-        top_p=put(top_p[filtered][:, None]) if filtered.size else None,
+        filters=Filters(put(filtered), put(kept), put(top_p[filtered, None])) if filtered.size else None,
     )
 
 
@@ -63,8 +68,8 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     scores = logits.float()
     if plan.temperature is not None:
         scores = scores / plan.temperature
-    if plan.filtered_rows is not None:
-        scores = _filtered(scores, plan.filtered_rows, plan)
+    if plan.filters is not None:
+        scores = _filtered(scores, plan.filters)
     probabilities = scores.softmax(-1)
     if plan.all_greedy:
         tokens = scores.argmax(-1)
@@ -75,10 +80,9 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
 
 
-def _filtered(scores: Tensor, rows: Tensor, plan: SamplingPlan) -> Tensor:
-    assert plan.top_k is not None
-    assert plan.top_p is not None
-    return scores.index_copy(0, rows, keep_top(scores[rows], plan.top_k, plan.top_p))
+def _filtered(scores: Tensor, filters: Filters) -> Tensor:
+    rows, top_k, top_p = filters
+    return scores.index_copy(0, rows, keep_top(scores[rows], top_k, top_p))
 
 
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lightrl.engines.weights.account import is_held, sampled_indices
 from lightrl.engines.weights.placement import Placement, ServerRules
 
 LOADER = f"{__name__}.load_bucket"
-RULES = ServerRules(renamed={"qkv": "qkv_proj"}, finds_by_ending=True)
+RULES = ServerRules(renamed={"qkv": "qkv_proj"}, finds_by_ending=True, pads=True)
 _ALIGNMENT = 16  # bytes: a view of a wider type must begin at a multiple of its size
 
 

@@ -34,6 +34,7 @@ class ServerRules:
     renamed: Mapping[str, str] = field(default_factory=dict)  # layers with another name than in the checkpoint
     finds_by_ending: bool = False  # whether a name may be known by an ending that only one parameter has
     compares_experts: bool = True  # False for a server that packs them while it loads
+    pads: bool = False  # whether a layer may be wider than the checkpoint's
 
 
 class Placement:
@@ -111,10 +112,20 @@ class Placement:
             return [Place(own, ((0, 0, end - start),), ((0, start, end - start),))] if end > start else []
         rank, size = self._rank_of(layer)
         split = [dim for dim, (own_size, full) in enumerate(zip(held, shape, strict=False)) if own_size != full]
-        if len(held) != len(shape) or len(split) != 1 or held[split[0]] * size != shape[split[0]]:
+        if len(held) != len(shape) or len(split) != 1:
             return None
         (dim,) = split
-        return [Place(own, (), ((dim, rank * held[dim], held[dim]),))]
+        first = rank * held[dim]
+        length = self._num_here(held[dim], held[dim] * size, first, shape[dim])
+        if not length:
+            return None if length is None else []
+        return [Place(own, () if length == held[dim] else ((dim, 0, length),), ((dim, first, length),))]
+
+    def _num_here(self, own: int, whole: int, first: int, given: int) -> int | None:
+        """Returns how many of the given rows this rank's slice has; None if the server's whole is another one."""
+        if given != whole and not (self._rules.pads and given < whole):
+            return None
+        return max(0, min(own, given - first))
 
     def _parts(self, layer: str) -> list[tuple[int, int, int]]:
         """Returns (rows on this rank, whole rows, first row of this rank's slice) of each part of a fused layer."""
@@ -136,11 +147,14 @@ class Placement:
         if not hasattr(self._modules.get(layer), "output_sizes"):
             return None
         parts = self._parts(layer)
-        if index >= len(parts) or shape[0] != parts[index][1] or shape[1:] != tuple(self.parameters[own].shape[1:]):
+        if index >= len(parts) or shape[1:] != tuple(self.parameters[own].shape[1:]):
             return None
-        rows, _, first = parts[index]
+        rows, whole, first = parts[index]
+        length = self._num_here(rows, whole, first, shape[0])
+        if not length:
+            return None if length is None else []
         offset = sum(part[0] for part in parts[:index])
-        return [Place(own, ((0, offset, rows),), ((0, first, rows),))]
+        return [Place(own, ((0, offset, length),), ((0, first, length),))]
 
     def _split_places(self, own: str, layer: str, shape: Shape) -> list[Place] | None:
         """Returns the places of a tensor that is fused on both sides: whole parts, one behind the other."""
@@ -167,18 +181,20 @@ class Placement:
         inner = held[2] if is_down else held[1] // 2
         dim = (1 if is_down else 0) + (expert is None)  # of the given tensor, that is split over the ranks
         halves = ["gate", "up"] if part == "gate_up_proj" else ["up"] if part in ("up_proj", "w3") else ["gate"]
-        whole = (inner * size * len(halves), held[1 if is_down else 2])
-        expected = whole[::-1] if is_down else whole
-        if shape != (expected if expert is not None else (held[0], *expected)):
+        given = shape[dim] // len(halves) if dim < len(shape) else 0
+        expected = (held[1], given) if is_down else (given * len(halves), held[2])
+        length = self._num_here(inner, inner * size, rank * inner, given)
+        if length is None or shape != (expected if expert is not None else (held[0], *expected)):
             return None
-        if local is not None and not 0 <= local < held[0]:
-            return []  # another rank has this expert
+        if not length or (local is not None and not 0 <= local < held[0]):
+            return []  # another rank has it
         which: Window = () if local is None else ((0, local, 1),)
         if is_down:
-            return [Place(own, which, ((dim, rank * inner, inner),))]
+            columns: Window = () if length == inner else ((2, 0, length),)
+            return [Place(own, (*which, *columns), ((dim, rank * inner, length),))]
         first = "up" if _has_up_first(module) else "gate"
         return [
-            Place(own, (*which, (1, (half != first) * inner, inner)), ((dim, (i * size + rank) * inner, inner),))
+            Place(own, (*which, (1, (half != first) * inner, length)), ((dim, i * given + rank * inner, length),))
             for i, half in enumerate(halves)
         ]
 

@@ -164,6 +164,29 @@ def test_a_server_may_know_a_name_by_an_ending_that_only_one_parameter_has() -> 
     assert [place.parameter for place in whole] == ["first.qkv_proj.weight"] * 3
 
 
+def test_a_server_may_pad_what_a_checkpoint_holds() -> None:
+    model = serving_model(1, 2)  # on a rank: 4 rows of gate and 4 of up, 4 columns of o_proj, experts of 2
+    rules = ServerRules(pads=True)
+    finder = Placement(model, rules, tp_rank=1, tp_size=2)
+    # 7 of 8 rows: the second rank has 3 of its 4
+    assert finder.places("layer.gate_proj.weight", (7, 6)) == [
+        Place("layer.gate_up_proj.weight", ((0, 0, 3),), ((0, 4, 3),))
+    ]
+    assert finder.places("layer.up_proj.weight", (7, 6)) == [
+        Place("layer.gate_up_proj.weight", ((0, 4, 3),), ((0, 4, 3),))
+    ]
+    assert finder.places("layer.o_proj.weight", (6, 7)) == [Place("layer.o_proj.weight", ((1, 0, 3),), ((1, 4, 3),))]
+    assert finder.places("layer.experts.2.up_proj.weight", (3, 6)) == [
+        Place("layer.experts.w13_weight", ((0, 2, 1), (1, 2, 1)), ((0, 2, 1),))
+    ]
+    assert finder.places("layer.experts.2.down_proj.weight", (6, 3)) == [
+        Place("layer.experts.w2_weight", ((0, 2, 1), (2, 0, 1)), ((1, 2, 1),))
+    ]
+    assert finder.places("layer.gate_proj.weight", (3, 6)) == []  # all of it is on the first rank
+    assert finder.places("layer.gate_proj.weight", (9, 6)) is None
+    assert Placement(model, RULES, tp_rank=1, tp_size=2).places("layer.gate_proj.weight", (7, 6)) is None
+
+
 def test_quantised_values_are_not_compared() -> None:
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.zeros(3).to(torch.int8), requires_grad=False))
