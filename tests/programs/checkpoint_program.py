@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import CheckpointConfig, StrategyOptions
-from lightrl.strategy import state_files, strategy_class
+from lightrl.strategy import strategy_class
+from lightrl.strategy.saving import state_files
 from lightrl.testing.tiny_training import fresh, parameters, same, train
 
 STEPS = 4
