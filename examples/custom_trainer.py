@@ -9,20 +9,17 @@ from __future__ import annotations
 from lightrl import Experience
 from lightrl.algorithms.losses import mean_loss, token_mean
 from lightrl.config import RolloutConfig, describe_batches, parse_config
-from lightrl.data.sampler import PromptSampler
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.trainers.fit import StepReport, Trainer
-from lightrl.trainers.main import run_trainer
+from lightrl.trainers.fit import StepReport, Trainer, run_trainer
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     describe_rollout,
-    describe_update,
-    draw_prompts,
     start_engine,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy
 
 
 class BestOfGroupTrainer(Trainer):
@@ -32,18 +29,18 @@ class BestOfGroupTrainer(Trainer):
     def __init__(self, run: RunContext | RolloutConfig) -> None:
         super().__init__(run)  # opens the run: strategy, folder, data, tokenizer
         rewards = RewardSet.from_config(self.config)
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), self.config.num_prompts, self.config.seed)
-        self.saved["sampler"] = self.sampler  # a checkpoint holds its state
+        self.prompts = PromptData(self.run)
+        self.saved["sampler"] = self.prompts.sampler  # a checkpoint holds its state
         self.updates = PolicyUpdates(self.run, self.statistics)
+        self.batches = describe_batches(self.config, self.strategy.comm.world)  # printed at the start
         policy = load_start_policy(self.run)
         self.model = self.strategy.prepare_trained(policy, schedule_length=self.config.schedule_length).model
         self.resume()
         self.collector = start_engine(self.run, self.model, rewards)
 
     def step(self) -> StepReport:
-        size, comm = self.config.group_size, self.strategy.comm
-        prompts = draw_prompts(self.prompts, self.sampler, comm, self.config.num_prompts)
+        size = self.config.group_size
+        prompts = self.prompts.draw(self.config.num_prompts)
         samples = self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=1.0)
         rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
@@ -51,11 +48,9 @@ class BestOfGroupTrainer(Trainer):
         best = [max(group, key=lambda index: rewards[index]) for group in groups]
         chosen = [Experience(sample=samples[i], reward=rewards[i], advantage=1.0) for i in best if rewards[i] > 0]
         packs = self.updates.micro_batches(chosen)
-        batches = [batch.to(self.strategy.device) for batch in packs]
-        result = self.strategy.train_batch(batches, self.loss, self.weight, model=self.model) if batches else None
-        describe_update(result, self.statistics)
-        sync_engine(self.run, self.model, self.step_index + 1, self.statistics)
-        return StepReport(metrics=self.statistics.reduce(comm), experience=chosen)
+        self.updates.train(self.model, [packs], self.loss, self.weight)
+        sync_engine(self)
+        return StepReport(metrics=self.statistics.reduce(self.strategy.comm), experience=chosen)
 
     def loss(self, scores: TokenScores, batch: PackedBatch):
         return mean_loss(-scores.logprobs, token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys)))
@@ -64,10 +59,7 @@ class BestOfGroupTrainer(Trainer):
         return batch.loss_mask.sum()
 
     def evaluate(self) -> dict[str, float]:
-        return self.collector.evaluate(self.eval_prompts, temperature=1.0) if self.eval_prompts else {}
-
-    def describe_batches(self) -> str:
-        return describe_batches(self.config, self.strategy.comm.world)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=1.0)
 
 
 if __name__ == "__main__":

@@ -31,30 +31,34 @@ _TEMPORARY_PREFIX = ".tmp-"
 _DELETED_PREFIX = ".tmp-deleted-"
 
 
+@dataclass
 class CheckpointDirectory:
     """The checkpoints of one run: a directory for each step, at most `keep` of them, the oldest deleted first.
 
     max_bytes limits their total size (0: no limit); the newest stays whatever its size.
     """
 
-    def __init__(self, root: Path, keep: int, max_bytes: int = 0) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: at least 1 checkpoint must be kept.")
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}: it must be 0 (no limit) or above.")
-        self.root = Path(root)
-        self.keep = keep
-        self.max_bytes = max_bytes
+    root: Path
+    keep: int
+    max_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep is {self.keep}: at least 1 checkpoint must be kept.")
+        if self.max_bytes < 0:
+            raise ValueError(f"max_bytes is {self.max_bytes}: it must be 0 (no limit) or above.")
 
     def begin(self, step: int) -> Path:
         """Makes the empty directory for the files of this step; clears what a crash left."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0.")
         self.root.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
-        final, temporary = self.root / _step_name(step), self._temporary(step)
+        for path in sorted(self.root.glob(".*")):
+            self._clear_leftover(path)
+        final = self.root / _step_name(step)
         if final.exists() and not (final / MARKER_NAME).exists():
             raise FileExistsError(f"{final} has no {MARKER_NAME} marker, so it is not overwritten. Move it away first.")
+        temporary = self.root / (_TEMPORARY_PREFIX + final.name)
         temporary.mkdir()
         return temporary
 
@@ -63,40 +67,41 @@ class CheckpointDirectory:
 
         is_latest=False: only path(step) returns it, latest() never does.
         """
-        temporary, final = self._temporary(step), self.root / _step_name(step)
-        if not temporary.is_dir():
-            raise FileNotFoundError(f"{temporary} is not there: call begin({step}) and write files before commit.")
-        sizes = _file_sizes(temporary)
+        final = self.root / _step_name(step)
+        temporary, replaced = self.root / (_TEMPORARY_PREFIX + final.name), self.root / (_REPLACED_PREFIX + final.name)
+        written = sorted(temporary.rglob("*"))
+        sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in written if path.is_file()}
         if not sizes:
-            raise ValueError(f"{temporary} holds no files: write the checkpoint's files before commit({step}).")
-        _flush_tree(temporary)
+            raise _nothing_to_commit(temporary, step)
+        # Files, also those that other processes of this machine wrote, before the directories that name them.
+        for path in (*reversed(written), temporary):
+            _flush(path)
         serial = 1 + max((checkpoint.serial for checkpoint in self._complete()), default=0)
         save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, "files": sizes})
 
-        replaced = self.root / (_REPLACED_PREFIX + final.name)
         if final.exists():
             os.rename(final, replaced)
         os.rename(temporary, final)
         _flush(self.root)
         if is_latest:
-            _replace_file(self.root / LATEST_NAME, f"{final.name}\n".encode())
-        self._delete(replaced)
+            save_bytes(self.root / LATEST_NAME, f"{final.name}\n".encode())
+        if replaced.exists():
+            self._delete(replaced)
         for checkpoint in self._superfluous():
             self._delete(checkpoint.path)
         return final
 
     def _superfluous(self) -> list[_Checkpoint]:
         """Returns the oldest beyond the limits, but never the one that a run would resume from."""
-        newest_first = self._complete()[::-1]
+        oldest_first = self._complete()
         num_kept, num_bytes = 0, 0
-        for checkpoint in newest_first:
+        for checkpoint in reversed(oldest_first[-self.keep :]):
             num_bytes += checkpoint.num_bytes
-            is_too_much = num_kept == self.keep or (self.max_bytes and num_bytes > self.max_bytes)
-            if num_kept and is_too_much:
-                break
-            num_kept += 1
-        resumable = next((checkpoint for checkpoint in newest_first if checkpoint.is_latest), None)
-        return [checkpoint for checkpoint in newest_first[num_kept:][::-1] if checkpoint is not resumable]
+            if num_kept == 0 or not self.max_bytes or num_bytes <= self.max_bytes:
+                num_kept += 1
+        resumable = [checkpoint for checkpoint in oldest_first if checkpoint.is_latest][-1:]
+        beyond = oldest_first[: len(oldest_first) - num_kept]
+        return [checkpoint for checkpoint in beyond if checkpoint not in resumable]
 
     def latest(self) -> Path | None:
         """Returns the complete checkpoint that was committed last; after a rewind it need not have the highest step."""
@@ -115,41 +120,32 @@ class CheckpointDirectory:
             raise FileNotFoundError(f"{self.root} has no complete checkpoint of step {step}. Complete steps: {steps}.")
         return complete[step]
 
-    def _temporary(self, step: int) -> Path:
-        return self.root / (_TEMPORARY_PREFIX + _step_name(step))
-
     def _complete(self, warn: bool = False) -> list[_Checkpoint]:
         """Returns the complete checkpoints, the oldest first; of a step that is being replaced the last committed."""
-        by_step: dict[int, _Checkpoint] = {}
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            if not _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
-                continue
-            try:
-                checkpoint = _read_checkpoint(path)
-            except _IncompleteError as error:
-                if warn:
-                    logger.warning("Skipping the checkpoint %s: %s", path, error)
-                continue
-            present = by_step.get(checkpoint.step)
-            if present is None or present.serial < checkpoint.serial:
-                by_step[checkpoint.step] = checkpoint
-        return sorted(by_step.values(), key=lambda checkpoint: checkpoint.serial)
+        complete = []
+        for path in sorted(self.root.glob("*")):
+            if _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
+                try:
+                    complete.append(_read_checkpoint(path))
+                except (OSError, ValueError, TypeError, KeyError) as error:
+                    if warn:
+                        _warn_of_skipped(path, error)
+        complete.sort(key=lambda checkpoint: checkpoint.serial)
+        last_of_step = {checkpoint.step: checkpoint for checkpoint in complete}
+        return [checkpoint for checkpoint in complete if checkpoint is last_of_step[checkpoint.step]]
 
-    def _clear_leftovers(self) -> None:
-        for path in sorted(self.root.iterdir()):
-            if _has_step_name(path, _REPLACED_PREFIX):
-                final = self.root / path.name.removeprefix(_REPLACED_PREFIX)
-                if final.exists():
-                    self._delete(path)
-                else:
-                    os.rename(path, final)
-            elif _has_step_name(path, _TEMPORARY_PREFIX) or _has_step_name(path, _DELETED_PREFIX):
-                shutil.rmtree(path)
+    def _clear_leftover(self, path: Path) -> None:
+        if _has_step_name(path, _REPLACED_PREFIX):
+            final = self.root / path.name.removeprefix(_REPLACED_PREFIX)
+            if final.exists():
+                self._delete(path)
+            else:
+                os.rename(path, final)
+        elif _has_step_name(path, _TEMPORARY_PREFIX) or _has_step_name(path, _DELETED_PREFIX):
+            shutil.rmtree(path)
 
     def _delete(self, path: Path) -> None:
         """Renames the directory before it is deleted, so that a crash leaves a leftover and not half a checkpoint."""
-        if not path.exists():
-            return
         doomed = self.root / (_DELETED_PREFIX + path.name.removeprefix(_REPLACED_PREFIX))
         if doomed.exists():
             shutil.rmtree(doomed)
@@ -200,12 +196,14 @@ def _commit_time(checkpoint: Path) -> int:
 
 def save_json(path: Path, value: Any) -> None:
     """Writes the file whole or not at all."""
-    _replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    save_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def save_bytes(path: Path, content: bytes) -> None:
     """Writes the file whole or not at all."""
-    _replace_file(path, content)
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
+    temporary.write_bytes(content)
+    _put_in_place(temporary, path)
 
 
 def load_json(path: Path) -> Any:
@@ -220,6 +218,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     mode = temporary.stat().st_mode  # safetensors gives its files 0600, whatever the umask
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
     temporary.chmod(mode)
+    _put_in_place(temporary, path)
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Gives a file its name once its content is on disk."""
     _flush(temporary)
     os.replace(temporary, path)
     _flush(path.parent)
@@ -234,29 +237,45 @@ class _Checkpoint:
     num_bytes: int
 
 
-class _IncompleteError(Exception):
+class _IncompleteError(ValueError):
     """The reason why a directory does not count as a checkpoint."""
 
 
 def _read_checkpoint(path: Path) -> _Checkpoint:
-    try:
-        marker = load_json(path / MARKER_NAME)
-        step, serial, sizes = int(marker["step"]), int(marker["serial"]), dict(marker["files"])
-        is_latest = bool(marker["is_latest"])
-    except OSError as error:
-        raise _IncompleteError(f"its {MARKER_NAME} marker cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise _IncompleteError(f"its {MARKER_NAME} marker is damaged") from error
+    """Returns the checkpoint; raises what _warn_of_skipped() explains unless it is complete."""
+    marker = load_json(path / MARKER_NAME)
+    step, sizes = int(marker["step"]), dict(marker["files"])
     if path.name.removeprefix(_REPLACED_PREFIX) != _step_name(step):
         raise _IncompleteError(f"its {MARKER_NAME} marker is that of step {step}")
     for name, size in sizes.items():
-        try:
-            actual = (path / name).stat().st_size
-        except OSError as error:
-            raise _IncompleteError(f"its file {name} is missing") from error
+        actual = (path / name).stat().st_size
         if actual != size:
             raise _IncompleteError(f"its file {name} has {actual} bytes of {size}")
-    return _Checkpoint(path=path, step=step, serial=serial, is_latest=is_latest, num_bytes=sum(sizes.values()))
+    return _Checkpoint(
+        path=path,
+        step=step,
+        serial=int(marker["serial"]),
+        is_latest=bool(marker["is_latest"]),
+        num_bytes=sum(sizes.values()),
+    )
+
+
+def _warn_of_skipped(path: Path, error: Exception) -> None:
+    if isinstance(error, _IncompleteError):
+        reason = str(error)
+    elif not isinstance(error, OSError):
+        reason = f"its {MARKER_NAME} marker is damaged"
+    elif Path(error.filename).name == MARKER_NAME:
+        reason = f"its {MARKER_NAME} marker cannot be read ({error.strerror})"
+    else:
+        reason = f"its file {Path(error.filename).relative_to(path)} is missing"
+    logger.warning("Skipping the checkpoint %s: %s", path, reason)
+
+
+def _nothing_to_commit(temporary: Path, step: int) -> OSError | ValueError:
+    if not temporary.is_dir():
+        return FileNotFoundError(f"{temporary} is not there: call begin({step}) and write files before commit.")
+    return ValueError(f"{temporary} holds no files: write the checkpoint's files before commit({step}).")
 
 
 def _step_name(step: int) -> str:
@@ -267,31 +286,9 @@ def _has_step_name(path: Path, prefix: str) -> bool:
     return path.name.startswith(prefix) and _STEP_NAME.fullmatch(path.name.removeprefix(prefix)) is not None
 
 
-def _file_sizes(directory: Path) -> dict[str, int]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-
-
-def _flush_tree(directory: Path) -> None:
-    """Flushes files, also those that other processes of this machine wrote, before the directories that name them."""
-    for path in sorted(directory.rglob("*"), reverse=True):
-        _flush(path)
-    _flush(directory)
-
-
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _flush(path.parent)

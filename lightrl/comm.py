@@ -316,18 +316,18 @@ class Comm:
 def connect(device: torch.device, timeout: timedelta) -> Comm:
     """Joins the world that torchrun describes, uses an existing one again, or makes a world of one without either."""
     global _current
-    _current = _connect(device, timeout)
+    is_described = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    many = is_described or dist.is_initialized()
+    _current = _connect_ranks(device, timeout) if many else Comm(device=device, timeout=timeout)
     return _current
 
 
-def _connect(device: torch.device, timeout: timedelta) -> Comm:
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-        return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store)
-    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
-        return Comm(device=device, timeout=timeout)
-    store = _join(device, timeout)
-    return Comm(device=device, timeout=timeout, control_group=_control_group(timeout), store=store, owns_group=True)
+def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
+    owns_group = not dist.is_initialized()
+    # torch has no public name for the store of a group that exists.
+    store = _join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
+    group = _control_group(timeout)
+    return Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
 
 
 def _join(device: torch.device, timeout: timedelta) -> Store:

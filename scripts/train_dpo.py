@@ -6,6 +6,6 @@ if __name__ == "__main__":
     config = parse_config(DPOConfig)  # before torch is loaded: a mistake in a flag is reported at once
 
     from lightrl.trainers.dpo import DPOTrainer
-    from lightrl.trainers.main import run_trainer
+    from lightrl.trainers.fit import run_trainer
 
     run_trainer(DPOTrainer, config)

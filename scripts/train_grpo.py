@@ -5,7 +5,7 @@ from lightrl.config import GRPOConfig, parse_config
 if __name__ == "__main__":
     config = parse_config(GRPOConfig)  # before torch is loaded: a mistake in a flag is reported at once
 
+    from lightrl.trainers.fit import run_trainer
     from lightrl.trainers.grpo import GRPOTrainer
-    from lightrl.trainers.main import run_trainer
 
     run_trainer(GRPOTrainer, config)

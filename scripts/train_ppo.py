@@ -5,7 +5,7 @@ from lightrl.config import PPOConfig, parse_config
 if __name__ == "__main__":
     config = parse_config(PPOConfig)  # before torch is loaded: a mistake in a flag is reported at once
 
-    from lightrl.trainers.main import run_trainer
+    from lightrl.trainers.fit import run_trainer
     from lightrl.trainers.ppo import PPOTrainer
 
     run_trainer(PPOTrainer, config)

@@ -65,7 +65,7 @@ from toy_option import ToyConfig
 
 from lightrl.config import parse_config
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.main import run_trainer
+from lightrl.trainers.fit import run_trainer
 
 class Winners(GRPOTrainer):
     """Learns only from responses with a positive advantage."""

@@ -10,14 +10,18 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT")
@@ -26,28 +30,27 @@ Resume = Literal["fixed", "free"]
 # ---- Declaring an option -----------------------------------------------------------------------------------------
 
 
-def option(
-    default: T,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    finite: bool = False,
-    wanted: str = "",
-    resume: Resume = "fixed",
-) -> T:
+class Range(TypedDict, total=False):
+    """The range of a number, and how the error about a value outside it is worded."""
+
+    at_least: float
+    above: float
+    at_most: float
+    below: float
+    finite: bool  # neither infinite nor NaN
+    wanted: str  # replaces "it must be ..." in the error
+
+
+def option(default: T, *, resume: Resume = "fixed", **allowed: Unpack[Range]) -> T:
     """Declares an option by its default, its range, and whether a resumed run may change it.
 
     Args:
-        wanted: Replaces "it must be ..." in the error about a value out of range.
         resume: "free" lets a resumed run change the option, because no step's result depends on it.
+        allowed: The range, by the names of Range.
     """
-    limits = {">=": at_least, ">": above, "<=": at_most, "<": below}
-    limits = {sign: bound for sign, bound in limits.items() if bound is not None}
-    return dataclasses.field(
-        default=default, metadata={"limits": limits, "finite": finite, "wanted": wanted, "resume": resume}
-    )
+    if not allowed.keys() <= Range.__annotations__.keys():
+        raise TypeError(f"option() takes {', '.join(Range.__annotations__)}, not {', '.join(allowed)}.")
+    return dataclasses.field(default=default, metadata={"resume": resume, "allowed": allowed})
 
 
 def section(kind: Callable[[], T], *, resume: Resume = "fixed") -> T:
@@ -136,6 +139,7 @@ def check_values(config: Any, prefix: str = "") -> None:
             _check_range(f"{prefix}{name}", item, value)
 
 
+_LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _ACCEPTED: dict[Any, Any] = {bool: bool, int: int, float: int | float, float | None: int | float | None, str: str}
 
 
@@ -148,24 +152,22 @@ def _check_type(name: str, hint: Any, value: object) -> None:
 
 
 def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:
-    if value is None or "limits" not in item.metadata:
+    allowed = item.metadata.get("allowed")
+    if value is None or not allowed:
         return
-    if item.metadata["finite"] and not math.isfinite(value):
+    if allowed.get("finite") and not math.isfinite(value):
         raise ValueError(f"--{name} is {value}: it must be a finite number.")
-    for sign, bound in item.metadata["limits"].items():
-        fits = {">=": value >= bound, ">": value > bound, "<=": value <= bound, "<": value < bound}
-        if not fits[sign]:
-            raise ValueError(f"--{name} is {value}: {item.metadata['wanted'] or _range_in_words(item)}.")
+    if not all(fits(value, allowed[limit]) for limit, fits in _LIMITS.items() if limit in allowed):
+        raise ValueError(f"--{name} is {value}: {allowed.get('wanted') or _range_in_words(allowed)}.")
 
 
-def _range_in_words(item: dataclasses.Field[Any]) -> str:
-    limits = item.metadata["limits"]
-    if {">=", "<="} == set(limits):
-        return f"it must be between {limits['>=']} and {limits['<=']}"
-    if limits == {">=": 0}:
+def _range_in_words(allowed: Mapping[str, Any]) -> str:
+    limits = {limit: allowed[limit] for limit in _LIMITS if limit in allowed}
+    if {"at_least", "at_most"} == set(limits):
+        return f"it must be between {limits['at_least']} and {limits['at_most']}"
+    if limits == {"at_least": 0}:
         return "it must be 0 or above"
-    words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-    return "it must be " + " and ".join(f"{words[sign]} {bound}" for sign, bound in limits.items())
+    return "it must be " + " and ".join(f"{limit.replace('_', ' ')} {bound}" for limit, bound in limits.items())
 
 
 # ---- Reading flags and YAML --------------------------------------------------------------------------------------
@@ -173,25 +175,31 @@ def _range_in_words(item: dataclasses.Field[Any]) -> str:
 
 def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
     """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parse = _parse_and_print_help if {"-h", "--help"} & set(args) else _parse
+    try:
+        has_file = any(arg.partition("=")[0] == "--config" for arg in args)
+        return parse(config_class, [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args)
+    except (ValueError, OSError) as error:
+        exit_with_user_error(error)
+
+
+def _parse(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:
     import tyro  # noqa: PLC0415  (only the command line needs it)
 
-    args = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(args):
-        _set_help(config_class)
+    return tyro.cli(config_class, args=args, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+
+
+def _parse_and_print_help(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:
+    _set_help(config_class)
     try:
-        path = _config_path(args)
-        flags = _yaml_flags(config_class, path) if path else []
         try:
-            return tyro.cli(
-                config_class, args=flags + args, config=(tyro.conf.FlagConversionOff,), use_underscores=True
-            )
+            return _parse(config_class, args)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the help has seen enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except (ValueError, OSError) as error:
-        exit_with_user_error(error)
 
 
 def exit_with_user_error(error: BaseException) -> NoReturn:
@@ -219,7 +227,9 @@ def _config_path(args: Sequence[str]) -> str:
 
 
 def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
-    """Returns a YAML file as flags, so that there is one parser and one set of errors."""
+    """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none."""
+    if not path:
+        return []
     types = option_types(config_class)
     flags: list[str] = []
     for name, value in flatten(_read_yaml(path)):

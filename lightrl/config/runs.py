@@ -253,7 +253,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
 
 
 def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
-    if algorithm.kl_target and algorithm.kl_horizon < samples_per_step:
+    if algorithm.kl_horizon < samples_per_step:
         raise ValueError(
             f"--algorithm.kl_horizon {algorithm.kl_horizon} is less than the {samples_per_step} samples of a step: the "
             f"coefficient would jump. Use at least {10 * samples_per_step}."
@@ -275,7 +275,8 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
-        _check_horizon(self.algorithm, self.samples_per_step)
+        if self.algorithm.kl_target:
+            _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise ValueError(
                 f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {self.group_size}: "
@@ -302,7 +303,8 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
-        _check_horizon(self.algorithm, self.samples_per_step)
+        if self.algorithm.kl_target:
+            _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
             raise ValueError(
                 f"--optim.min_lr {self.optim.min_lr} is above --critic_lr {self.critic_lr}, and the critic's "

@@ -66,18 +66,21 @@ class OptimConfig:
 
 def lr_scales(config: OptimConfig) -> dict[str, float]:
     """Returns --optim.lr_scales as {pattern: factor}, in the order given."""
-    scales: dict[str, float] = {}
-    for item in config.lr_scales:
-        pattern, _, factor = item.rpartition("=")
-        try:
-            scales[pattern] = float(factor)
-        except ValueError:
-            scales[pattern] = -1.0
-        if not pattern or not 0 <= scales[pattern] < float("inf"):
-            raise ValueError(f"--optim.lr_scales {item!r}: it must be pattern=factor, such as lm_head=0.1.")
+    scales = dict(_lr_scale(item) for item in config.lr_scales)
     if len(scales) < len(config.lr_scales):
         raise ValueError(f"--optim.lr_scales {' '.join(config.lr_scales)}: a pattern is given twice.")
     return scales
+
+
+def _lr_scale(item: str) -> tuple[str, float]:
+    pattern, _, factor = item.rpartition("=")
+    try:
+        scale = float(factor)
+    except ValueError:
+        scale = -1.0
+    if not pattern or not 0 <= scale < float("inf"):
+        raise ValueError(f"--optim.lr_scales {item!r}: it must be pattern=factor, such as lm_head=0.1.")
+    return pattern, scale
 
 
 @dataclass(kw_only=True, slots=True)

@@ -81,8 +81,10 @@ class Collector:
         """Samples each prompt once, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
-        if no sample has a reward.
+        if no sample has a reward; without prompts there are no metrics.
         """
+        if not prompts:
+            return {}
         comm, statistics = self._strategy.comm, Statistics()
         mine = shard(list(enumerate(prompts)), comm.rank, comm.world)
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]

@@ -168,7 +168,8 @@ class StrategyBase(ForeignNames, ABC):
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
-        self.serving.group = EngineGroup(self.comm, self.comm.new_groups(size), size)
+        ranks_of_engine = self.comm.new_groups(size) if size > 1 else None
+        self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
 

@@ -47,8 +47,8 @@ class DPOTrainer(Trainer):
     def __init__(self, run: RunContext | DPOConfig, *, strategy: StrategyBase | None = None) -> None:
         super().__init__(run, strategy=strategy)
         self.examples = ExampleData(self.run, self._build_examples)
-        self.config = self.examples.config
-        self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight)
+        self.config, self.batches = self.examples.config, self.examples.describe()
+        self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight, self.pack)
         self.saved["sampler"] = self.examples.sampler
         self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
         self.reference = prepare_reference(self.run, self.model)
@@ -56,11 +56,7 @@ class DPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Draws a batch, packs this rank's part of it, scores that by the reference, learns, reports."""
-        batch = self.examples.draw()
-        mine = self.examples.of_rank(batch)
-        with self.timed("learn", "learn"):
-            packs = self.pack(mine)
-            return self.learner.step(batch, mine, packs)
+        return self.learner.step()
 
     def pack(self, mine: Sequence[Example]) -> list[PackedBatch]:
         """Packs this rank's examples, with the logprobs of the reference."""
@@ -70,11 +66,7 @@ class DPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Measures the loss on the held-out examples."""
-        return self.learner.evaluate(self.pack)
-
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
-        return self.examples.describe()
+        return self.learner.evaluate()
 
     def loss(self, output: TokenScores, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
         """The mean preference loss of the pairs, from the log-ratios of policy and reference."""

@@ -1,21 +1,30 @@
-"""The loop around a trainer's steps: evaluation, logging, checkpoints, the saved model, and output for people."""
+"""The life of a trainer: a program with an exit code around a loop around its steps.
+
+The loop evaluates, logs, writes checkpoints and the final model, and shows the run to people.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 
+from lightrl.comm import RankError
+from lightrl.config import RunConfig, print_user_error
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -62,6 +71,7 @@ class Trainer(ABC):
     shown: ClassVar[Shown] = Shown()
     config: Any  # the subclass names its own class of options
     model: nn.Module  # trained, saved and resumed
+    batches: str = ""  # the batch arithmetic in one line, printed at the start
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
@@ -80,10 +90,6 @@ class Trainer(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Metrics over all ranks, without any change to the training. Empty if there is no evaluation data."""
-
-    @abstractmethod
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
 
     def save_models(self, folder: Path) -> None:
         """Writes the models for their users; every rank calls it."""
@@ -147,6 +153,50 @@ class Trainer(ABC):
         return {"companions": self.companions} if self.companions else {}
 
 
+# ---- The program -----------------------------------------------------------------------------------------------------
+
+
+def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
+    """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
+    if not torch.cuda.is_available():
+        # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
+    try:
+        trainer = _build(trainer_class, config)
+        trainer.fit()
+        trainer.close()
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error)
+
+
+def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
+    """Builds the trainer; mistakes in the options, the data or the folder show here, before training."""
+    try:
+        return trainer_class(config)
+    except (ValueError, OSError, ImportError, SyntaxError) as error:
+        print_user_error(error)
+        _exit(2)
+
+
+def _end(error: BaseException) -> NoReturn:
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write("interrupted; the same command with this --output_dir continues from the newest checkpoint\n")
+        _exit(130)
+    if isinstance(error, RankError):
+        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
+    else:
+        traceback.print_exception(error)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process at once: tearing down a broken process group can wait for a rank that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 # ---- The loop --------------------------------------------------------------------------------------------------------
 
 
@@ -158,9 +208,9 @@ def fit(trainer: Trainer) -> dict[str, float]:
             folder.open(config, trainer.step_index)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     log = RunLog(trainer)
-    with console:
+    with console.progress:
         console.say(f"run folder: {folder.root}")
-        console.say(trainer.describe_batches())
+        console.say(trainer.batches)
         metrics: dict[str, float] = {}
         if trainer.step_index:
             console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint}")
@@ -261,15 +311,8 @@ class RunConsole:
         self._max_steps = max_steps
         columns = (BarColumn(), "{task.fields[status]}", TimeElapsedColumn(), "ETA", TimeRemainingColumn())
         is_shown = enabled and self._console.is_terminal
-        self._progress = Progress("step", MofNCompleteColumn(), *columns, console=self._console, disable=not is_shown)
-        self._task = self._progress.add_task("train", total=max_steps, completed=first_step, status="")
-
-    def __enter__(self) -> RunConsole:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.progress = Progress("step", MofNCompleteColumn(), *columns, console=self._console, disable=not is_shown)
+        self._task = self.progress.add_task("train", total=max_steps, completed=first_step, status="")
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -278,7 +321,7 @@ class RunConsole:
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step; step counts from 1."""
         texts = [_text(name, metrics[name]) for name in self._shown.step if name in metrics]
-        self._progress.update(self._task, completed=step, status="  ".join(texts[:2]))
+        self.progress.update(self._task, completed=step, status="  ".join(texts[:2]))
         if not self._console.is_terminal and (step % self._every == 0 or step == self._max_steps):
             self.say("  ".join([f"step {step}/{self._max_steps}", *texts]))
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import GRPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenMasks, TokenValues
-from lightrl.data.sampler import PromptSampler
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
@@ -24,16 +23,15 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     by_sample,
     describe_rollout,
-    describe_update,
-    draw_prompts,
     is_truncated,
     start_engine,
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
 from lightrl.trainers.token_selection import TokenSelector
 
 
@@ -67,10 +65,10 @@ class GRPOTrainer(Trainer):
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
 
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.prompts = PromptData(self.run)
         self.updates = PolicyUpdates(self.run, self.statistics)
-        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
+        self.batches = describe_batches(config, self.strategy.comm.world)
+        self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
 
         with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
@@ -91,18 +89,16 @@ class GRPOTrainer(Trainer):
         experience = self.advantages(groups)
         updates = self.pack(experience)
         self.learn(updates)
-        self.sync()
+        sync_engine(self)
         return self.report(experience)
 
     def draw(self, roll_out: Callable[[Prompts], list[ScoredGroup]]) -> list[ScoredGroup]:
         """Rolls out the next num_prompts prompts; dynamic sampling does so until enough groups have a signal."""
-
-        def draw(first: int, count: int) -> list[ScoredGroup]:
-            return roll_out(draw_prompts(self.prompts, self.sampler, self.strategy.comm, count, first))
-
         if self.dynamic_sampling is not None:
-            return self.dynamic_sampling.fill(self.step_index, draw)
-        return draw(0, self.config.num_prompts)
+            return self.dynamic_sampling.fill(
+                self.step_index, lambda first, count: roll_out(self.prompts.draw(count, first))
+            )
+        return roll_out(self.prompts.draw(self.config.num_prompts))
 
     def sample(self, prompts: Prompts) -> Rollout:
         """Samples a group for each of this rank's prompts, and a greedy response if the estimator compares with it."""
@@ -162,16 +158,10 @@ class GRPOTrainer(Trainer):
     def learn(self, updates: list[list[PackedBatch]]) -> None:
         """Takes one optimizer step per update and epoch."""
         # Until the first update the policy is still the one that the engine sampled from.
-        loss_fn = self.loss if self._needs_scores else self.first_loss
+        first_loss = None if self._needs_scores else self.first_loss
         with self.timed("learn", "learn"):
-            for update in updates * self.config.num_epochs:
-                if not update:
-                    describe_update(None, self.statistics)
-                    continue
-                batches = [batch.to(self.strategy.device) for batch in update]
-                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
-                describe_update(result, self.statistics)
-                loss_fn = self.loss
+            epochs = updates * self.config.num_epochs
+            self.updates.train(self.policy, epochs, self.loss, self.objective.weight, first_loss=first_loss)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch."""
@@ -182,11 +172,6 @@ class GRPOTrainer(Trainer):
         self.updates.measure_mismatch(scores.logprobs, batch)
         return self.loss(scores, batch)
 
-    def sync(self) -> None:
-        """Gives the engine the weights that this step ended with."""
-        with self.timed("sync", "weight sync"):
-            sync_engine(self.run, self.policy, self.step_index + 1, self.statistics)
-
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
         """Reduces the statistics of the step over all ranks."""
         metrics = step_metrics(self.objective, self.statistics, self.strategy.comm, self.config.samples_per_step)
@@ -196,13 +181,7 @@ class GRPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Samples the held-out prompts once each."""
-        if not self.eval_prompts:
-            return {}
-        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
-
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
-        return describe_batches(self.config, self.strategy.comm.world)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
 
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""
@@ -240,7 +219,7 @@ class GRPOTrainer(Trainer):
     def _dynamic_sampling(self) -> DynamicSampling:
         made = DynamicSampling(
             self.config.dynamic_sampling,
-            prompts=self.prompts,
+            prompts=self.prompts.train,
             num_prompts=self.config.num_prompts,
             comm=self.strategy.comm,
             statistics=self.statistics,

@@ -24,6 +24,7 @@ from lightrl.trainers.run import RunContext, load_start_policy
 Examples = Mapping[int, Example]  # the whole batch by position: ranks that split a model see each other's examples
 LossFn = Callable[[Any, PackedBatch, Examples, Statistics], Tensor]
 """The mean loss of a micro-batch, from the model's output; what it measures goes to the statistics."""
+PackFn = Callable[[Sequence[Example]], list[PackedBatch]]
 WeightFn = Callable[[PackedBatch], float | Tensor]
 """The number of terms that the loss of a micro-batch is a mean over."""
 
@@ -92,21 +93,28 @@ class ExampleData:
 class ExampleLearner:
     """Learns from a batch of examples by one optimizer step, and measures the same loss on held-out examples."""
 
-    def __init__(self, trainer: Trainer, examples: ExampleData, loss: LossFn, weight: WeightFn) -> None:
+    def __init__(
+        self, trainer: Trainer, examples: ExampleData, loss: LossFn, weight: WeightFn, pack: PackFn | None = None
+    ) -> None:
+        """pack: cuts this rank's examples into micro-batches; None does no more than that."""
         self._trainer = trainer
         self._examples = examples
         self._loss = loss
         self._weight = weight
+        self._pack = pack or examples.pack
 
-    def step(self, batch: Sequence[Example], mine: Sequence[Example], packs: list[PackedBatch]) -> StepReport:
-        """Trains on a global batch, of which this rank has some examples in micro-batches."""
-        trainer, statistics, by_position = self._trainer, self._trainer.statistics, _by_position(batch)
-        result = trainer.strategy.train_batch(
-            packs,
-            lambda output, pack: self._loss(output, pack, by_position, statistics),
-            self._weight,
-            model=trainer.model,
-        )
+    def step(self) -> StepReport:
+        """Draws a batch, packs this rank's part of it, learns, reports."""
+        trainer, statistics = self._trainer, self._trainer.statistics
+        batch = self._examples.draw()
+        mine, by_position = self._examples.of_rank(batch), _by_position(batch)
+        with trainer.timed("learn", "learn"):
+            result = trainer.strategy.train_batch(
+                self._pack(mine),
+                lambda output, pack: self._loss(output, pack, by_position, statistics),
+                self._weight,
+                model=trainer.model,
+            )
         describe_update(result, statistics)
         statistics.maximum("epoch", self._examples.epoch)
         answers = [answer for example in mine for answer in example.answers]
@@ -115,14 +123,14 @@ class ExampleLearner:
         statistics.add("tokens/prompt", sum(answer.num_tokens for answer in answers) - trained)
         return StepReport(metrics=statistics.reduce(trainer.strategy.comm))
 
-    def evaluate(self, pack: Callable[[list[Example]], list[PackedBatch]]) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Measures eval/loss, and what the loss reports of its micro-batches, over all held-out examples at once."""
         trainer, statistics, examples = self._trainer, Statistics(), self._examples.evaluation
         if not examples:
             return {}
         by_position = _by_position(examples)
         with trainer.strategy.comm.phase("evaluation"):
-            packs = pack(self._examples.of_rank(examples))
+            packs = self._pack(self._examples.of_rank(examples))
             for output, batch in zip(trainer.strategy.forward(packs, model=trainer.model), packs, strict=True):
                 weight = float(self._weight(batch))
                 statistics.mean("loss", float(self._loss(output, batch, by_position, statistics)) * weight, weight)

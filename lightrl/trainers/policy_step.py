@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -14,19 +14,85 @@ from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, Packable, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
+from lightrl.models.policy import context_length
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
 from lightrl.strategy.base import TrainBatchResult
+from lightrl.trainers.fit import Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.run import RunContext
 
 _MINIBATCH_STREAM = 3
 
 _Item = TypeVar("_Item", bound=Packable)
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+class PromptData:
+    """The prompts of a run: draws those of each step, and takes this rank's part of them."""
+
+    def __init__(self, run: RunContext) -> None:
+        """Tokenises the prompts; an unusable line is an error on every rank."""
+        config: RolloutConfig = run.config
+        self._comm = run.strategy.comm
+        with self._comm.phase("set-up", local=True):
+            self.train = _build_prompts(run, run.train_records, config.train_data)
+            evaluation = _build_prompts(run, run.eval_records, config.eval_data)
+        self.evaluation = evaluation[: config.eval.max_prompts or None]
+        self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
+
+    def draw(self, count: int, first: int = 0) -> Prompts:
+        """Draws the next count prompts as positions first, first + 1, ... of the step; returns this rank's."""
+        drawn = [(first + offset, self.train[index]) for offset, index in enumerate(self.sampler.draw(count))]
+        return shard(drawn, self._comm.rank, self._comm.world)
+
+
+def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Prompt]:
+    if not records:
+        return []
+    config: RolloutConfig = run.config
+    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
+    if context <= config.max_new_tokens:
+        raise _no_room_for_prompts(config, context)
+    prompts = build_prompts(
+        records,
+        run.tokenizer,
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        max_prompt_tokens=context - config.max_new_tokens,
+        chat_template=config.data.chat_template,
+        media=MediaFields(
+            image_field=config.data.image_field,
+            video_field=config.data.video_field,
+            folder=source,
+            processor=run.media,
+        ),
+    )
+    longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
+        raise _micro_batch_too_small(config, longest)
+    return prompts
+
+
+def _no_room_for_prompts(config: RolloutConfig, context: int) -> ValueError:
+    return ValueError(
+        f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
+        f"{context} tokens."
+    )
+
+
+def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
+    return ValueError(
+        f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
+        f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
+    )
 
 
 # ---- Updates ---------------------------------------------------------------------------------------------------------
@@ -48,16 +114,18 @@ class PolicyUpdates:
         Groups stay whole. A seeded order of the step's positions deals them out, so that the mini-batches are the same
         at any world size.
         """
-        num_parts = self._config.num_minibatches
-        parts: list[list[Experience]] = [experience]
-        if num_parts > 1:
-            num_groups = self._strategy.comm.max_int(1 + max((item.sample.position for item in experience), default=-1))
-            order = permutation(num_groups, self._config.seed + _MINIBATCH_STREAM, step)
-            index_of = {position: index for index, position in enumerate(order)}
-            parts = [[] for _ in range(num_parts)]
-            for item in experience:
-                parts[index_of[item.sample.position] * num_parts // num_groups].append(item)
+        parts = self._dealt_out(experience, step) if self._config.num_minibatches > 1 else [experience]
         return parts if self._strategy.comm.world == 1 else [self._balanced(part) for part in parts]
+
+    def _dealt_out(self, experience: list[Experience], step: int) -> list[list[Experience]]:
+        num_parts = self._config.num_minibatches
+        num_groups = self._strategy.comm.max_int(1 + max((item.sample.position for item in experience), default=-1))
+        order = permutation(num_groups, self._config.seed + _MINIBATCH_STREAM, step)
+        index_of = {position: index for index, position in enumerate(order)}
+        parts: list[list[Experience]] = [[] for _ in range(num_parts)]
+        for item in experience:
+            parts[index_of[item.sample.position] * num_parts // num_groups].append(item)
+        return parts
 
     def _balanced(self, mine: list[Experience]) -> list[Experience]:
         """Moves samples between ranks until all have about the same number of tokens."""
@@ -97,6 +165,35 @@ class PolicyUpdates:
                 for part in parts
             ]
 
+    def train(
+        self,
+        model: nn.Module,
+        updates: list[list[PackedBatch]],
+        loss: Callable[[Any, PackedBatch], Tensor],
+        weight: Callable[[PackedBatch], float | Tensor],
+        *,
+        first_loss: Callable[[Any, PackedBatch], Tensor] | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Takes one optimizer step per update.
+
+        Args:
+            model: The model to train.
+            updates: The micro-batches of each update of every epoch; an empty update is left out.
+            loss: The mean loss of a micro-batch, from the model's output.
+            weight: The number of terms that the loss is a mean over.
+            first_loss: The loss of the first update, while the model still is the one that sampled; None: as any other.
+            prefix: Goes before the names of the metrics.
+        """
+        loss_fn = first_loss or loss
+        for update in updates:
+            result = None
+            if update:
+                batches = [batch.to(self._strategy.device) for batch in update]
+                result = self._strategy.train_batch(batches, loss_fn, weight, model=model)
+                loss_fn = loss
+            describe_update(result, self._statistics, prefix)
+
     def scores(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
         """Runs the model on all samples, without gradients: pairs of a micro-batch and the model's output."""
         batches = [batch.to(self._strategy.device) for batch in self._packed(experience, {})]
@@ -108,15 +205,17 @@ class PolicyUpdates:
 
     def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
         """Compares the engine's logprobs with the trainer's of the same weights, before any clipping or update."""
-        mask = batch.loss_mask
-        if self.stale:
-            is_fresh = torch.tensor([key not in self.stale for key in batch.keys], device=mask.device)
-            mask = mask & is_fresh[batch.sequence_index]
+        mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
         self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
+
+    def _is_fresh(self, batch: PackedBatch) -> Tensor:
+        """Returns the mask of the trained tokens of samples that no older weights made."""
+        is_fresh = torch.tensor([key not in self.stale for key in batch.keys], device=batch.loss_mask.device)
+        return batch.loss_mask & is_fresh[batch.sequence_index]
 
 
 def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, comm: Comm) -> list[list[_Item]]:
@@ -139,12 +238,6 @@ def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[fl
 # ---- Engine ----------------------------------------------------------------------------------------------------------
 
 
-def draw_prompts(prompts: Sequence[Prompt], sampler: PromptSampler, comm: Comm, count: int, first: int = 0) -> Prompts:
-    """Draws the next count prompts of the data as positions first, first + 1, ... of the step; returns this rank's."""
-    drawn = [(first + offset, prompts[index]) for offset, index in enumerate(sampler.draw(count))]
-    return shard(drawn, comm.rank, comm.world)
-
-
 def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Collector:
     """Builds the engine with the policy's weights and puts it to sleep; returns what samples and scores by it."""
     config, strategy = run.config, run.strategy
@@ -155,20 +248,21 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
 
 
-def sync_engine(run: RunContext, policy: nn.Module, version: int, statistics: Statistics) -> None:
-    """Gives the engine the policy's weights, stamped with the number of finished steps."""
-    strategy = run.strategy
+def sync_engine(trainer: Trainer) -> None:
+    """Gives the engine the weights of the trained model, stamped with the number of finished steps."""
+    strategy, statistics = trainer.strategy, trainer.statistics
     freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
-    strategy.set_global_step(version)
-    report = strategy.sync_weights(policy)
-    values = {"sync/gb": report.num_bytes / 1e9, "sync/gb_per_s": report.gb_per_s, "sync/version": report.version}
-    values["memory/engine_freed_gb"] = freed / 1e9
+    with trainer.timed("sync", "weight sync"):
+        strategy.set_global_step(trainer.step_index + 1)
+        report = strategy.sync_weights(trainer.model)
+    statistics.maximum("sync/gb", report.num_bytes / 1e9)
+    statistics.maximum("sync/gb_per_s", report.gb_per_s)
+    statistics.maximum("sync/version", report.version)
+    statistics.maximum("memory/engine_freed_gb", freed / 1e9)
     if report.canary is not None:
-        values["sync/canary_max_abs"] = report.canary
-    if run.config.offload_while_generating:
-        values["memory/offloaded_gb"] = strategy.residency.offloaded_bytes / 1e9
-    for name, value in values.items():
-        statistics.maximum(name, value)
+        statistics.maximum("sync/canary_max_abs", report.canary)
+    if trainer.config.offload_while_generating:
+        statistics.maximum("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------

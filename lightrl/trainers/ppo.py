@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightrl.algorithms.kl import kl_estimate
 from lightrl.config import PPOConfig, describe_batches
 from lightrl.data.packing import Key, TokenValues, unpack
-from lightrl.data.sampler import PromptSampler
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
@@ -29,14 +28,13 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
+    PromptData,
     describe_rollout,
-    describe_update,
-    draw_prompts,
     start_engine,
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference, read_prompts
+from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
@@ -67,11 +65,14 @@ class PPOTrainer(Trainer):
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
 
-        self.prompts, self.eval_prompts = read_prompts(self.run)
-        self.sampler = PromptSampler(len(self.prompts), config.num_prompts, config.seed)
+        self.prompts = PromptData(self.run)
         self.updates = PolicyUpdates(self.run, self.statistics)
-        self.saved |= {"sampler": self.sampler, "coefficients": self.objective.coefficients}
-        self.saved["moments"] = self.token_advantages
+        self.batches = describe_batches(config, self.strategy.comm.world)
+        self.saved |= {
+            "sampler": self.prompts.sampler,
+            "coefficients": self.objective.coefficients,
+            "moments": self.token_advantages,
+        }
 
         is_shared = config.critic.shared_backbone
         with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
@@ -96,13 +97,12 @@ class PPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Samples, scores, turns rewards and values into advantages, packs, learns, syncs the engine, reports."""
-        prompts = draw_prompts(self.prompts, self.sampler, self.strategy.comm, self.config.num_prompts)
-        samples = self.sample(prompts)
+        samples = self.sample(self.prompts.draw(self.config.num_prompts))
         experience = self.score(samples)
         tokens = self.advantages(experience)
         updates = self.pack(tokens)
         self.learn(updates)
-        self.sync()
+        sync_engine(self)
         return self.report(_with_mean_advantages(tokens))
 
     def sample(self, prompts: Prompts) -> list[Sample]:
@@ -158,34 +158,19 @@ class PPOTrainer(Trainer):
 
         The order of the two models does not matter: both learn towards targets that were computed before.
         """
+        epochs = updates * self.config.num_epochs
         with self.timed("learn", "learn"):
             if self.critic is not None:
-                self._train_critic(self.critic, updates)
+                with self._waiting(self.optimizer):
+                    self.updates.train(self.critic, epochs, self.value_loss, self.objective.weight, prefix="critic/")
             if not self._is_frozen:
-                self._train_policy(updates)
-
-    def _train_critic(self, critic: Critic, updates: list[list[PackedBatch]]) -> None:
-        with self._waiting(self.optimizer):
-            for update in updates * self.config.num_epochs:
-                if not update:
-                    describe_update(None, self.statistics, "critic/")
-                    continue
-                batches = [batch.to(self.strategy.device) for batch in update]
-                result = self.strategy.train_batch(batches, self.value_loss, self.objective.weight, model=critic)
-                describe_update(result, self.statistics, "critic/")
+                self._train_policy(epochs)
 
     def _train_policy(self, updates: list[list[PackedBatch]]) -> None:
         # Until the first update the policy is still the one that the engine sampled from.
-        loss_fn = self.loss if self.critic is None or self._needs_scores else self.first_loss
+        first_loss = None if self.critic is None or self._needs_scores else self.first_loss
         with self._waiting(self.critic_optimizer):
-            for update in updates * self.config.num_epochs:
-                if not update:
-                    describe_update(None, self.statistics)
-                    continue
-                batches = [batch.to(self.strategy.device) for batch in update]
-                result = self.strategy.train_batch(batches, loss_fn, self.objective.weight, model=self.policy)
-                describe_update(result, self.statistics)
-                loss_fn = self.loss
+            self.updates.train(self.policy, updates, self.loss, self.objective.weight, first_loss=first_loss)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
@@ -201,11 +186,6 @@ class PPOTrainer(Trainer):
         """The mean loss of the critic's values over a micro-batch."""
         return self.value_objective.loss(scores, batch, self.statistics)
 
-    def sync(self) -> None:
-        """Gives the engine the weights that this step ended with."""
-        with self.timed("sync", "weight sync"):
-            sync_engine(self.run, self.policy, self.step_index + 1, self.statistics)
-
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
         """Reduces the statistics of the step over all ranks."""
         metrics = step_metrics(self.objective, self.statistics, self.strategy.comm, self.config.samples_per_step)
@@ -215,13 +195,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Samples the held-out prompts once each."""
-        if not self.eval_prompts:
-            return {}
-        return self.collector.evaluate(self.eval_prompts, temperature=self.config.eval.temperature)
-
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
-        return describe_batches(self.config, self.strategy.comm.world)
+        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
 
     def save_models(self, folder: Path) -> None:
         """Writes the policy, and the critic beside it."""

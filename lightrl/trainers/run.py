@@ -22,19 +22,18 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
 from lightrl.data.media import PromptEncoder
-from lightrl.data.prompts import HELD_OUT, MediaFields, build_prompts, load_records
+from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.policy import (
     Policy,
     check_model_folder,
     check_scores,
-    context_length,
     load_config,
     load_policy,
     load_tokenizer,
 )
-from lightrl.records import Experience, Prompt
+from lightrl.records import Experience
 from lightrl.strategy import StrategyBase, create_strategy
 
 TrainerConfig = RolloutConfig | OfflineConfig
@@ -128,57 +127,7 @@ def _find_model(model: str, strategy: StrategyBase) -> str:
     return strategy.comm.broadcast_object(path)
 
 
-# ---- Data and models -------------------------------------------------------------------------------------------------
-
-
-def read_prompts(run: RunContext) -> tuple[list[Prompt], list[Prompt]]:
-    """Returns the tokenised prompts of --train_data and of --eval_data; an unusable line is an error on every rank."""
-    config: RolloutConfig = run.config
-    with run.strategy.comm.phase("set-up", local=True):
-        train = _build_prompts(run, run.train_records, config.train_data)
-        evaluation = _build_prompts(run, run.eval_records, config.eval_data)
-    return train, evaluation[: config.eval.max_prompts or None]
-
-
-def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Prompt]:
-    if not records:
-        return []
-    config: RolloutConfig = run.config
-    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
-    if context <= config.max_new_tokens:
-        raise _no_room_for_prompts(config, context)
-    prompts = build_prompts(
-        records,
-        run.tokenizer,
-        prompt_field=config.data.prompt_field,
-        answer_field=config.data.answer_field,
-        max_prompt_tokens=context - config.max_new_tokens,
-        chat_template=config.data.chat_template,
-        media=MediaFields(
-            image_field=config.data.image_field,
-            video_field=config.data.video_field,
-            folder=source,
-            processor=run.media,
-        ),
-    )
-    longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
-    if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
-        raise _micro_batch_too_small(config, longest)
-    return prompts
-
-
-def _no_room_for_prompts(config: RolloutConfig, context: int) -> ValueError:
-    return ValueError(
-        f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
-        f"{context} tokens."
-    )
-
-
-def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
-    return ValueError(
-        f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold the longest prompt with "
-        f"--max_new_tokens {config.max_new_tokens}: raise it to at least {longest}, or give --micro_batch_size."
-    )
+# ---- Models ----------------------------------------------------------------------------------------------------------
 
 
 def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:

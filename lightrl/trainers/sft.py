@@ -38,7 +38,7 @@ class SFTTrainer(Trainer):
     def __init__(self, run: RunContext | SFTConfig, *, strategy: StrategyBase | None = None) -> None:
         super().__init__(run, strategy=strategy)
         self.examples = ExampleData(self.run, self._build_examples)
-        self.config = self.examples.config
+        self.config, self.batches = self.examples.config, self.examples.describe()
         self.learner = ExampleLearner(self, self.examples, self.loss, self.weight)
         self.saved["sampler"] = self.examples.sampler
         self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
@@ -46,19 +46,11 @@ class SFTTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Draws a batch, packs this rank's part of it, learns, reports."""
-        batch = self.examples.draw()
-        mine = self.examples.of_rank(batch)
-        with self.timed("learn", "learn"):
-            packs = self.examples.pack(mine)
-            return self.learner.step(batch, mine, packs)
+        return self.learner.step()
 
     def evaluate(self) -> dict[str, float]:
         """Measures the loss on the held-out examples."""
-        return self.learner.evaluate(self.examples.pack)
-
-    def describe_batches(self) -> str:
-        """The batch arithmetic in one line."""
-        return self.examples.describe()
+        return self.learner.evaluate()
 
     def weight(self, batch: PackedBatch) -> Tensor:
         """The number of trained tokens."""

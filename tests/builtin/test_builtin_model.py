@@ -277,7 +277,7 @@ def test_failed_writing_leaves_nothing_behind(
 def test_later_of_two_publishers_gives_way(quick_recipe: None, tmp_path: Path) -> None:
     folder = builtin_model_path(cache_dir=tmp_path)
     before = _snapshot(folder)
-    late = builtin._write_folder_beside(folder, QUICK, builtin._ignore)
+    late = builtin._write_unpublished(folder, QUICK, builtin._ignore)
     builtin._publish(late, folder)
     assert _snapshot(folder) == before
     assert not late.exists()

@@ -142,7 +142,7 @@ def take(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Take]:
         output_dir=str(tmp_path_factory.mktemp("flags") / "run"),
     )
     trainer = GRPOTrainer(base)
-    groups = [noisy(group) for group in trainer.score(trainer.sample(list(enumerate(trainer.prompts[:4]))))]
+    groups = [noisy(group) for group in trainer.score(trainer.sample(list(enumerate(trainer.prompts.train[:4]))))]
     groups[0] = dataclasses.replace(groups[0], rewards=(0.25,) * 6)  # without signal
     other = load_policy(base.model, materialize=True, is_reference=True)
     with torch.no_grad():

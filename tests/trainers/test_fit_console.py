@@ -6,7 +6,8 @@ METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunConsole(Shown(), enabled=True, first_step=0, max_steps=40) as console:
+    console = RunConsole(Shown(), enabled=True, first_step=0, max_steps=40)
+    with console.progress:
         for step in range(1, 5):
             console.step_done(step, METRICS)
         console.evaluated(4, {"eval/accuracy": 0.75, "eval/reward": 0.5})
@@ -19,13 +20,15 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunConsole(Shown(), enabled=False, first_step=0, max_steps=2) as console:
+    console = RunConsole(Shown(), enabled=False, first_step=0, max_steps=2)
+    with console.progress:
         console.say("hello")
         console.step_done(2, METRICS)
     assert capsys.readouterr().out == ""
 
 
 def test_an_evaluation_may_lack_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunConsole(Shown(), enabled=True, first_step=0, max_steps=2) as console:
+    console = RunConsole(Shown(), enabled=True, first_step=0, max_steps=2)
+    with console.progress:
         console.evaluated(1, {"eval/reward": 0.5, "eval/response_tokens": 3.0})
     assert "step 1  eval/reward 0.500" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRP
 @pytest.fixture
 def groups(trainer: GRPOTrainer) -> list[ScoredGroup]:
     trainer.step_index = 0
-    found = trainer.score(trainer.sample(list(enumerate(trainer.prompts[:2]))))
+    found = trainer.score(trainer.sample(list(enumerate(trainer.prompts.train[:2]))))
     trainer.report()
     return found
 

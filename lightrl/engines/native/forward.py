@@ -297,7 +297,7 @@ class FusedForward:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
         rows, width = ids.shape
         positions = torch.arange(width, device=ids.device)
-        masks = {window: _prompt_mask(positions, window) for window in self._ramps}
+        masks = {window: None if window is None else _window_mask(positions, window) for window in self._ramps}
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (
@@ -393,9 +393,9 @@ class FusedForward:
         )
 
 
-def _prompt_mask(positions: Tensor, window: int | None) -> Tensor | None:
-    """Returns [t, t], True where a query may look; None for the plain causal rule."""
-    if window is None or len(positions) <= window:
+def _window_mask(positions: Tensor, window: int) -> Tensor | None:
+    """Returns [t, t], True where a query may look; None where that is the plain causal rule."""
+    if len(positions) <= window:
         return None
     distance = positions[:, None] - positions
     return (distance >= 0) & (distance < window)

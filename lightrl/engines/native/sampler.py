@@ -17,6 +17,14 @@ from torch import Tensor
 _BLOCK = 256  # the distribution is searched block first, then within the block: only one block a row is accumulated
 
 
+class Filters(NamedTuple):
+    """The rows with a top-k or a top-p."""
+
+    rows: Tensor  # [m] int64
+    top_k: Tensor  # [m, 1] int64, the vocabulary's size where off
+    top_p: Tensor  # [m, 1] float32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
     """How each of n rows is sampled; None where no row asks for it, so that the common case skips the work."""
@@ -25,14 +33,6 @@ class SamplingPlan:
     is_greedy: Tensor | None  # [n] bool
     all_greedy: bool
     filters: Filters | None
-
-
-class Filters(NamedTuple):
-    """The rows with a top-k or a top-p."""
-
-    rows: Tensor  # [m] int64
-    top_k: Tensor  # [m, 1] int64, the vocabulary's size where off
-    top_p: Tensor  # [m, 1] float32
 
 
 def plan_sampling(
