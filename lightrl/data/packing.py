@@ -213,15 +213,17 @@ def _evenest(
 def _check_limits(items: Sequence[_Item], max_tokens: int | None, max_samples: int | None) -> None:
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}: it must be at least 1, or None for no limit.")
-    if max_tokens is None:
-        return
     for item in items:
-        if item.num_tokens > max_tokens:
-            raise ValueError(
-                f"{item.label} has {item.num_tokens} tokens (prompt and response), "
-                f"more than a micro-batch may hold: raise --max_tokens_per_microbatch (now {max_tokens}) to at least "
-                f"{item.num_tokens}, or allow shorter prompts and responses."
-            )
+        if max_tokens is not None and item.num_tokens > max_tokens:
+            raise _too_long(item, max_tokens)
+
+
+def _too_long(item: Packable, max_tokens: int) -> ValueError:
+    return ValueError(
+        f"{item.label} has {item.num_tokens} tokens (prompt and response), more than a micro-batch may hold: raise "
+        f"--max_tokens_per_microbatch (now {max_tokens}) to at least {item.num_tokens}, or allow shorter prompts and "
+        "responses."
+    )
 
 
 def _num_tokens(batch: Sequence[_Item]) -> int:

@@ -112,12 +112,16 @@ def build_prompts(
         if media is not None and (media.processor or any(record.get(name) is not None for name in media_fields)):
             prompt = _with_media(prompt, record, where, media)
         if prompt.num_tokens > max_prompt_tokens:
-            raise ValueError(
-                f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
-                "Shorten it, lower --max_new_tokens, or use a model with a longer context."
-            )
+            raise _too_long(prompt, where, max_prompt_tokens)
         prompts.append(prompt)
     return prompts
+
+
+def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
+    return ValueError(
+        f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
+        "Shorten it, lower --max_new_tokens, or use a model with a longer context."
+    )
 
 
 def _load_from_disk(path: Path) -> list[LocatedRecord]:
@@ -231,13 +235,17 @@ def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, An
     field = prompt_field if record.get(prompt_field) is not None else "messages"
     value = record.get(field)
     if value is None:
-        raise ValueError(
-            f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field "
-            "that holds the prompt by --data.prompt_field."
-        )
+        raise _no_prompt(record, where, prompt_field)
     if isinstance(value, str) and not value.strip():
         raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
     return field, value
+
+
+def _no_prompt(record: Record, where: str, prompt_field: str) -> ValueError:
+    return ValueError(
+        f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field "
+        "that holds the prompt by --data.prompt_field."
+    )
 
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:

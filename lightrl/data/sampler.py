@@ -35,9 +35,7 @@ class PromptSampler:
 
     def __init__(self, num_prompts_in_data: int, batch_size: int, seed: int) -> None:
         if num_prompts_in_data < 1:
-            raise ValueError(
-                f"num_prompts_in_data is {num_prompts_in_data}: there must be at least 1 prompt to sample."
-            )
+            raise ValueError(f"num_prompts_in_data is {num_prompts_in_data}: there must be at least 1 prompt.")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: a step takes at least 1 prompt.")
         self.num_prompts_in_data = num_prompts_in_data

@@ -103,13 +103,14 @@ class _ChosenLogprobs(torch.autograd.Function):
         logsumexp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         chosen = torch.empty_like(logsumexp)
         entropy = torch.full_like(logsumexp, float("nan"))
-        for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
+        num_rows, num_columns = _tile(hidden)
+        for rows in _slices(hidden.shape[0], num_rows):
             summary = _RowSummary(targets[rows], dtype, with_entropy)
-            for columns in _slices(weight.shape[0], _tile(hidden)[1]):
+            for columns in _slices(weight.shape[0], num_columns):
                 summary.add(transform.logits(hidden[rows], weight, bias, columns, dtype), columns.start)
-            logsumexp[rows], chosen[rows] = summary.logsumexp(), summary.chosen
+            logsumexp[rows], chosen[rows] = summary.maximum + summary.total.log(), summary.chosen
             if with_entropy:
-                entropy[rows] = summary.entropy()
+                entropy[rows] = summary.total.log() - summary.moment / summary.total
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
         ctx.transform = transform
         ctx.set_materialize_grads(False)
@@ -128,10 +129,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
-        for columns in _slices(weight.shape[0], _tile(hidden)[1]):
+        num_rows, num_columns = _tile(hidden)
+        for columns in _slices(weight.shape[0], num_columns):
             weight_sum = torch.zeros_like(weight[columns], dtype=dtype) if needs_weight else None
             bias_sum = torch.zeros_like(bias[columns], dtype=dtype) if needs_bias else None
-            for rows in _slices(hidden.shape[0], _tile(hidden)[0]):
+            for rows in _slices(hidden.shape[0], num_rows):
                 logits = ctx.transform.logits(hidden[rows], weight, bias, columns, dtype)
                 slope_of_cap = None if ctx.transform.softcap is None else ctx.transform.slope_of_cap(logits)
                 parts: list[Any] = [None if part is None else part[rows] for part in per_row]
@@ -178,12 +180,6 @@ class _RowSummary:
             self.moment = scale * (self.moment + shift * self.total) + (weights * shifted).sum(1)
         self.total = scale * self.total + weights.sum(1)
         self.maximum = maximum
-
-    def logsumexp(self) -> Tensor:
-        return self.maximum + self.total.log()
-
-    def entropy(self) -> Tensor:
-        return self.total.log() - self.moment / self.total
 
 
 def _logit_gradient(

@@ -325,11 +325,15 @@ def check_scores(policy: Policy, device: torch.device) -> None:
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= allowed:  # a NaN fails too
-        raise ValueError(
-            f"The scores of model type {model.config.model_type!r} differ from its own logits by {difference:.2g} "
-            f"relative ({allowed:g} is allowed): it changes its logits or mixes tokens in a way that lightrl does not "
-            "know. Choose another model, or teach lightrl.models.policy its output."
-        )
+        raise _unknown_output(model.config.model_type, difference, allowed)
+
+
+def _unknown_output(model_type: str, difference: float, allowed: float) -> ValueError:
+    return ValueError(
+        f"The scores of model type {model_type!r} differ from its own logits by {difference:.2g} relative ({allowed:g} "
+        "is allowed): it changes its logits or mixes tokens in a way that lightrl does not know. Choose another model, "
+        "or teach lightrl.models.policy its output."
+    )
 
 
 def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
