@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.account import Fingerprint
+from lightrl.metrics import report_memory
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
@@ -71,7 +73,8 @@ class StrategyBase(ForeignNames, ABC):
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
         self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
-        self.residency = Residency(self)
+        self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
+        self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
         self.serving = ColocatedServing(self, self.options)
         if self.options.offload_while_generating:
             self.serving = OffloadingServing(self, self.options, self.residency)
@@ -158,12 +161,8 @@ class StrategyBase(ForeignNames, ABC):
         """Joins the world that torchrun describes (or is a world of one) and picks the device."""
         check_engine_name(self.options.engine)
         self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
-        for name, size in (("tp_size", self.options.tp_size), ("sp_size", self.options.sp_size)):
-            if size != 1 and not self.splits_models:
-                raise ValueError(
-                    f"--{name} {size} needs --strategy fsdp; {type(self).__name__} does not split a model or its "
-                    f"tokens. Use --strategy fsdp, or --{name} 1."
-                )
+        if not self.splits_models and (self.options.tp_size, self.options.sp_size) != (1, 1):
+            self._refuse_to_split()
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
         if size < 1 or world % size:
@@ -174,6 +173,13 @@ class StrategyBase(ForeignNames, ABC):
         self.layout = self.make_layout()
         self.set_seed(self.seed)
 
+    def _refuse_to_split(self) -> None:
+        name = "sp_size" if self.options.tp_size == 1 else "tp_size"
+        raise ValueError(
+            f"--{name} {getattr(self.options, name)} needs --strategy fsdp; {type(self).__name__} does not split a "
+            f"model or its tokens. Use --strategy fsdp, or --{name} 1."
+        )
+
     def prepare_trained(
         self,
         model: nn.Module,
@@ -182,6 +188,7 @@ class StrategyBase(ForeignNames, ABC):
         schedule_length: int = 1,
         head_lr: float | None = None,
         frozen_head_steps: int = 0,
+        optim: OptimConfig | None = None,
     ) -> TrainedModel:
         """Places a model and gives it an optimizer and a learning-rate schedule.
 
@@ -191,23 +198,13 @@ class StrategyBase(ForeignNames, ABC):
             schedule_length: the length of the schedule, in units of --optim.schedule_unit.
             head_lr: the rate of a value head on the model's body; None gives it the body's rate.
             frozen_head_steps: the number of first updates that train the value head alone, with the body frozen.
+            optim: options that the caller has checked; None takes those of the strategy.
         """
-        optim = self.options.optim
-        # A model that comes later, such as a critic, need not match the patterns.
-        if optim.lr_scales and not self._trained:
-            check_lr_scales([model], optim)
+        if optim is None:
+            optim = self.options.optim
+            if optim.lr_scales and not self._trained:  # a later model, such as a critic, need not match the patterns
+                check_lr_scales([model], optim)
         lr = self.options.lr if lr is None else lr
-        return self._prepare_trained(model, optim, lr, schedule_length, head_lr, frozen_head_steps)
-
-    def _prepare_trained(
-        self,
-        model: nn.Module,
-        optim: OptimConfig,
-        lr: float,
-        schedule_length: int,
-        head_lr: float | None,
-        frozen_head_steps: int,
-    ) -> TrainedModel:
         model = self.prepare_model(model)
         settings = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
         optimizer = self.create_optimizer(model, lr=lr, **settings)
@@ -222,12 +219,24 @@ class StrategyBase(ForeignNames, ABC):
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
         model = self.prepare_model(model.eval().requires_grad_(False))
-        self.residency.add(model)
+        self.placed[model] = None
         return model
+
+    def unwrap_model(self, model: Any) -> nn.Module:
+        """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
+        for attribute in ("hf", "module", "_orig_mod"):
+            inner = getattr(model, attribute, None)
+            if isinstance(inner, nn.Module):
+                return self.unwrap_model(inner)
+        get_base_model = getattr(model, "get_base_model", None)  # PEFT
+        if callable(get_base_model):
+            return self.unwrap_model(get_base_model())
+        module: nn.Module = model
+        return module
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
-        self.residency.add(model, optimizer)
+        self.placed[model] = optimizer
         if self.options.compile:
             check_compiler(self.device)
             compile_blocks(model)
@@ -265,7 +274,7 @@ class StrategyBase(ForeignNames, ABC):
         trained = self.trained_entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
-        self.residency.require_optimizer(trained.optimizer)  # now: later there would be gradients left over
+        self.require_on_device(trained.optimizer)  # now: later there would be gradients left over
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
@@ -348,6 +357,24 @@ class StrategyBase(ForeignNames, ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights.")
         yield
 
+    # ---- Memory ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def residency(self) -> Residency:
+        """What is on the device and what is in host memory; made when the first model or optimizer is to move."""
+        return Residency(self)
+
+    def require_on_device(self, *items: nn.Module | Optimizer) -> None:
+        """Raises RuntimeError while the weights of a model or the states of an optimizer are in host memory."""
+        if self.offloaded:
+            self.residency.require(*items)
+
+    @contextmanager
+    def init_model_context(self) -> Iterator[None]:
+        """Wraps the construction of a model and reports the memory after it."""
+        yield
+        report_memory(self.comm, "model built")
+
     # ---- Saving ------------------------------------------------------------------------------------------------
 
     def finish_saving(self) -> None:
@@ -402,6 +429,10 @@ def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
     """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    return _pick_gpu(num_gpu_per_node)
+
+
+def _pick_gpu(num_gpu_per_node: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
     rank = int(os.environ.get("RANK", "0"))

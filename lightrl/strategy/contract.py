@@ -5,11 +5,9 @@ Code written for those interfaces runs on a lightrl strategy; lightrl's own trai
 
 from __future__ import annotations
 
-import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,15 +21,13 @@ from torch.utils.data import DataLoader
 from lightrl import comm as comm_module
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine
-from lightrl.metrics import memory_in_use
+from lightrl.metrics import report_memory
 from lightrl.seeding import mix_seed
 from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
-
-logger = logging.getLogger(__name__)
 
 
 class ForeignNames(ABC):
@@ -77,18 +73,6 @@ class ForeignNames(ABC):
             prepare_item(self, initial_model, freeze_lone=True),
         )
 
-    def unwrap_model(self, model: Any) -> nn.Module:
-        """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
-        for attribute in ("hf", "module", "_orig_mod"):
-            inner = getattr(model, attribute, None)
-            if isinstance(inner, nn.Module):
-                return self.unwrap_model(inner)
-        get_base_model = getattr(model, "get_base_model", None)  # PEFT
-        if callable(get_base_model):
-            return self.unwrap_model(get_base_model())
-        module: nn.Module = model
-        return module
-
     def build_optimizer(self: Native, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
         """Returns the optimizer of the options; a warm-up trains a value head alone for critic_warmup_steps updates."""
         optimizer = self.create_optimizer(model)
@@ -108,12 +92,6 @@ class ForeignNames(ABC):
     ) -> LRScheduler:
         """Returns the schedule of the options (or of optim_config) over total_steps optimizer steps."""
         return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
-
-    @contextmanager
-    def init_model_context(self) -> Iterator[None]:
-        """Wraps the construction of a model and reports the memory after it."""
-        yield
-        self.report_memory("model built")
 
     def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:
         """Returns a CPU generator that depends on the seed, the role and, unless per_rank is False, the rank."""
@@ -209,15 +187,7 @@ class ForeignNames(ABC):
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
         """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
-        comm = comm_module.current()
-        used = memory_in_use()
-        report = {
-            f"{name}/{op}": comm.all_reduce(dict(used), op)[name] for name in used for op in ("min", "mean", "max")
-        }
-        if comm.is_main:
-            text = ", ".join(f"{name} {value:.2f} GB" for name, value in report.items() if name.endswith("max"))
-            logger.info("memory %s: %s", prefix, text)
-        return report
+        return report_memory(comm_module.current(), prefix)
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:

@@ -61,14 +61,15 @@ class Native(Protocol):
     def sync_weights(self, model: nn.Module) -> SyncReport: ...
     def save_ckpt(self, model: nn.Module, save_dir: str, *, max_mem: int = 1000) -> None: ...
     def load_ckpt(self, model: nn.Module, load_dir: str) -> Any: ...
-    def _prepare_trained(
+    def prepare_trained(
         self,
         model: nn.Module,
-        optim: OptimConfig,
-        lr: float,
+        *,
+        lr: float | None,
         schedule_length: int,
         head_lr: float | None,
         frozen_head_steps: int,
+        optim: OptimConfig | None,
     ) -> TrainedModel: ...
 
 
@@ -112,5 +113,12 @@ def prepare_slot(
     has_head = has_value_head(model)
     head_lr = options.critic_lr if has_head and is_actor(model) else None
     frozen_steps = options.critic_warmup_steps if has_head or not is_actor(model) else 0
-    trained = strategy._prepare_trained(model, options.optim, lr, max_steps, head_lr, frozen_steps)
+    trained = strategy.prepare_trained(
+        model,
+        lr=lr,
+        schedule_length=max_steps,
+        head_lr=head_lr,
+        frozen_head_steps=frozen_steps,
+        optim=options.optim,
+    )
     return trained.model, trained.optimizer, trained.scheduler

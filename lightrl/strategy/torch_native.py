@@ -19,9 +19,8 @@ from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
-from lightrl.strategy.optim.clipping import clip_gradients
 from lightrl.strategy.optim.hooks import attach
-from lightrl.strategy.optim.optimizers import build_optimizer
+from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.results import OptimizerStep
 from lightrl.strategy.saving.saver import Wanted
@@ -136,8 +135,7 @@ class TorchStrategy(StrategyBase):
             lr_list = hook.reported_rates(optimizer, lr_list)
         if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
             return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
-        self.residency.require_parameters(model)
-        self.residency.require_optimizer(optimizer)
+        self.require_on_device(model, optimizer)
         divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         for hook in hooks:
@@ -151,7 +149,7 @@ class TorchStrategy(StrategyBase):
     def weights_of(self, model: nn.Module) -> Weights:
         """Returns the parameters under their Hugging Face names, with adapters merged into them."""
         self.after_forward_only(model)
-        self.residency.require_parameters(model)
+        self.require_on_device(model)
         unwrapped = self.unwrap_model(model)
         if has_adapters(unwrapped):
             return MergedWeights(unwrapped, self.layout)
@@ -200,8 +198,7 @@ class TorchStrategy(StrategyBase):
         averages = [hook for hook in self.hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
         if not averages:
             raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
-        self.residency.require_parameters(model)
-        self.residency.require_optimizer(trained.optimizer)  # the average moves with its states
+        self.require_on_device(model, trained.optimizer)  # the average moves with its states
         with averages[-1].lent():
             yield
 

@@ -244,7 +244,7 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
     config, strategy = run.config, run.strategy
     with strategy.comm.phase("set-up"):
         rewards.prepare(strategy)
-        strategy.setup_inference_engine(config, config.engine, actor=policy)
+        strategy.serving.start(config.engine, model=policy, tokenizer=strategy.tokenizer, options=config)
         strategy.sleep_engine()
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
 

@@ -3,7 +3,7 @@
 Two accounts are kept. WeightProof watches the tensors on their way to the engine: they are the trainer's, each name
 once, each with the trainer's values. The engine's own WeightAccount tells whether it holds what it was given. Engines
 differ in where a tensor ends up (placement.py); what they report about it is the same for all of them. The canary
-(strategy/serving/canary.py) checks the result by its logprobs.
+(strategy/serving/colocated_serving.py) checks the result by its logprobs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The optimizer of a model: its kind, its parameter groups, and its learning rate over time."""
+"""The optimizer of a model: its kind, its parameter groups, its learning rate over time, its clip."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -43,7 +44,8 @@ def parameter_groups(
     shape_of: Callable[[Tensor], Size],  # of the whole parameter
 ) -> list[dict[str, Any]]:
     """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
-    embeddings, in_blocks = _embeddings(model), _in_blocks(model)
+    embeddings = _embeddings(model)
+    in_blocks = _in_blocks(model) if optim.name == "muon" else set()
     scales = lr_scales(optim)
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -51,7 +53,7 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
-        is_muon = optim.name == "muon" and num_dims == 2 and id(parameter) in in_blocks and not is_embedding
+        is_muon = num_dims == 2 and id(parameter) in in_blocks and not is_embedding
         is_decayed = num_dims >= 2 and (optim.decay_embeddings or not is_embedding)
         scale = scales[pattern] if pattern is not None else 1.0
         settings = {"weight_decay": weight_decay if is_decayed else 0.0, "lr": lr * scale, "lr_scale": scale}
@@ -126,3 +128,36 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
         min_ratio=config.min_lr / peak if config.min_lr and peak else config.min_lr_ratio,
     )
     return LambdaLR(optimizer, factor)
+
+
+# ---- The norm of the gradients, over plain tensors, DTensors, and both in one model ------------------------------
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scales the gradients so that their global norm is at most max_norm (0: no limit); returns the norm before."""
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if not with_grad:
+        return torch.zeros(())
+    norm = _global_norm(with_grad)
+    if max_norm > 0:
+        for group in _by_mesh(with_grad):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Groups parameters that torch's fused norms accept together: no plain tensors with DTensors, no two meshes."""
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def _global_norm(parameters: list[Tensor]) -> Tensor:
+    squares = []
+    for group in _by_mesh(parameters):
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
+        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2)
+    return torch.stack(squares).sum().sqrt()

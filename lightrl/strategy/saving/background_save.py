@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightrl.comm import Comm
+
 
 @dataclass
 class BackgroundSave:
@@ -33,6 +35,16 @@ class BackgroundSave:
     def is_written(self) -> bool:
         """Whether the jobs have ended, also by an error."""
         return not self._thread.is_alive()
+
+    def finish(self, comm: Comm) -> None:
+        """Waits for all ranks and makes the files a checkpoint; raises on all ranks what failed on one."""
+        with comm.phase("checkpoint", local=True):
+            self.wait()
+            if self.error is not None:
+                raise RuntimeError(f"A checkpoint could not be written: {self.error}") from self.error
+        with comm.phase("checkpoint", local=True):
+            if comm.is_main:
+                self.commit()
 
     def wait(self) -> None:
         """Waits for the thread."""

@@ -6,7 +6,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,6 @@ from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
-from lightrl.strategy.serving.residency import Residency
 
 _MEGABYTE = 1 << 20
 
@@ -51,8 +50,7 @@ class SavedTrainer(Protocol):
     @property
     def layout(self) -> PlainLayout: ...
 
-    @property
-    def residency(self) -> Residency: ...
+    def require_on_device(self, *items: nn.Module | Optimizer) -> None: ...
 
     def find_trained(self, model: nn.Module) -> Trained | None: ...
 
@@ -102,8 +100,7 @@ class TrainingStateSaver:
         checkpoint. In the background, this returns when the state is copied to host memory; the checkpoint then counts
         after a later update, finish(), the next save or the end of the run.
         """
-        if self.pending is not None:
-            self.finish()
+        self.finish()
         comm, step = self._trainer.comm, self._trainer.global_step
         directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
         with comm.phase("checkpoint", local=True):
@@ -112,10 +109,10 @@ class TrainingStateSaver:
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
-            writers = [self._write(folder, model, client_state)]
+            jobs = self._write(folder, model, client_state)
             for name, companion in sorted((companions or {}).items()):
                 (folder / name).mkdir(exist_ok=True)
-                writers.append(self._write(folder / name, companion, {}))
+                jobs += self._write(folder / name, companion, {})
             comm.barrier()
 
         def commit() -> None:
@@ -124,7 +121,7 @@ class TrainingStateSaver:
                 drop_old_tags(save_dir, max_num)
 
         if self.in_background:
-            self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
+            self.pending = BackgroundSave(jobs, commit)
             return
         with comm.phase("checkpoint", local=True):
             if comm.is_main:
@@ -137,29 +134,21 @@ class TrainingStateSaver:
 
     def finish(self) -> None:
         """Waits for a save in the background and completes it; every rank must call it."""
-        saving, self.pending = self.pending, None
-        if saving is None:
-            return
-        comm = self._trainer.comm
-        with comm.phase("checkpoint", local=True):
-            saving.wait()
-            if saving.error is not None:
-                raise RuntimeError(f"A checkpoint could not be written: {saving.error}") from saving.error
-        with comm.phase("checkpoint", local=True):
-            if comm.is_main:
-                saving.commit()
+        if self.pending is not None:
+            saving, self.pending = self.pending, None
+            saving.finish(self._trainer.comm)
 
-    def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
-        """Writes everything that one model needs to continue; each rank writes files of its own name."""
+    def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> list[Callable[[], None]]:
+        """Writes everything that one model needs to continue; returns what remains to be done in the background."""
         trainer, comm = self._trainer, self._trainer.comm
         trainer.after_forward_only(model)
-        trainer.residency.require_parameters(model)
+        trainer.require_on_device(model)
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         trained = trainer.find_trained(model)
         if trained is not None:
-            trainer.residency.require_optimizer(trained.optimizer)
+            trainer.require_on_device(trained.optimizer)
             for hook in trainer.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
                 state |= hook.state(trained.optimizer)
@@ -170,7 +159,7 @@ class TrainingStateSaver:
         writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
         if comm.is_main:
             writer.add_object("state.pt", state)
-        return writer
+        return writer.jobs
 
     def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
         """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
@@ -227,7 +216,7 @@ class TrainingStateSaver:
         trained = trainer.find_trained(model)
         hooks = trainer.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
-            trainer.residency.require_optimizer(trained.optimizer)
+            trainer.require_on_device(trained.optimizer)
         self._read_model(path, model, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
@@ -250,7 +239,7 @@ class TrainingStateSaver:
     def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
         trainer, layout = self._trainer, self._trainer.layout
         reader = TensorReader(path, "model")
-        trainer.residency.require_parameters(model)
+        trainer.require_on_device(model)
         trainer.after_forward_only(model)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
@@ -269,7 +258,7 @@ class TrainingStateSaver:
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if not state.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
-        self._trainer.residency.require_optimizer(optimizer)
+        self._trainer.require_on_device(optimizer)
         optimizer.state.clear()
         for hook in self._trainer.hooks_of(optimizer):
             hook.restore(optimizer, state)
@@ -295,11 +284,15 @@ def _checked_client_state(client_state: dict[str, Any]) -> dict[str, Any]:
         try:
             torch.load(buffer, weights_only=True, map_location="cpu")
         except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"client_state[{name!r}] is a {type(value).__name__}, which cannot be loaded safely. Give tensors, "
-                "numbers, text, and lists or dicts of them."
-            ) from error
+            raise ValueError(_describe_unsafe(name, value)) from error
     return client_state
+
+
+def _describe_unsafe(name: str, value: Any) -> str:
+    return (
+        f"client_state[{name!r}] is a {type(value).__name__}, which cannot be loaded safely. Give tensors, numbers, "
+        "text, and lists or dicts of them."
+    )
 
 
 # ---- Schedules ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A storage moves in place, so that parameters, optimizers and views keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,12 @@ class OffloadedTrainer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def placed(self) -> Mapping[nn.Module, Optimizer | None]: ...
+
+    @property
+    def offloaded(self) -> set[Any]: ...
+
+    @property
     def layout(self) -> PlainLayout: ...
 
     def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
@@ -34,17 +40,12 @@ class OffloadedTrainer(Protocol):
 class ModelResidency:
     """One model's parameters, gradients, optimizer states and average, each on the device or in host memory."""
 
-    def __init__(
-        self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer, offloaded: set[Any]
-    ) -> None:
-        """Makes the residency of a model, of a model that trains, or of an optimizer's states alone.
-
-        offloaded gets the model while its weights are in host memory, and the optimizer while its states are.
-        """
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer) -> None:
+        """Makes the residency of a model, of a model that trains, or of an optimizer's states alone."""
         self.model = model
         self.optimizer = optimizer
         self._trainer = trainer
-        self._offloaded = offloaded
+        self._offloaded = trainer.offloaded  # the model while its weights have left, the optimizer likewise
         self._moved: dict[str, StorageOffloader] = {}
         self._guard: RemovableHandle | None = None
 
@@ -56,7 +57,7 @@ class ModelResidency:
         freed = self._offload("parameters", self._trainer.layout.parameter_tensors(self.model))
         if freed:
             self._offloaded.add(self.model)
-            self._guard = self.model.register_forward_pre_hook(lambda *_: _refuse_parameters(), prepend=True)
+            self._guard = self.model.register_forward_pre_hook(lambda module, _: _refuse(module), prepend=True)
         return freed
 
     def load_parameters(self) -> int:
@@ -110,9 +111,11 @@ class ModelResidency:
         return 0 if offloader is None else offloader.restore()
 
 
-def _refuse_parameters() -> None:
+def _refuse(item: nn.Module | Optimizer) -> None:
     """Raises: to read an emptied storage would crash the process."""
-    raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+    if isinstance(item, nn.Module):
+        raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+    raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
 
 
 class Residency:
@@ -120,38 +123,40 @@ class Residency:
 
     def __init__(self, trainer: OffloadedTrainer) -> None:
         self._trainer = trainer
-        self._models: list[ModelResidency] = []
-        self._offloaded: set[Any] = set()  # the models and optimizers whose tensors are in host memory
+        self._entries: list[ModelResidency] = []
         self.offloaded_bytes = 0  # on this rank, the last time that the trainer left the device to the engine
 
     def add(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> ModelResidency:
         """Returns the residency of a model, made at the first call; a model with an optimizer is a trained one."""
-        for entry in self._models:
+        for entry in self._entries:
             if (model is not None and entry.model is model) or (optimizer is not None and entry.optimizer is optimizer):
                 entry.model = entry.model if model is None else model
                 entry.optimizer = entry.optimizer if optimizer is None else optimizer
                 return entry
-        self._models.append(ModelResidency(model, optimizer, self._trainer, self._offloaded))
-        return self._models[-1]
+        self._entries.append(ModelResidency(model, optimizer, self._trainer))
+        return self._entries[-1]
 
     def of_optimizer(self, optimizer: Optimizer) -> ModelResidency:
         """Returns the residency of the model that this optimizer steps."""
+        self._models()
         return self.add(None, optimizer)
+
+    def _models(self) -> list[ModelResidency]:
+        """Returns the residencies of all models, those that were prepared since the last call too."""
+        for model, optimizer in self._trainer.placed.items():
+            self.add(model, optimizer)
+        return self._entries
 
     @property
     def trained(self) -> list[ModelResidency]:
         """The residencies of the models that have an optimizer."""
-        return [entry for entry in self._models if entry.optimizer is not None]
+        return [entry for entry in self._models() if entry.optimizer is not None]
 
-    def require_parameters(self, model: nn.Module) -> None:
-        """Raises RuntimeError while this model's weights are offloaded."""
-        if model in self._offloaded:
-            _refuse_parameters()
-
-    def require_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError while this optimizer's states are offloaded."""
-        if optimizer in self._offloaded:
-            raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
+    def require(self, *items: nn.Module | Optimizer) -> None:
+        """Raises RuntimeError for a model whose weights, or an optimizer whose states, are in host memory."""
+        for item in items:
+            if item in self._trainer.offloaded:
+                _refuse(item)
 
     def offload_optimizers(self) -> int:
         """Offloads the optimizer states of every trained model; returns the bytes freed on this rank."""
@@ -174,13 +179,13 @@ class Residency:
     def leave_device(self) -> None:
         """Moves everything to host memory, the models that do not train too."""
         freed = self.offload_optimizers() + self.offload_parameters(with_gradients=True)
-        freed += sum(entry.offload_parameters() for entry in self._models if entry.optimizer is None)
+        freed += sum(entry.offload_parameters() for entry in self._models() if entry.optimizer is None)
         if freed:  # 0 where everything had left before
             self.offloaded_bytes = freed
 
     def return_to_device(self) -> None:
         """Brings everything back to the device."""
-        for entry in self._models:
+        for entry in self._models():
             if entry.optimizer is None:
                 entry.load_parameters()
         self.load_parameters(keep_gradients=True)

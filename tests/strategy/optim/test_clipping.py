@@ -1,7 +1,7 @@
 import torch
 from torch.testing import assert_close
 
-from lightrl.strategy.optim.clipping import clip_gradients
+from lightrl.strategy.optim.optimizers import clip_gradients
 
 
 def with_grad(*values: float) -> torch.nn.Parameter:

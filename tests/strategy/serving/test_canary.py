@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines.base import Completion, EnginePrompt
-from lightrl.strategy.serving.canary import Canary, _difference, _nan_to_inf
+from lightrl.strategy.serving.colocated_serving import Canary, _difference, _nan_to_inf
 from lightrl.testing import run_program, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "sabotage_program.py"

@@ -130,6 +130,10 @@ class PlainTrainer:
     device = torch.device("cpu")
     layout = PlainLayout(Comm())
 
+    def __init__(self) -> None:
+        self.placed: dict[torch.nn.Module, torch.optim.Optimizer | None] = {}
+        self.offloaded: set[Any] = set()
+
     def hooks_of(self, optimizer: torch.optim.Optimizer) -> list[UpdateHook]:
         return []
 
@@ -153,9 +157,9 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     with pytest.raises(RuntimeError, match="weights are offloaded"):
         moving(torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="weights are offloaded"):
-        residency.require_parameters(moving)
+        residency.require(moving)
     with pytest.raises(RuntimeError, match="states are offloaded"):
-        residency.require_optimizer(optimizer)
+        residency.require(optimizer)
     staying(torch.ones(1, 2))  # it does not train, so it did not leave
     residency.leave_device()
     assert residency.offloaded_bytes == 16  # those two
@@ -163,5 +167,5 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     assert torch.equal(moving.weight, before)
     assert moving.weight.grad is not None
     assert not moving._forward_pre_hooks  # nothing is left on the way of a plain step
-    residency.require_optimizer(optimizer)
+    residency.require(optimizer)
     frozen(torch.ones(1, 2))
