@@ -397,3 +397,25 @@ def _rebuild(data: Any, leaves: Iterator[Any]) -> Any:
 
 def _map_leaves(function: Any, data: Any) -> Any:
     return _rebuild(data, iter([function(leaf) for leaf in _leaves(data)]))
+
+
+def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
+    """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return _pick_gpu(num_gpu_per_node)
+
+
+def _pick_gpu(num_gpu_per_node: int) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % num_gpu_per_node))
+    visible = torch.cuda.device_count()
+    if local_rank >= visible:
+        raise ValueError(
+            f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

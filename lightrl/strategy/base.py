@@ -148,21 +148,14 @@ class StrategyBase(ForeignNames, ABC):
     def set_seed(self, seed: int) -> None:
         """Seeds Python, NumPy and torch, the same on all ranks; random_stream gives what must differ."""
         self.seed = seed
-        random.seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        if self.options.distributed.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
-            torch.use_deterministic_algorithms(True)
+        _seed_generators(seed, deterministic=self.options.distributed.deterministic)
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Joins the world that torchrun describes (or is a world of one) and picks the device."""
         check_engine_name(self.options.engine)
-        self.device = pick_device(self.options.distributed.device, num_gpu_per_node)
+        self.device = comm_module.pick_device(self.options.distributed.device, num_gpu_per_node)
         if not self.splits_models and (self.options.tp_size, self.options.sp_size) != (1, 1):
-            self._refuse_to_split()
+            _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
         if size < 1 or world % size:
@@ -172,13 +165,6 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
-
-    def _refuse_to_split(self) -> None:
-        name = "sp_size" if self.options.tp_size == 1 else "tp_size"
-        raise ValueError(
-            f"--{name} {getattr(self.options, name)} needs --strategy fsdp; {type(self).__name__} does not split a "
-            f"model or its tokens. Use --strategy fsdp, or --{name} 1."
-        )
 
     def prepare_trained(
         self,
@@ -224,15 +210,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def unwrap_model(self, model: Any) -> nn.Module:
         """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
-        for attribute in ("hf", "module", "_orig_mod"):
-            inner = getattr(model, attribute, None)
-            if isinstance(inner, nn.Module):
-                return self.unwrap_model(inner)
-        get_base_model = getattr(model, "get_base_model", None)  # PEFT
-        if callable(get_base_model):
-            return self.unwrap_model(get_base_model())
-        module: nn.Module = model
-        return module
+        return _unwrapped(model)
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
@@ -278,7 +256,7 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
-        num_micro_batches = self._equal_count(len(batches))
+        num_micro_batches = _equal_count(self.comm, len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
@@ -307,20 +285,12 @@ class StrategyBase(ForeignNames, ABC):
         chosen.eval()
         batches, mine = self.group_batches(data)
         outputs = []
-        for index in range(self._equal_count(len(batches))):
+        for index in range(_equal_count(self.comm, len(batches))):
             output = chosen(batches[min(index, len(batches) - 1)])
             outputs += [output] if index in mine else []
         self.after_forward_only(chosen)
         chosen.train(was_training)
         return outputs
-
-    def _equal_count(self, count: int) -> int:
-        if self.comm.any(count == 0):
-            raise ValueError(
-                f"rank {self.comm.rank} has {count} micro-batches and some rank has none. Give every rank at least "
-                "one: lightrl.data.packing.dummy_batch() trains nothing."
-            )
-        return self.comm.max_int(count)
 
     def trained_entry(self, model: nn.Module | None) -> TrainedModel:
         """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
@@ -425,23 +395,42 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.wake()
 
 
-def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
-    """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    return _pick_gpu(num_gpu_per_node)
+def _seed_generators(seed: int, *, deterministic: bool) -> None:
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+        torch.use_deterministic_algorithms(True)
 
 
-def _pick_gpu(num_gpu_per_node: int) -> torch.device:
-    if not torch.cuda.is_available():
-        raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank % num_gpu_per_node))
-    visible = torch.cuda.device_count()
-    if local_rank >= visible:
+def _refuse_to_split(strategy: StrategyBase) -> None:
+    name = "sp_size" if strategy.options.tp_size == 1 else "tp_size"
+    raise ValueError(
+        f"--{name} {getattr(strategy.options, name)} needs --strategy fsdp; {type(strategy).__name__} does not split a "
+        f"model or its tokens. Use --strategy fsdp, or --{name} 1."
+    )
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    for attribute in ("hf", "module", "_orig_mod"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return _unwrapped(inner)
+    get_base_model = getattr(model, "get_base_model", None)  # PEFT
+    if callable(get_base_model):
+        return _unwrapped(get_base_model())
+    module: nn.Module = model
+    return module
+
+
+def _equal_count(comm: Comm, count: int) -> int:
+    """Returns the largest number of micro-batches of any rank, which every rank must run."""
+    if comm.any(count == 0):
         raise ValueError(
-            f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."
+            f"rank {comm.rank} has {count} micro-batches and some rank has none. Give every rank at least one: "
+            "lightrl.data.packing.dummy_batch() trains nothing."
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return comm.max_int(count)
