@@ -60,8 +60,8 @@ install() { "$python" -m pip install --quiet "$@" || fail "pip could not install
 adapt_to_cpu_torch() {
     local version
     "$python" -m pip uninstall --quiet --yes torchaudio torchcodec
-    version=$("$python" -m pip show torchvision 2>/dev/null | sed -n 's/^Version: //p')
-    [[ -n $version ]] || return 0
+    # pip fails for a package that is not installed, such as here without the extras that need images.
+    version=$("$python" -m pip show torchvision 2>/dev/null | sed -n 's/^Version: //p') || return 0
     if grep -qs lightrl_cpu "$venv"/lib/python*/site-packages/torchvision/extension.py; then
         install --force-reinstall --no-deps "torchvision==$version" # its own file, which older versions of this edited
     fi

@@ -18,7 +18,10 @@ case "$1 ${2:-}" in
     "-m pip")
         [[ $3 == install ]] && echo "${@:4}" >>"$PIP_LOG"
         [[ $3 == uninstall ]] && echo "no ${*:6}" >>"$PIP_LOG.removed"
-        [[ $3 == show && -n ${TORCHVISION:-} ]] && echo "Version: $TORCHVISION"
+        if [[ $3 == show ]]; then # as pip does, which fails for a package that is not installed
+            [[ -n ${TORCHVISION:-} ]] && echo "Version: $TORCHVISION"
+            exit
+        fi
         exit 0 ;;
     "- "*) cksum "$2/pyproject.toml" ;;
     "--version "*) echo "Python 3.11.0" ;;
