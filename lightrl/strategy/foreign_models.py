@@ -38,6 +38,7 @@ class Native(Protocol):
     tokenizer: foreign_inputs.Decoder | None
     trained: TrainedModels
     grad_scaler: GradScaler | None
+    num_generations: int
 
     @property
     def options(self) -> StrategyOptions: ...
