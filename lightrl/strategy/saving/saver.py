@@ -242,6 +242,7 @@ class TrainingStateSaver:
                 raise ValueError(f"{path}: {name} has shape {list(saved_shape)}, the model's {list(shape)}.")
             layout.read_into(named[name], reader, name)
         layout.finish_writing(model)
+        layout.drop_gradients(model)  # those of the weights before
 
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if not state.get("has_optimizer"):
