@@ -34,6 +34,7 @@ class ForeignNames(ABC):
     """Mixin of StrategyBase that wraps its methods and what it holds."""
 
     grad_scaler: GradScaler | None = None
+    num_generations: int = 0  # calls of engine_generate_local and gather_and_generate; checkpoints keep it
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 
@@ -270,9 +271,7 @@ class ForeignNames(ABC):
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:
         """Runs this rank's engine on exactly one kind of input; returns n items per prompt, flattened in order."""
-        return foreign_inputs.generate_local(
-            self.serving, self.tokenizer, sampling_params, prompt_token_ids, multi_modal_inputs
-        )
+        return foreign_inputs.generate_local(self, sampling_params, prompt_token_ids, multi_modal_inputs)
 
     def gather_and_generate(
         self: Native,
@@ -289,11 +288,11 @@ class ForeignNames(ABC):
 
         Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
         draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
-        SamplingParams per prompt to set each seed. An error on one rank is raised on all.
+        SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
+        on all.
         """
         return foreign_inputs.generate_gathered(
-            self.serving,
-            self.tokenizer,
+            self,
             sampling_params,
             token_ids=all_prompt_token_ids,
             texts=all_prompts,

@@ -38,6 +38,7 @@ class Native(Protocol):
     tokenizer: foreign_inputs.Decoder | None
     update_hooks: list[UpdateHook]
     grad_scaler: GradScaler | None
+    num_generations: int
     _trained: list[TrainedModel]
 
     @property

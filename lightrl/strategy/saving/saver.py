@@ -43,6 +43,7 @@ class SavedTrainer(Protocol):
     """What the saver needs of the trainer whose state it writes; a strategy is one."""
 
     global_step: int
+    num_generations: int  # calls that drew without a seed go on counting here
 
     @property
     def comm(self) -> Comm: ...
@@ -146,6 +147,7 @@ class TrainingStateSaver:
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
+        state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
         trained = trainer.find_trained(model)
         if trained is not None:
             trainer.require_on_device(trained.optimizer)
@@ -231,6 +233,7 @@ class TrainingStateSaver:
                 )
             _restore_schedule(trained.scheduler, state["scheduler"])
         trainer.global_step = state["global_step"]
+        trainer.num_generations = state.get("num_generations", 0)
         random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
         if random_states.exists():  # at another world size the ranks' streams differ anyway
             _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
