@@ -209,6 +209,8 @@ class PolicyUpdates:
         mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
+        if not count:
+            return  # a 0 would say that the two agree
         self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)

@@ -46,7 +46,7 @@ def parameter_groups(
     """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
     embeddings = _embeddings(model)
     in_blocks = _in_blocks(model) if optim.name == "muon" else set()
-    scales = lr_scales(optim)
+    scales = lr_scales(optim) if optim.lr_scales else {}
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         pattern = next((pattern for pattern in scales if _fits(pattern, name)), None)
