@@ -152,7 +152,7 @@ class PolicyUpdates:
         Such an update must be left out: even a gradient of 0 would move the weights, by Adam's momentum and the decay.
         per_token: values by the names of pack()'s arguments.
         """
-        has_tokens = any(item.is_trained and item.sample.response_ids for item in minibatch)
+        has_tokens = any(item.num_trained for item in minibatch)
         return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
 
     def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
@@ -282,6 +282,8 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     response_tokens = sum(len(sample.response_ids) for sample in samples)
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", response_tokens)
+    if any(sample.own for sample in samples):
+        statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
     statistics.mean("tokens/response_mean", response_tokens, count)
     statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)

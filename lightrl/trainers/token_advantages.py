@@ -82,7 +82,7 @@ class TokenAdvantages:
         samples = [item.sample for item in experience]
         lengths = [len(sample.response_ids) for sample in samples]
         owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask = torch.tensor([is_own for sample in samples for is_own in sample.is_own], dtype=torch.bool)
         rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
         if kl is not None:
             rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
@@ -97,7 +97,7 @@ class TokenAdvantages:
                 final_values=_flat([[self._final_value(sample, values)] for sample in samples]),
             )
         )
-        _report(estimated.advantages, estimated.returns, old_values, comm, statistics)
+        _report(estimated.advantages[mask], estimated.returns[mask], old_values[mask], comm, statistics)
         advantages = self._normalized(estimated.advantages, mask, comm)
         return TokenTargets(
             advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, estimated.returns)
@@ -119,7 +119,7 @@ class TokenAdvantages:
     def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
         if kind != "none":
-            found = _moments(advantages, comm)
+            found = _moments(advantages[mask], comm)
             if kind == "running":
                 found = self._advantage_moments = _merged(self._advantage_moments, found)
             advantages = torch.where(mask, whiten(advantages, found), 0.0)
