@@ -70,7 +70,7 @@ class GRPOTrainer(Trainer):
         self.batches = describe_batches(config, self.strategy.comm.world)
         self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
 
-        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+        with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
         trained = self.strategy.prepare_trained(policy, schedule_length=config.policy_schedule_length)
         self.model = self.policy = trained.model
