@@ -231,7 +231,8 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ValueError for engine_args that cannot be read."""
-        engine_arguments(self)
+        if self.engine_args:
+            engine_arguments(self)
 
 
 @dataclass(kw_only=True)

@@ -146,6 +146,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "versions": torch.tensor(sample.versions, dtype=torch.int64),
         "finish_reason": sample.finish_reason,
         "text": sample.text,
+        "own": list(sample.own),
     }
 
 
@@ -165,6 +166,7 @@ def _group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGr
                 finish_reason=item["finish_reason"],
                 text=item["text"],
                 prompt_ids=tuple(state["prompt_ids"].tolist()),
+                own=tuple(item.get("own", ())),  # a checkpoint of an older version has none
             )
             for item in state["samples"]
         ),

@@ -204,7 +204,7 @@ class PolicyObjective(PolicyLoss):
         scored = ScoredSamples(
             rewards=_doubles(rewards[i] + extra[i] for i in kept),
             group_ids=torch.tensor([samples[i].position for i in kept], dtype=torch.int64),
-            lengths=_doubles(len(samples[i].response_ids) * trained[i] for i in kept),
+            lengths=_doubles(samples[i].num_own * trained[i] for i in kept),
             baselines=None if baselines is None else _doubles(baselines[i] for i in kept),
         )
         advantages = self._estimated(scored, comm).tolist()

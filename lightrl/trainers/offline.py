@@ -174,7 +174,7 @@ def load_policy_without_entropy(run: RunContext) -> Policy:
 def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], nn.Module]) -> nn.Module:
     """Loads a model and gives it an optimizer and a schedule over the whole run."""
     strategy = run.strategy
-    with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
+    with strategy.comm.phase("loading the model", local=True):
         model = load()
     trained: nn.Module = strategy.prepare_trained(model, lr=config.lr, schedule_length=config.schedule_length).model
     return trained

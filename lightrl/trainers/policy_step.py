@@ -153,7 +153,7 @@ class PolicyUpdates:
         Such an update must be left out: even a gradient of 0 would move the weights, by Adam's momentum and the decay.
         per_token: values by the names of pack()'s arguments.
         """
-        has_tokens = any(item.is_trained and item.sample.response_ids for item in minibatch)
+        has_tokens = any(item.num_trained for item in minibatch)
         return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
 
     def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
@@ -210,6 +210,8 @@ class PolicyUpdates:
         mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
+        if not count:
+            return  # a 0 would say that the two agree
         self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
@@ -281,6 +283,8 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     response_tokens = sum(len(sample.response_ids) for sample in samples)
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", response_tokens)
+    if any(sample.own for sample in samples):
+        statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
     statistics.mean("tokens/response_mean", response_tokens, count)
     statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)

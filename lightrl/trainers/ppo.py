@@ -75,7 +75,7 @@ class PPOTrainer(Trainer):
         }
 
         is_shared = config.critic.shared_backbone
-        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+        with self.strategy.comm.phase("loading the model", local=True):
             policy = self._load_actor_critic() if is_shared else load_start_policy(self.run)
         trained = self.strategy.prepare_trained(
             policy,

@@ -79,7 +79,7 @@ class TokenAdvantages:
         samples = [item.sample for item in experience]
         lengths = [len(sample.response_ids) for sample in samples]
         owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask = torch.tensor([is_own for sample in samples for is_own in sample.is_own], dtype=torch.bool)
         rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
         if kl is not None:
             rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
@@ -94,7 +94,7 @@ class TokenAdvantages:
                 final_values=_flat([[self._final_value(sample, values)] for sample in samples]),
             )
         )
-        _report(estimated.advantages, estimated.returns, old_values, comm, statistics)
+        _report(estimated.advantages[mask], estimated.returns[mask], old_values[mask], comm, statistics)
         advantages = self._normalized(estimated.advantages, mask, comm)
         return TokenTargets(
             advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, estimated.returns)
@@ -116,7 +116,7 @@ class TokenAdvantages:
     def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
         if kind != "none":
-            sums = _sums(advantages, comm)
+            sums = _sums(advantages[mask], comm)
             if kind == "running":
                 sums = self._advantage_sums = self._advantage_sums + sums
             advantages = torch.where(mask, whiten(advantages, sums), 0.0)

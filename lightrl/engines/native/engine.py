@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightrl.config import StrategyOptions, engine_arguments
+from lightrl.config import StrategyOptions
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -53,7 +53,7 @@ def build_native_engine(
     """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync."""
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
-    if engine_arguments(options):
+    if options.engine_args:
         raise ValueError("The native engine takes no --engine_args: its options are --native.*.")
     if group.size > 1 and group.comm.is_main:
         logger.warning("The native engine has no tensor parallelism: the ranks of a group repeat each other's work.")
