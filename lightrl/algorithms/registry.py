@@ -6,7 +6,7 @@ There is one call signature per kind:
 |---|---|---|
 | advantage | `fn(samples: ScoredSamples, **parameters) -> Tensor`  [B], one per sample | advantages.py |
 | returns | `fn(tokens: TokenRewards, **parameters) -> TokenReturns`  one per token | returns.py |
-| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | losses.py, selection.py |
+| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | {,sequence_}losses.py, selection.py |
 | aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | losses.py |
 | correction | `fn(tokens: OffPolicyTokens, **parameters) -> Correction`  a weight per token | corrections.py |
 
@@ -59,12 +59,10 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "cispo",
         "sapo",
         "cpgd",
-        "gspo",
-        "gspo_token",
-        "gmpo",
         "dppo_tv",
         "dppo_kl",
     )
+    | _named("sequence_losses", "gspo", "gspo_token", "gmpo")
     | _named("selection", "clip_cov", "kl_cov"),
     "aggregation": _named(
         "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
