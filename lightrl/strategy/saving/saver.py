@@ -6,7 +6,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,24 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
 
 _MEGABYTE = 1 << 20
-
-
-class Trained(Protocol):
-    """A model with what updates it."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    @property
-    def scheduler(self) -> LRScheduler | None: ...
 
 
 class SavedTrainer(Protocol):
@@ -51,11 +38,8 @@ class SavedTrainer(Protocol):
     @property
     def layout(self) -> PlainLayout: ...
 
-    def require_on_device(self, *items: nn.Module | Optimizer) -> None: ...
-
-    def find_trained(self, model: nn.Module) -> Trained | None: ...
-
-    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
+    @property
+    def trained(self) -> TrainedModels: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
 
@@ -143,15 +127,15 @@ class TrainingStateSaver:
         """Writes everything that one model needs to continue; returns what remains to be done in the background."""
         trainer, comm = self._trainer, self._trainer.comm
         trainer.after_forward_only(model)
-        trainer.require_on_device(model)
+        trainer.trained.require_on_device(model)
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
-        trained = trainer.find_trained(model)
+        trained = trainer.trained.find(model)
         if trained is not None:
-            trainer.require_on_device(trained.optimizer)
-            for hook in trainer.hooks_of(trained.optimizer):
+            trainer.trained.require_on_device(trained.optimizer)
+            for hook in trainer.trained.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
                 state |= hook.state(trained.optimizer)
             states = trainer.layout.optimizer_states(model, trained.optimizer)
@@ -215,10 +199,10 @@ class TrainingStateSaver:
         """Reads what _write wrote; returns the client_state."""
         trainer = self._trainer
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-        trained = trainer.find_trained(model)
-        hooks = trainer.hooks_of(trained.optimizer) if trained is not None else ()
+        trained = trainer.trained.find(model)
+        hooks = trainer.trained.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
-            trainer.require_on_device(trained.optimizer)
+            trainer.trained.require_on_device(trained.optimizer)
         self._read_model(path, model, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
@@ -242,7 +226,7 @@ class TrainingStateSaver:
     def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
         trainer, layout = self._trainer, self._trainer.layout
         reader = TensorReader(path, "model")
-        trainer.require_on_device(model)
+        trainer.trained.require_on_device(model)
         trainer.after_forward_only(model)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
@@ -261,9 +245,9 @@ class TrainingStateSaver:
     def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if not state.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
-        self._trainer.require_on_device(optimizer)
+        self._trainer.trained.require_on_device(optimizer)
         optimizer.state.clear()
-        for hook in self._trainer.hooks_of(optimizer):
+        for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
         self._trainer.layout.load_optimizer_states(model, optimizer, TensorReader(path, "optimizer"))
 
