@@ -33,6 +33,7 @@ from lightrl.models.multimodal import (
     sequence_positions,
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.thresholds import thresholds_in_reach
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
@@ -318,7 +319,7 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         prompts = [prompt.token_ids for prompt in encoded]
     batch = response_batch(list(zip(prompts, responses, strict=True)), _CHECK_TEMPERATURE, encoded).to(device)
     policy.eval()
-    with torch.no_grad():
+    with torch.no_grad(), thresholds_in_reach(model, batch) as batch:
         ours, logits = policy(batch).logprobs, _own_logits(model, batch, encoded)[batch.score_index]
     policy.train(was_training)
     theirs = (logits / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
@@ -351,8 +352,11 @@ def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[En
     decoder.set_attn_implementation("eager")
     try:
         for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
-            image = {} if encoded is None else _image_inputs(encoded[index], end - start, batch.input_ids.device)
-            rows.append(model(input_ids=batch.input_ids[None, start:end], use_cache=False, **image).logits[0])
+            if encoded is None:
+                more = {"position_ids": batch.position_ids[None, start:end]} if batch.position_ids[start] else {}
+            else:
+                more = _image_inputs(encoded[index], end - start, batch.input_ids.device)
+            rows.append(model(input_ids=batch.input_ids[None, start:end], use_cache=False, **more).logits[0])
     finally:
         decoder.set_attn_implementation(packed)
     return torch.cat(rows).float()

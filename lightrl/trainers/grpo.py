@@ -31,7 +31,7 @@ from lightrl.trainers.policy_step import (
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_selection import TokenSelector
 
 
@@ -214,6 +214,7 @@ class GRPOTrainer(Trainer):
                 materialize=self.strategy.materializes_weights,
                 trust_remote_code=self.config.trust_remote_code,
             )
+            fix_for_run(self.run, teacher)
         return self.strategy.prepare_frozen(teacher)
 
     def _dynamic_sampling(self) -> DynamicSampling:

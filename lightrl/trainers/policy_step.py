@@ -77,6 +77,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
         ),
     )
     longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    run.longest.append(longest)
     if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, longest)
     return prompts

@@ -34,7 +34,7 @@ from lightrl.trainers.policy_step import (
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
@@ -260,6 +260,7 @@ class PPOTrainer(Trainer):
             seed=config.seed + _HEAD_SEED,
             trust_remote_code=config.trust_remote_code,
         )
+        fix_for_run(self.run, critic)
         add_adapters(critic.body, options_for_companion(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
         return critic
 

@@ -151,7 +151,8 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     # Advantages 1, 1, 1, 0, 0: mean 0.6, deviation sqrt(0.24); twice the same leaves both as they are.
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
-    assert estimator.state_dict()["advantages"] == [10.0, 6.0, 6.0]
+    # Ten tokens, six of 1 and four of 0: 6 x 0.4^2 + 4 x 0.6^2 = 2.4
+    assert estimator.state_dict()["advantage_moments"] == pytest.approx([10.0, 0.6, 2.4], abs=1e-6)
 
 
 def test_a_rank_without_samples_takes_part() -> None:

@@ -31,6 +31,7 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length, varies_with_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.policy import model_loader
 from lightrl.records import EncodedPrompt
@@ -72,6 +73,9 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
         model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)
     model.tie_weights()
+    if varies_with_length(config):  # a source that nobody fixed would differ from the engine
+        fix_frequencies(source)
+        fix_frequencies(model, fixed_length(source))
     buffers = dict(source.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -124,6 +128,8 @@ class NativeEngine(InferenceEngine):
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"eos_token_ids {outside} are outside the vocabulary of {self.vocab_size}.")
+        if varies_with_length(config):
+            fix_frequencies(model, fixed_length(model) or self.max_model_len)
         self._media = media
         if media is not None:
             self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
