@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.losses import require_flat, require_same_shape
+from lightrl.algorithms.ranges import NotNegative, Positive
 from lightrl.algorithms.registry import advantage
 
 _ROUNDING = 1e-12  # a deviation below this fraction of the mean is rounding in float64: all values are equal
@@ -47,7 +48,7 @@ class ScoredSamples:
 
 
 @advantage(min_group=2)
-def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: float = 1e-4) -> Tensor:
+def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: NotNegative = 1e-4) -> Tensor:
     """Returns (reward - its group's mean) / (the group's deviation + eps) (GRPO, arXiv:2402.03300, 4.1.2).
 
     The deviation divides by G - 1 (Bessel), and eps is added to it outside the root, both as TRL does.
@@ -116,7 +117,7 @@ def opo(samples: ScoredSamples) -> Tensor:
 
 
 @advantage(needs="signal_share", min_group=2)
-def gpg(samples: ScoredSamples, *, norm: float = 1.0) -> Tensor:
+def gpg(samples: ScoredSamples, *, norm: Positive = 1.0) -> Tensor:
     """Returns (reward - its group's mean) / (norm x share of samples with a signal) (GPG, arXiv:2504.02546).
 
     A sample has a signal if the rewards of its group are unequal. Groups of equal rewards then do not shrink the
@@ -130,8 +131,8 @@ def cpgd(
     samples: ScoredSamples,
     *,
     weight: Literal["equal", "std", "signal"] = "std",
-    max_weight: float = 3.0,
-    eps: float = 1e-4,
+    max_weight: Positive = 3.0,
+    eps: NotNegative = 1e-4,
 ) -> Tensor:
     """Multiplies dr_grpo by a weight for each prompt (CPGD, arXiv:2505.12504).
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.ranges import NotNegative, Positive
+
 # ---- What a loss reads and returns -----------------------------------------------------------------------------------
 
 MAX_LOG_RATIO = 20.0
@@ -169,8 +171,8 @@ def cpgd(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    drift_coef: float = 0.1,
-    drift_clip: float = 1.0,
+    drift_coef: NotNegative = 0.1,
+    drift_clip: NotNegative = 1.0,
 ) -> TokenLoss:
     """Computes -min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (arXiv:2505.12504, eq. 2).
 
@@ -193,7 +195,7 @@ def cpgd(
 
 
 def dppo_tv(
-    tokens: PolicyTokens, *, limit_low: float = 0.15, limit_high: float = 0.15, ratio_cap: float = 20.0
+    tokens: PolicyTokens, *, limit_low: NotNegative = 0.15, limit_high: NotNegative = 0.15, ratio_cap: Positive = 20.0
 ) -> TokenLoss:
     """Computes -sg(min(r, ratio_cap)) A log policy, but 0 where the probability moved too far in A's direction.
 
@@ -205,7 +207,7 @@ def dppo_tv(
 
 
 def dppo_kl(
-    tokens: PolicyTokens, *, limit_low: float = 0.05, limit_high: float = 0.05, ratio_cap: float = 20.0
+    tokens: PolicyTokens, *, limit_low: NotNegative = 0.05, limit_high: NotNegative = 0.05, ratio_cap: Positive = 20.0
 ) -> TokenLoss:
     """Computes dppo_tv with KL(old || policy) of the outcomes "this token" and "another" in place of the variation."""
     new, old = _probability(tokens.logprobs, tokens.mask), _probability(tokens.old_logprobs, tokens.mask)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+from lightrl.algorithms.ranges import check_values
 from lightrl.imports import load_object
 
 Kind = Literal["advantage", "returns", "loss", "aggregation", "correction"]
@@ -144,11 +145,13 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], given: Parameters, label: str) -> Callable[..., Any]:
-    """Returns the function with its parameters bound; raises ValueError for unknown and missing ones."""
+    """Returns the function with its parameters bound; raises ValueError for unknown, missing and unusable ones."""
     known = parameters_of(function)
     missing = sorted(key for key, default in known.items() if default is inspect.Parameter.empty and key not in given)
     if missing or not given.keys() <= known.keys():
         raise _wrong_parameters(label, known, given, missing)
+    if given:
+        check_values(function, given, label)
     return partial(function, **given)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.losses import require_bool_mask, require_same_shape, require_sequence_index
+from lightrl.algorithms.ranges import Share
 from lightrl.algorithms.registry import returns
 
 
@@ -80,7 +81,7 @@ def kl_penalised(rewards: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> T
 
 
 @returns()
-def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenReturns:
+def gae(tokens: TokenRewards, *, gamma: Share = 1.0, lam: Share = 1.0) -> TokenReturns:
     """Estimates A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t (GAE, arXiv:1506.02438, eq. 16).
 
     The returns are A + V.
@@ -102,7 +103,7 @@ def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenR
 
 
 @returns(uses_critic=False)
-def returns_to_go(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
+def returns_to_go(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
     """Sums each token's own reward and gamma times what follows; REINFORCE++ whitens the result."""
     rewards, owners = tokens.rewards.detach()[tokens.mask], tokens.sequence_index[tokens.mask]
     totals = _scattered(discounted_sums(rewards, _goes_on(owners).to(rewards.dtype) * gamma), tokens.mask)
@@ -110,7 +111,7 @@ def returns_to_go(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
 
 
 @returns(uses_critic=False)
-def turn_returns(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
+def turn_returns(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
     """Gives all tokens of a turn the turn's reward plus gamma times the return of the next turn.
 
     A turn's reward is the sum over its tokens; where there is one turn, that is the sample's reward.

@@ -21,6 +21,7 @@ from lightrl.algorithms.losses import (
     require_same_shape,
     token_loss,
 )
+from lightrl.algorithms.ranges import NotNegative
 from lightrl.algorithms.registry import loss
 
 
@@ -191,7 +192,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 
 
 
 @loss(selects_tokens=largest_covariance)
-def kl_cov(tokens: PolicyTokens, *, kl_coef: float = 1.0) -> TokenLoss:
+def kl_cov(tokens: PolicyTokens, *, kl_coef: NotNegative = 1.0) -> TokenLoss:
     """Computes -r A, plus kl_coef (r - 1 - log r) for the selected tokens (KL-Cov, arXiv:2505.22617).
 
     The tokens of largest covariance between log probability and advantage are selected. The penalty is k3 for

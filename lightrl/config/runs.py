@@ -70,7 +70,7 @@ class LoraConfig:
 
     rank: int = option(0, at_least=0)
     """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
-    alpha: float = option(0.0, at_least=0, finite=True)
+    alpha: float = option(0.0, at_least=0)
     """An adapter's output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
@@ -210,7 +210,7 @@ class SamplingConfig:
     """Passes over a step's samples."""
     max_new_tokens: int = option(8, at_least=1)
     """Maximum length of a response, in tokens."""
-    temperature: float = option(1.0, above=0, finite=True, wanted=_GREEDY)
+    temperature: float = option(1.0, above=0, wanted=_GREEDY)
     """Sampling temperature. The training logprobs are those of the same distribution."""
 
     def check(self) -> None:
@@ -398,7 +398,7 @@ class PairConfig(OfflineConfig):
 class RMConfig(PairConfig):
     """Train a reward model on pairs of answers."""
 
-    centring_coef: float = option(0.0, at_least=0, finite=True)
+    centring_coef: float = option(0.0, at_least=0)
     """Weight in the loss of (chosen score + rejected score)^2, which keeps the scores around 0. 0.01 is usual."""
     data: MarginPairDataConfig = section(MarginPairDataConfig)
 
@@ -409,7 +409,7 @@ class DPOConfig(PairConfig):
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair. sigmoid: the loss of the DPO paper."""
-    beta: float = option(0.1, above=0, finite=True)
+    beta: float = option(0.1, above=0)
     """How strongly the policy is held to the model it started from; a small value lets it move far."""
     label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """Share of pairs whose labels are taken to be wrong. Loss sigmoid only."""

@@ -60,7 +60,7 @@ class AlgorithmConfig:
     and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
     kl_horizon: int = option(10_000, above=0)
     """Number of samples over which a kl_coef with a target can change by a fifth."""
-    entropy_coef: float = option(0.0, finite=True)
+    entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_target: float = option(0.0, at_least=0)
     """Mean entropy per trained token below which entropy_coef grows by entropy_step after each step; above it the

@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +20,7 @@ from lightrl.builtin import model as builtin_model
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
+from lightrl.config.yaml_text import read_yaml
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length, varies_with_length
@@ -251,10 +251,10 @@ def new_run_path(kind: str) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Choose another --output_dir.") from error
-    if not isinstance(content, dict):
+        content = read_yaml(path, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error} Choose another --output_dir.") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
     return content
 
