@@ -1,4 +1,4 @@
-"""Which optimizer trains a module that is to be saved, where the module is not exactly the one that was prepared."""
+"""Finds the optimizer of a module that is to be saved, where the module is not exactly the one that was prepared."""
 
 from __future__ import annotations
 
