@@ -8,13 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "turns", "context"]
+
+
+class Status(Enum):
+    """What became of a sample. Only a completed one is scored and trained."""
+
+    COMPLETED = "completed"
+    FILTERED = "filtered"  # its workflow rejected it
+    FAILED = "failed"  # its workflow raised, or ran out of time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +60,10 @@ class Sample:
     text: str  # response_ids decoded, special tokens skipped
     prompt_ids: tuple[int, ...] = ()  # as the engine saw them, with images expanded; default: prompt.token_ids
     own: tuple[bool, ...] = ()  # one per response token, True = the policy chose it; empty: it chose all of them
+    turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
+    reward: float | None = None  # that the workflow gave; --reward episode reads it
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
+    status: Status = Status.COMPLETED
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
