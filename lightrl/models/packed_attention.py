@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+from lightrl.models.fixed_rope import fix_frequencies, varies_with_length
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
 ATTENTION_NAME = "lightrl_packed"
@@ -72,6 +73,8 @@ def use_packed_attention(decoder: PreTrainedModel) -> None:
         decoder.set_attn_implementation(ATTENTION_NAME)
     if unknown or decoder.config._attn_implementation != ATTENTION_NAME:
         raise _cannot_pack(config.model_type, unknown)
+    if varies_with_length(config):
+        fix_frequencies(decoder)
 
 
 def _cannot_pack(model_type: str, layer_types: list[str]) -> ValueError:
