@@ -11,7 +11,7 @@ import os
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -43,6 +43,7 @@ from lightrl.strategy.serving.colocated_serving import ColocatedServing, Offload
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
 from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
@@ -241,7 +242,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def train_batch(
         self,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
@@ -252,8 +253,11 @@ class StrategyBase(ForeignNames, ABC):
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
         trained tokens, however they are split. backward() scales the loss by its weight / W. The update is skipped on
-        all ranks if W is 0, or if the loss or the norm of its gradient is not finite.
+        all ranks if W is 0, or if the loss or the norm of its gradient is not finite. A dictionary of tensors is split
+        and packed here, and loss_fn gets logits: docs/user_batches.md.
         """
+        if isinstance(data, Mapping):
+            return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
         trained = self.trained.entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
@@ -290,8 +294,10 @@ class StrategyBase(ForeignNames, ABC):
         return explained(self, result, trained.model, data) if result.skipped else result
 
     @torch.no_grad()
-    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
+    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each micro-batch, without gradients, in order."""
+        if isinstance(data, Mapping):
+            return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
         was_training = chosen.training
         chosen.eval()

@@ -116,16 +116,19 @@ def _first_not_finite(name: str, values: Tensor, micro_batch: Any) -> str:
     return f"{value} at response token {token} of sample {owner if keys is None else keys[owner]}"
 
 
-def _float_tensors(item: Any, label: str) -> Iterator[tuple[str, Tensor]]:
+def _float_tensors(item: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and values of the float tensors in a tensor, a mapping, a record or a named tuple."""
-    entries: Mapping[str, Any] = {label: item}
+    if torch.is_tensor(item):
+        if item.is_floating_point():
+            yield name, item
+        return
+    entries: Mapping[str, Any] = {}
     if isinstance(item, Mapping):
         entries = item
     elif hasattr(item, "__dataclass_fields__") or hasattr(item, "_fields"):
-        entries = {name: getattr(item, name) for name in getattr(item, "__dataclass_fields__", None) or item._fields}
-    for name, value in entries.items():
-        if torch.is_tensor(value) and value.is_floating_point():
-            yield name, value
+        entries = {key: getattr(item, key) for key in getattr(item, "__dataclass_fields__", None) or item._fields}
+    for key, value in entries.items():
+        yield from _float_tensors(value, key)
 
 
 def _entry(item: Any, name: str) -> Any:
