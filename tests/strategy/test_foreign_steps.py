@@ -41,5 +41,11 @@ def test_a_loop_of_the_page_steps_and_hears_what_was_done(kind: type[PageStrateg
     strategy.backward(model(torch.tensor([[float("nan"), 4.0]])).sum(), model, optimizer)
     assert strategy.optimizer_step(optimizer, model, scheduler).skipped
     assert_close(model.weight.detach(), torch.tensor([[0.7, 0.6]]), atol=1e-6, rtol=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    strategy.register(model, optimizer, schedule)
+    strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
+    strategy.optimizer_step(optimizer, model, schedule)
+    strategy.step_lr_scheduler(model)  # which the step above has done
+    assert optimizer.param_groups[0]["lr"] == 0.5
     assert dict(strategy.full_parameters(model))["weight"].dtype == torch.float32
     assert dict(strategy.full_parameters(model, torch.bfloat16))["weight"].dtype == torch.bfloat16
