@@ -147,6 +147,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "text": sample.text,
         "own": list(sample.own),
+        "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
     }
 
 
@@ -167,6 +168,7 @@ def _group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGr
                 text=item["text"],
                 prompt_ids=tuple(state["prompt_ids"].tolist()),
                 own=tuple(item.get("own", ())),  # a checkpoint of an older version has none
+                routing=None if item.get("routing") is None else item["routing"].numpy(),
             )
             for item in state["samples"]
         ),
