@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "turns", "context"]
+
+
+class Status(Enum):
+    """What became of a sample. Only a completed one is scored and trained."""
+
+    COMPLETED = "completed"
+    FILTERED = "filtered"  # its workflow rejected it
+    FAILED = "failed"  # its workflow raised, or ran out of time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,10 @@ class Sample:
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)
     """[tokens, layers, k] of a mixture of experts: the k experts that the engine chose for each token of prompt and
     response, in each layer that has a router. None unless --routing.replay asks for them."""
+    turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
+    reward: float | None = None  # that the workflow gave; --reward episode reads it
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
+    status: Status = Status.COMPLETED
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -52,6 +52,7 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
+    WorkflowConfig,
 )
 from lightrl.config.strategy import (
     CheckpointConfig,
@@ -110,6 +111,7 @@ __all__ = [
     "SamplingConfig",
     "StrategyOptions",
     "TrainingConfig",
+    "WorkflowConfig",
     "as_dict",
     "changed_options",
     "check_options",

@@ -109,12 +109,15 @@ def option_names(config_class: type[Any]) -> list[str]:
 def check_options(config: Any, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a value of the wrong type or out of range, here or in a section.
 
-    Then the `check` methods of the class and of all its bases run, so that a subclass adds checks and repeats none. A
-    section that was left at its defaults needs no check.
+    A text where several are expected becomes one of them. Then the `check` methods of the class and of all its bases
+    run, so that a subclass adds checks and repeats none. A section that was left at its defaults needs no check.
     """
     for name, (item, hint) in own_fields(type(config)).items():
         value = getattr(config, name)
         is_section = dataclasses.is_dataclass(hint)
+        if isinstance(value, str) and hint == tuple[str, ...]:
+            value = (value,)
+            setattr(config, name, value)
         if not is_section:
             _check_type(f"{prefix}{name}", hint, value)
             _check_range(f"{prefix}{name}", item, value)

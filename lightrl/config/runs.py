@@ -24,6 +24,7 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
+    WorkflowConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, StrategyOptions
 
@@ -151,7 +152,7 @@ class RewardConfig:
 
     reward: tuple[str, ...] = ("exact_match",)
     """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
-    format, length, code, reward_model, judge (docs/rewards.md), or your own as package.module:function or
+    format, length, code, reward_model, judge, episode (docs/rewards.md), or your own as package.module:function or
     path/to/file.py:function."""
     reward_args: tuple[str, ...] = ()
     """Parameters of rewards as reward.parameter=value, such as length.target=200."""
@@ -172,9 +173,7 @@ class RewardConfig:
     judge: JudgeConfig = section(JudgeConfig)
 
     def check(self) -> None:
-        """Makes a tuple of a single reward given in Python; raises ValueError for a bad reward_failure_value."""
-        if isinstance(self.reward, str):
-            self.reward = (self.reward,)
+        """Raises ValueError for a bad reward_failure_value."""
         if self.reward_failure_value != "exclude" and not _is_finite_number(self.reward_failure_value):
             raise ValueError(
                 f"--reward_failure_value is {self.reward_failure_value!r}: it must be a number, or exclude."
@@ -228,6 +227,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     data: DataConfig = section(DataConfig)
+    rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 

@@ -22,6 +22,7 @@ from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
+from lightrl.rollout.episode_collector import collector_of_episodes, longest_episode
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.fit import Trainer
@@ -77,7 +78,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
         ),
     )
     longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
-    run.longest.append(longest)
+    run.longest.append(longest if run.workflow is None else longest_episode(config, context))
     if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, longest)
     return prompts
@@ -249,6 +250,8 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
         rewards.prepare(strategy)
         strategy.serving.start(config.engine, model=policy, tokenizer=strategy.tokenizer, options=config)
         strategy.sleep_engine()
+    if run.workflow is not None:
+        return collector_of_episodes(run.workflow, strategy, rewards, config)
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
 
 

@@ -36,6 +36,7 @@ from lightrl.models.policy import (
 )
 from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience
+from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 
 TrainerConfig = RolloutConfig | OfflineConfig
@@ -55,6 +56,7 @@ class RunContext:
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
     train_records: list[Any]  # the lines of --train_data
     eval_records: list[Any]
+    workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
     longest: list[int] = field(default_factory=list)  # tokens of the longest sequence of each data set read so far
 
 
@@ -68,6 +70,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     """
     if config.lora.is_on:
         require_peft(config.lora)
+    workflow = load_workflow(config.rollout) if isinstance(config, RolloutConfig) and config.rollout.workflow else None
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
     comm, remote_code = strategy.comm, config.trust_remote_code
@@ -97,6 +100,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         encoder=PromptEncoder(media) if media is not None else None,
         train_records=train_records,
         eval_records=eval_records,
+        workflow=workflow,
     )
 
 

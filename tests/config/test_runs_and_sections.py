@@ -280,3 +280,10 @@ def test_a_frozen_policy_has_a_shorter_schedule() -> None:
     assert (config.schedule_length, config.policy_schedule_length) == (10, 10)
     assert PPOConfig(critic=CriticConfig(policy_frozen_steps=40), **shape).policy_schedule_length == 0  # type: ignore[arg-type]
     assert GRPOConfig(**shape).policy_schedule_length == 60  # type: ignore[arg-type]
+
+
+def test_one_text_is_a_list_of_one_in_python() -> None:
+    config = GRPOConfig(reward="contains", engine_args="a=1", algorithm=AlgorithmConfig(loss_args="dual_clip=3"))  # type: ignore[arg-type]
+    assert config.reward == ("contains",)
+    assert config.engine_args == ("a=1",)
+    assert config.algorithm.loss_args == ("dual_clip=3",)
