@@ -96,7 +96,9 @@ class RoutingReplay:
             experts=tuple(self._experts),
             is_sigmoid=self._is_sigmoid,
             num_layers=len(self._routers),
-            num_routed=0 if batch.routing is None else int((_own_part(batch.routing, policy)[:, 0, 0] >= 0).sum()),
+            num_routed=0
+            if batch.routing is None
+            else int((_own_part(batch.routing, self._policy)[:, 0, 0] >= 0).sum()),
             num_tokens_differ=int(torch.stack(self._differs).any(0).sum()) if self._differs else 0,
             num_choices_differ=sum(int(part.sum()) for part in self._differs),
         )
@@ -116,14 +118,13 @@ def attach_replay(policy: Policy, *, keeps_logits: bool) -> None:
         decoder.routing_replay = RoutingReplay(policy, keeps_logits=keeps_logits)
 
 
-def _own_part(routing: Tensor, policy: Any) -> Tensor:
+def _own_part(routing: Tensor, policy: Policy) -> Tensor:
     """Returns the routing of the tokens that this rank runs, where ranks split a pack; see split_tokens()."""
     group = policy.sequence_group
     if group is None:
         return routing
     routing = F.pad(routing, (0, 0, 0, 0, 0, -len(routing) % group.size), value=UNKNOWN)
-    parts: tuple[Tensor, ...] = routing.chunk(group.size)
-    return parts[group.rank]
+    return routing.chunk(group.size)[group.rank]
 
 
 # ---- Router losses ---------------------------------------------------------------------------------------------------
