@@ -105,6 +105,7 @@ class TorchStrategy(StrategyBase):
         mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
         with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
+        self.trained.see(model, optimizer)
         accumulation_of(optimizer).count(self.accumulation_steps)
 
     def scale_loss(self, loss: Tensor, weight: float, optimizer: Optimizer) -> Tensor:
@@ -126,6 +127,7 @@ class TorchStrategy(StrategyBase):
 
         is_boundary=True updates now, False never; without it the calls of backward() are counted.
         """
+        self.trained.see(model, optimizer, scheduler)
         hooks = self.trained.hooks_of(optimizer)
         is_boundary = kwargs.pop("is_boundary", None)
         if kwargs:

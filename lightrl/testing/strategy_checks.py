@@ -347,7 +347,7 @@ def check_checkpoint(strategy: StrategyBase) -> None:
     strategy.set_global_step(2)
     strategy.save_ckpt(policy, folder, client_state={"cursor": [1, 2], "name": "x"}, max_mem=0)
     strategy.options.checkpoint.asynchronous = True
-    strategy.save_ckpt(policy, folder, tag="best", max_mem=0)
+    strategy.save_ckpt(policy.hf, folder, tag="best", max_mem=0)  # a module inside stands for the model
     strategy.options.checkpoint.asynchronous = False
 
     other, _ = fresh(strategy, seed=5)
@@ -362,10 +362,11 @@ def check_checkpoint(strategy: StrategyBase) -> None:
     same(parameters(strategy, other), parameters(strategy, reference))
     draws = []
     for _ in range(2):
-        strategy.load_ckpt(other, folder, tag="best")
+        strategy.load_ckpt(other.hf, folder, tag="best")
         draws.append(torch.rand(3))
     assert_close(draws[0], draws[1], atol=0, rtol=0)  # the RNG state came with it
     train(strategy, other, 2)
+    assert train(strategy, other, 3).loss == wanted[3].loss  # so did the optimizer's states
 
     only_weights, _ = fresh(strategy, seed=5)
     strategy.load_ckpt(only_weights, folder, tag="step-000002", load_module_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NoReturn
@@ -41,7 +42,8 @@ class TrainedModels:
     """The models of a strategy: what is placed, what trains by which optimizer, what waits in host memory."""
 
     def __init__(self) -> None:
-        self.entries: list[TrainedModel] = []
+        self.entries: list[TrainedModel] = []  # registered by prepare() and the like
+        self.seen: list[TrainedModel] = []  # known only from their updates
         self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
         self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
         self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
@@ -51,17 +53,30 @@ class TrainedModels:
         self.placed[model] = optimizer
         self.entries = [entry for entry in self.entries if entry.model is not model]
         self.entries.append(TrainedModel(model, optimizer, scheduler))
+        self.seen = [entry for entry in self.seen if entry.model is not model]
+
+    def see(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
+        """Takes in what an update is given: checkpoints must hold it also where it was not registered."""
+        known = [entry for entry in (*self.entries, *self.seen) if entry.optimizer is optimizer]
+        if not known or scheduler not in (None, known[0].scheduler):
+            self._take_in(known, TrainedModel(model, optimizer, scheduler))
+
+    def _take_in(self, known: list[TrainedModel], new: TrainedModel) -> None:
+        if known:  # only its schedule is news
+            new = replace(known[0], scheduler=new.scheduler)
+        else:
+            self.placed.setdefault(new.model, new.optimizer)
+        if known and known[0] in self.entries:
+            self.entries[self.entries.index(known[0])] = new
+        else:
+            self.seen = [entry for entry in self.seen if entry.optimizer is not new.optimizer] + [new]
 
     def entry(self, model: nn.Module | None) -> TrainedModel:
         """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
-        chosen = [entry for entry in self.entries if model is None or entry.model is model]
+        chosen = [entry for entry in self.entries or self.seen if model is None or entry.model is model]
         if len(chosen) > 1:
             chosen = [entry for entry in chosen if getattr(entry.model, "is_actor", False)] or chosen
         return chosen[0] if len(chosen) == 1 else _refuse_to_choose(len(chosen))
-
-    def find(self, model: nn.Module) -> TrainedModel | None:
-        """Returns the model with its optimizer, or None if it has none."""
-        return next((entry for entry in self.entries if entry.model is model), None)
 
     def hooks_of(self, optimizer: Optimizer | None) -> list[UpdateHook]:
         """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
@@ -69,7 +84,7 @@ class TrainedModels:
 
     def step_schedules(self) -> None:
         """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
-        for entry in self.entries:
+        for entry in (*self.entries, *self.seen):
             if entry.scheduler is not None:
                 entry.scheduler.step()
 

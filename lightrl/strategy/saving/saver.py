@@ -22,6 +22,7 @@ from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
+from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
 
 _MEGABYTE = 1 << 20
@@ -90,6 +91,8 @@ class TrainingStateSaver:
         after a later update, finish(), the next save or the end of the run.
         """
         self.finish()
+        for item in (model, *(companions or {}).values()):
+            self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
         directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
         with comm.phase("checkpoint", local=True):
@@ -130,20 +133,20 @@ class TrainingStateSaver:
 
     def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> list[Callable[[], None]]:
         """Writes everything that one model needs to continue; returns what remains to be done in the background."""
-        trainer, comm = self._trainer, self._trainer.comm
-        trainer.after_forward_only(model)
-        trainer.trained.require_on_device(model)
+        trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
+        owner = model if trained is None else trained.model
+        trainer.after_forward_only(owner)
+        trainer.trained.require_on_device(owner)
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
-        trained = trainer.trained.find(model)
         if trained is not None:
             trainer.trained.require_on_device(trained.optimizer)
             for hook in trainer.trained.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
                 state |= hook.state(trained.optimizer)
-            states = trainer.layout.optimizer_states(model, trained.optimizer)
+            states = trainer.layout.optimizer_states(owner, trained.optimizer)
             writer.add_tensors("optimizer", self._pieces(states))
             state["has_optimizer"] = True
             state |= _schedule_state(trained)
@@ -151,6 +154,12 @@ class TrainingStateSaver:
         if comm.is_main:
             writer.add_object("state.pt", state)
         return writer.jobs
+
+    def _trained(self, model: nn.Module, *, must_train: bool = True) -> TrainedModel | None:
+        """Returns what trains this model; raises ValueError if a checkpoint of it would leave out some of that."""
+        entries = [*self._trainer.trained.entries, *self._trainer.trained.seen]
+        known = [entry for entry in entries if entry.model is model]
+        return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
 
     def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
         """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
@@ -204,17 +213,19 @@ class TrainingStateSaver:
         """Reads what _write wrote; returns the client_state."""
         trainer = self._trainer
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-        trained = trainer.trained.find(model)
+        must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
+        trained = self._trained(model, must_train=must_train)
+        owner = model if trained is None else trained.model
         hooks = trainer.trained.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
             trainer.trained.require_on_device(trained.optimizer)
-        self._read_model(path, model, strict=wanted.strict)
+        self._read_model(path, model, owner, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
         if wanted.only_weights:
             return state["client_state"]
         if wanted.optimizer and trained is not None:
-            self._read_optimizer(path, model, trained.optimizer, state)
+            self._read_optimizer(path, trained, state, strict=wanted.strict)
         if wanted.schedule and trained is not None:
             _restore_schedule(trained, state, path)
         trainer.global_step = state["global_step"]
@@ -224,11 +235,11 @@ class TrainingStateSaver:
             _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
         return state["client_state"]
 
-    def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
+    def _read_model(self, path: Path, model: nn.Module, owner: nn.Module, *, strict: bool) -> None:
         trainer, layout = self._trainer, self._trainer.layout
         reader = TensorReader(path, "model")
-        trainer.trained.require_on_device(model)
-        trainer.after_forward_only(model)
+        trainer.trained.require_on_device(owner)
+        trainer.after_forward_only(owner)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
@@ -241,17 +252,25 @@ class TrainingStateSaver:
             if saved_shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(saved_shape)}, the model's {list(shape)}.")
             layout.read_into(named[name], reader, name)
-        layout.finish_writing(model)
-        layout.drop_gradients(model)  # those of the weights before
+        layout.finish_writing(owner)
+        layout.drop_gradients(owner)  # those of the weights before
 
-    def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def _read_optimizer(self, path: Path, trained: TrainedModel, state: dict[str, Any], *, strict: bool) -> None:
+        model, optimizer = trained.model, trained.optimizer
         if not state.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
+        reader = TensorReader(path, "optimizer")
+        unknown = {name.rpartition("/")[0] for name in reader.names} - {name for name, _ in model.named_parameters()}
+        if strict and unknown:
+            raise ValueError(
+                f"{path} holds optimizer states of parameters that the model lacks: {', '.join(sorted(unknown)[:5])}. "
+                "Give the modules that were prepared and saved, or pass load_optimizer_states=False."
+            )
         self._trainer.trained.require_on_device(optimizer)
         optimizer.state.clear()
         for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
-        self._trainer.layout.load_optimizer_states(model, optimizer, TensorReader(path, "optimizer"))
+        self._trainer.layout.load_optimizer_states(model, optimizer, reader)
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

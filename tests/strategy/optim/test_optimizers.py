@@ -95,7 +95,7 @@ def test_the_models_that_train_are_found_by_name_or_as_the_only_actor() -> None:
     first, second, third = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (actor, actor, critic))
     trained.add(actor, first)
     trained.add(actor, second)  # in place of the first
-    assert trained.entry(None) == trained.find(actor) == trained.entries[0]
+    assert trained.entry(None) == trained.entry(actor) == trained.entries[0]
     assert trained.entries[0].optimizer is second
     trained.add(critic, third)
     assert trained.placed == {actor: second, critic: third}
@@ -103,7 +103,6 @@ def test_the_models_that_train_are_found_by_name_or_as_the_only_actor() -> None:
         trained.entry(None)
     actor.is_actor = True  # type: ignore[assignment]
     assert trained.entry(None).model is actor
-    assert trained.find(nn.Linear(1, 1)) is None
     trained.require_on_device(actor, second)
     trained.offloaded |= {critic, second}
     with pytest.raises(RuntimeError, match="model's weights are offloaded. Call load_param_and_grad"):
