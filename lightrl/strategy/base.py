@@ -6,6 +6,7 @@ optimizers), `saver` (training state on disk), `residency` (what is on the devic
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -41,6 +42,7 @@ from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
+from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
 from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
@@ -250,8 +252,9 @@ class StrategyBase(ForeignNames, ABC):
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
-        trained tokens, however they are split. backward() scales the loss by its weight / W. A dictionary of tensors
-        is split and packed here, and loss_fn gets logits: docs/user_batches.md.
+        trained tokens, however they are split. backward() scales the loss by its weight / W. The update is skipped on
+        all ranks if W is 0, or if the loss or the norm of its gradient is not finite. A dictionary of tensors is split
+        and packed here, and loss_fn gets logits: docs/user_batches.md.
         """
         if isinstance(data, Mapping):
             return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
@@ -262,26 +265,33 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
+        if not 0 < total < math.inf:
+            return nothing_to_train(self, trained, total)
         num_micro_batches = _equal_count(self.comm, len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
             # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
             micro_batch = batches[min(index, len(batches) - 1)]
-            weight = weights[index] / total if index < len(batches) and total > 0 else 0.0
+            weight = weights[index] / total if index < len(batches) else 0.0
             with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=weight)
             loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
-        step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
-        return TrainBatchResult(
-            loss=self.comm.all_reduce(loss_sum, "sum"),
+        loss_sum = self.comm.all_reduce(loss_sum, "sum")
+        if math.isfinite(loss_sum):
+            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+        else:
+            step = drop_update(self, trained.optimizer, trained.model)
+        result = TrainBatchResult(
+            loss=loss_sum,
             grad_norm=step.grad_norm,
             lr=step.lr_list[0],
             skipped=step.skipped,
             total_weight=total,
             num_micro_batches=num_micro_batches,
         )
+        return explained(self, result, trained.model, data) if result.skipped else result
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
