@@ -117,8 +117,8 @@ class Engine:
         memory["asleep"] = resident_mb()
         self.strategy.update_engine_weights(self.actor)
         memory["weights"] = resident_mb()
-        assert self.strategy.last_sync is not None
-        return {"sync": self.strategy.last_sync.seconds, "start": self.start_mb, **memory}
+        assert self.strategy.serving.last_sync is not None
+        return {"sync": self.strategy.serving.last_sync.seconds, "start": self.start_mb, **memory}
 
     def close(self) -> None:
         self.strategy.close()

@@ -30,6 +30,7 @@ REGISTRY = "lightrl/algorithms/registry.py"
 ALLOWED_NAMES = Path(__file__).with_name("unused_names.txt")
 BEGIN, END = "<!-- made by `make house` -->", "<!-- end of what `make house` makes -->"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, DUPLICATE_LINES = 450, 60, 6
+MAX_STRATEGY_LINES, MAX_STRATEGY_NAMES = 350, 32  # of StrategyBase
 USERS = ("lightrl", "scripts", "benchmarks", "examples")  # tests do not keep a definition alive
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
     from lightrl.engines.base import InferenceEngine, SamplingParams
     from lightrl.records import Experience, Prompt, Sample
+    from lightrl.rollout.client import EngineClient
+    from lightrl.rollout.episode import Episode, Turn
+    from lightrl.rollout.workflow import Environment, Workflow
     from lightrl.strategy import EngineStatus, StrategyBase, create_strategy, is_actor
     from lightrl.trainers.dpo import DPOTrainer
     from lightrl.trainers.grpo import GRPOTrainer
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "EngineClient",
     "EngineStatus",
+    "Environment",
+    "Episode",
     "Experience",
     "GRPOConfig",
     "GRPOTrainer",
@@ -39,6 +45,8 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "StrategyBase",
+    "Turn",
+    "Workflow",
     "__version__",
     "create_strategy",
     "is_actor",
@@ -47,7 +55,10 @@ __all__ = [
 _HOMES = {
     "DPOConfig": "lightrl.config",
     "DPOTrainer": "lightrl.trainers.dpo",
+    "EngineClient": "lightrl.rollout.client",
     "EngineStatus": "lightrl.strategy",
+    "Environment": "lightrl.rollout.workflow",
+    "Episode": "lightrl.rollout.episode",
     "Experience": "lightrl.records",
     "GRPOConfig": "lightrl.config",
     "GRPOTrainer": "lightrl.trainers.grpo",
@@ -62,6 +73,8 @@ _HOMES = {
     "Sample": "lightrl.records",
     "SamplingParams": "lightrl.engines.base",
     "StrategyBase": "lightrl.strategy",
+    "Turn": "lightrl.rollout.episode",
+    "Workflow": "lightrl.rollout.workflow",
     "create_strategy": "lightrl.strategy",
     "is_actor": "lightrl.strategy",
 }

@@ -8,13 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "turns", "context"]
+
+
+class Status(Enum):
+    """What became of a sample. Only a completed one is scored and trained."""
+
+    COMPLETED = "completed"
+    FILTERED = "filtered"  # its workflow rejected it
+    FAILED = "failed"  # its workflow raised, or ran out of time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A response to a prompt, exactly as the engine produced it."""
+    """A response to a prompt, as the engine produced it. Tools and environments may have written parts of it."""
 
     prompt: Prompt
     position: int  # of the prompt in the step's global batch: with sample_index it names a sample on any world size
@@ -50,15 +59,34 @@ class Sample:
     finish_reason: FinishReason
     text: str  # response_ids decoded, special tokens skipped
     prompt_ids: tuple[int, ...] = ()  # as the engine saw them, with images expanded; default: prompt.token_ids
+    own: tuple[bool, ...] = ()  # one per response token, True = the policy chose it; empty: it chose all of them
+    turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
+    reward: float | None = None  # that the workflow gave; --reward episode reads it
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
+    status: Status = Status.COMPLETED
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             object.__setattr__(self, "prompt_ids", self.prompt.token_ids)
+        if self.own and len(self.own) != len(self.response_ids):
+            raise ValueError(
+                f"own has {len(self.own)} values for a response of {len(self.response_ids)} tokens: give one per token."
+            )
 
     @property
     def key(self) -> tuple[int, int]:
         """Names the sample; equal on every rank and for every world size."""
         return (self.position, self.sample_index)
+
+    @property
+    def is_own(self) -> tuple[bool, ...]:
+        """Whether the policy chose each response token."""
+        return self.own or (True,) * len(self.response_ids)
+
+    @property
+    def num_own(self) -> int:
+        """Number of response tokens that the policy chose."""
+        return sum(self.own) if self.own else len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +134,11 @@ class Experience:
     def key(self) -> tuple[int, int]:
         """Names the sample: Sample.key."""
         return self.sample.key
+
+    @property
+    def num_trained(self) -> int:
+        """Number of response tokens that count in a loss."""
+        return self.sample.num_own if self.is_trained else 0
 
     @property
     def label(self) -> str:

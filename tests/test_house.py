@@ -32,6 +32,12 @@ def test_no_function_is_longer_than_one_explanation(house: ModuleType) -> None:
     assert {name: size for name, size in house.function_sizes().items() if size > house.MAX_FUNCTION_LINES} == {}
 
 
+def test_the_strategy_stays_a_class_that_one_can_read(house: ModuleType) -> None:
+    (base,) = [figures for figures in house.classes_in("lightrl/strategy/") if figures.name == "StrategyBase"]
+    assert base.lines <= house.MAX_STRATEGY_LINES
+    assert len(base.own_names) <= house.MAX_STRATEGY_NAMES, sorted(base.own_names)
+
+
 def test_no_modules_import_each_other_not_even_for_types(house: ModuleType) -> None:
     assert house.cycles(house.import_graph()) == []
 

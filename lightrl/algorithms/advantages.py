@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.losses import require_flat, require_same_shape
+from lightrl.algorithms.ranges import NotNegative, Positive
 from lightrl.algorithms.registry import advantage
 
-_ROUNDING = 1e-6  # a deviation below this fraction of the mean is rounding: all values are equal
+_ROUNDING = 1e-12  # a deviation below this fraction of the mean is rounding in float64: all values are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class ScoredSamples:
 
 
 @advantage(min_group=2)
-def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: float = 1e-4) -> Tensor:
+def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: NotNegative = 1e-4) -> Tensor:
     """Returns (reward - its group's mean) / (the group's deviation + eps) (GRPO, arXiv:2402.03300, 4.1.2).
 
     The deviation divides by G - 1 (Bessel), and eps is added to it outside the root, both as TRL does.
@@ -116,7 +117,7 @@ def opo(samples: ScoredSamples) -> Tensor:
 
 
 @advantage(needs="signal_share", min_group=2)
-def gpg(samples: ScoredSamples, *, norm: float = 1.0) -> Tensor:
+def gpg(samples: ScoredSamples, *, norm: Positive = 1.0) -> Tensor:
     """Returns (reward - its group's mean) / (norm x share of samples with a signal) (GPG, arXiv:2504.02546).
 
     A sample has a signal if the rewards of its group are unequal. Groups of equal rewards then do not shrink the
@@ -130,8 +131,8 @@ def cpgd(
     samples: ScoredSamples,
     *,
     weight: Literal["equal", "std", "signal"] = "std",
-    max_weight: float = 3.0,
-    eps: float = 1e-4,
+    max_weight: Positive = 3.0,
+    eps: NotNegative = 1e-4,
 ) -> Tensor:
     """Multiplies dr_grpo by a weight for each prompt (CPGD, arXiv:2505.12504).
 
@@ -206,45 +207,60 @@ def _signal_share(samples: ScoredSamples, estimator: str) -> float:
     return samples.signal_share if samples.signal_share > 0 else 1.0  # no signal at all: every advantage is 0
 
 
-# ---- Whitening: every rank gives its sums, the sums are added, every rank applies them ------------------------------
+# ---- Whitening: every rank gives its moments, they are merged, every rank applies them -------------------------------
 
 
-def moment_sums(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns sums, [3] float64, of weight, weight x value and weight x value^2, to be added over ranks.
+def moments_of(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns, [3] float64, the sum of the weights, the weighted mean, and the weighted sum of squared deviations.
 
     Args:
         values: Any shape; entries of weight 0 are not read.
         weights: The shape of values: a mask, or how many tokens share a sample's value.
     """
     require_same_shape(values=values, weights=weights)
-    weights = weights.detach().double()
-    values = torch.where(weights > 0, values.detach().double(), 0.0)
-    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
+    counted = weights.detach() > 0
+    values, weights = values.detach()[counted].double(), weights.detach()[counted].double()
+    first = values[:1].sum()  # shifted by it, 1e6 + {0, 1} loses no digit and equal values deviate by exactly 0
+    shift = (weights * (values - first)).sum() / weights.sum().clamp(min=1)
+    return torch.stack([weights.sum(), first + shift, (weights * (values - first - shift).square()).sum()])
 
 
-def mean_and_std(sums: Tensor) -> tuple[float, float]:
-    """Returns mean and deviation from added moment_sums; the deviation divides by the count; equal values give 0."""
-    count = max(float(sums[0]), 1.0)
-    mean = float(sums[1]) / count
-    std = max(float(sums[2]) / count - mean**2, 0.0) ** 0.5
-    return mean, std if std > _ROUNDING * abs(mean) else 0.0
+def merged_moments(parts: Tensor) -> Tensor:
+    """Returns the moments, [3], of all values from the moments of each part, [R, 3], such as the ranks' gathered.
+
+    The deviations of the parts' means are added to those within (Chan, Golub and LeVeque, 1979); sums of squares would
+    lose the digits that the level of the values takes.
+    """
+    weights, means, squares = parts.unbind(1)
+    first = means[weights.argmax()]
+    shift = (weights * (means - first)).sum() / weights.sum().clamp(min=1)
+    return torch.stack(
+        [weights.sum(), first + shift, squares.sum() + (weights * (means - first - shift).square()).sum()]
+    )
 
 
-def whiten(values: Tensor, sums: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def mean_and_std(moments: Tensor) -> tuple[float, float]:
+    """Returns mean and deviation from moments_of values; the deviation divides by the count; equal values give 0."""
+    count, mean, squares = moments.tolist()
+    std = (squares / max(count, 1.0)) ** 0.5
+    return mean, 0.0 if std <= _ROUNDING * abs(mean) else std
+
+
+def whiten(values: Tensor, moments: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Returns (values - mean) / (deviation + eps).
 
     Values that are all equal become 0, or stay as they are if shift_mean is False.
 
     Args:
         values: Advantages or rewards of this rank.
-        sums: The moment_sums of all values to compare with, added over all ranks.
+        moments: The moments_of all values to compare with, merged over all ranks.
         shift_mean: False keeps the mean, and so the sign of each value.
         eps: Added to the deviation.
     """
-    mean, std = mean_and_std(sums)
+    mean, std = mean_and_std(moments)
     if std == 0:
         return torch.zeros_like(values) if shift_mean else values.clone()
-    scaled = (values - mean) / (std + eps)
+    scaled = ((values.double() - mean) / (std + eps)).to(values.dtype)
     return scaled if shift_mean else scaled + mean
 
 

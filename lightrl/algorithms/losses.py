@@ -1,9 +1,8 @@
 """Policy losses: one term per token, and the aggregations that make a micro-batch's loss of the terms.
 
 A policy loss is `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`. Parameters are keyword-only and have defaults.
-Formulas write r = policy / old policy, A for the advantage, sg for "no gradient", and s for the geometric mean of the
-ratios r of a sequence. A correction may weigh the terms once more (corrections.py), and the KL to a reference is added
-to them by kl.add_kl.
+Formulas write r = policy / old policy, A for the advantage and sg for "no gradient". A correction may weigh the terms
+once more (corrections.py), and the KL to a reference is added to them by kl.add_kl.
 
 An aggregation is `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights`. It decides which mean is
 taken; the denominator is global in all of them. With `weights` per token and `total` per micro-batch, the loss of an
@@ -21,10 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.ranges import NotNegative, Positive
+
 # ---- What a loss reads and returns -----------------------------------------------------------------------------------
 
 MAX_LOG_RATIO = 20.0
-"""Ratios beyond e^20 = 4.9e8 are too large to train on: they are held there, without a gradient."""
+"""Ratios, of a token or of a sequence, beyond e^20 = 4.9e8 are too large to train on: they are held there, without a
+gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,13 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """The log of policy / old policy, [N], 0 where nothing is trained."""
+        """The log of policy / old policy, [N], at most MAX_LOG_RATIO, 0 where nothing is trained."""
         return masked_log_ratio(self.logprobs, self.old_logprobs, self.mask)
+
+    @property
+    def full_log_ratio(self) -> Tensor:
+        """The log of policy / old policy, [N], however large, 0 where nothing is trained."""
+        return masked_difference(self.logprobs, self.old_logprobs, self.mask)
 
     @property
     def masked_advantages(self) -> Tensor:
@@ -74,11 +81,16 @@ class TokenLoss:
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns log(new / old), at most MAX_LOG_RATIO, 0 where the mask is False.
+    """Returns log(new / old), at most MAX_LOG_RATIO, 0 where the mask is False."""
+    return masked_difference(logprobs, old_logprobs, mask).clamp(max=MAX_LOG_RATIO)
+
+
+def masked_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """Returns logprobs - others, of which the others get no gradient, and 0 where the mask is False.
 
     The mask is applied before any exp or product, since 0 * NaN in a backward is NaN.
     """
-    return torch.where(mask, logprobs - old_logprobs.detach(), 0.0).clamp(max=MAX_LOG_RATIO)
+    return torch.where(mask, logprobs - others.detach(), 0.0)
 
 
 def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> TokenLoss:
@@ -159,8 +171,8 @@ def cpgd(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    drift_coef: float = 0.1,
-    drift_clip: float = 1.0,
+    drift_coef: NotNegative = 0.1,
+    drift_clip: NotNegative = 1.0,
 ) -> TokenLoss:
     """Computes -min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (arXiv:2505.12504, eq. 2).
 
@@ -179,61 +191,11 @@ def cpgd(
     return token_loss(-improvement + drift_coef * drift, log_ratio, is_clipped, tokens.mask)
 
 
-# ---- Ratio of a whole sequence ---------------------------------------------------------------------------------------
-# Each token carries its sequence's term, so that sequence_mean gives the papers' mean over sequences; a sequence never
-# spans two micro-batches.
-
-
-def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """Computes -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), A the sequence's mean (arXiv:2507.18071, eq. 5).
-
-    Under sequence_mean the gradient with respect to a token's log probability is -s A / length.
-    """
-    log_ratio = tokens.log_ratio
-    terms, is_clipped = clipped_terms(
-        tokens.per_sequence(log_ratio),
-        tokens.per_sequence(tokens.masked_advantages),
-        clip_low=clip_low,
-        clip_high=clip_high,
-    )
-    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
-
-
-def gspo_token(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """Computes gspo with sg(s) policy / sg(policy) in place of s, each token with its own A (arXiv:2507.18071, eq. 13).
-
-    Where a sequence's advantages are equal, value and gradient are those of gspo under sequence_mean.
-    """
-    log_ratio = tokens.log_ratio
-    sequence_log_ratio = tokens.per_sequence(log_ratio.detach()) + log_ratio - log_ratio.detach()
-    terms, is_clipped = clipped_terms(
-        sequence_log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high
-    )
-    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
-
-
-def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """Computes -exp(mean of m) A, m = log r clipped to [-clip_low, clip_high] as in PPO (GMPO, arXiv:2507.20673).
-
-    The bounds are of log r, not of r: 0.4 is a ratio in [0.67, 1.49]. A is the sequence's mean; the side that is
-    clipped depends on the sign of each token's own advantage.
-    """
-    if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both bound |log ratio|, so at least 0.")
-    log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
-    clipped = log_ratio.clamp(-clip_low, clip_high)
-    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    terms = -torch.exp(tokens.per_sequence(pessimistic)) * tokens.per_sequence(advantages)
-    fixed = log_ratio.detach()
-    is_clipped = ((fixed < -clip_low) & (advantages < 0)) | ((fixed > clip_high) & (advantages > 0))
-    return token_loss(terms, log_ratio, is_clipped, tokens.mask)
-
-
 # ---- Some tokens without a gradient, or with a penalty ---------------------------------------------------------------
 
 
 def dppo_tv(
-    tokens: PolicyTokens, *, limit_low: float = 0.15, limit_high: float = 0.15, ratio_cap: float = 20.0
+    tokens: PolicyTokens, *, limit_low: NotNegative = 0.15, limit_high: NotNegative = 0.15, ratio_cap: Positive = 20.0
 ) -> TokenLoss:
     """Computes -sg(min(r, ratio_cap)) A log policy, but 0 where the probability moved too far in A's direction.
 
@@ -245,7 +207,7 @@ def dppo_tv(
 
 
 def dppo_kl(
-    tokens: PolicyTokens, *, limit_low: float = 0.05, limit_high: float = 0.05, ratio_cap: float = 20.0
+    tokens: PolicyTokens, *, limit_low: NotNegative = 0.05, limit_high: NotNegative = 0.05, ratio_cap: Positive = 20.0
 ) -> TokenLoss:
     """Computes dppo_tv with KL(old || policy) of the outcomes "this token" and "another" in place of the variation."""
     new, old = _probability(tokens.logprobs, tokens.mask), _probability(tokens.old_logprobs, tokens.mask)

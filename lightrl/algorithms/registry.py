@@ -6,7 +6,7 @@ There is one call signature per kind:
 |---|---|---|
 | advantage | `fn(samples: ScoredSamples, **parameters) -> Tensor`  [B], one per sample | advantages.py |
 | returns | `fn(tokens: TokenRewards, **parameters) -> TokenReturns`  one per token | returns.py |
-| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | losses.py, selection.py |
+| loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | {,sequence_}losses.py, selection.py |
 | aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | losses.py |
 | correction | `fn(tokens: OffPolicyTokens, **parameters) -> Correction`  a weight per token | corrections.py |
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+from lightrl.algorithms.ranges import check_values
 from lightrl.imports import load_object
 
 Kind = Literal["advantage", "returns", "loss", "aggregation", "correction"]
@@ -59,12 +60,10 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "cispo",
         "sapo",
         "cpgd",
-        "gspo",
-        "gspo_token",
-        "gmpo",
         "dppo_tv",
         "dppo_kl",
     )
+    | _named("sequence_losses", "gspo", "gspo_token", "gmpo")
     | _named("selection", "clip_cov", "kl_cov"),
     "aggregation": _named(
         "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
@@ -146,11 +145,13 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], given: Parameters, label: str) -> Callable[..., Any]:
-    """Returns the function with its parameters bound; raises ValueError for unknown and missing ones."""
+    """Returns the function with its parameters bound; raises ValueError for unknown, missing and unusable ones."""
     known = parameters_of(function)
     missing = sorted(key for key, default in known.items() if default is inspect.Parameter.empty and key not in given)
     if missing or not given.keys() <= known.keys():
         raise _wrong_parameters(label, known, given, missing)
+    if given:
+        check_values(function, given, label)
     return partial(function, **given)
 
 

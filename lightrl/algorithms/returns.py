@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.losses import require_bool_mask, require_same_shape, require_sequence_index
+from lightrl.algorithms.ranges import Share
 from lightrl.algorithms.registry import returns
 
 
@@ -80,7 +81,7 @@ def kl_penalised(rewards: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> T
 
 
 @returns()
-def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenReturns:
+def gae(tokens: TokenRewards, *, gamma: Share = 1.0, lam: Share = 1.0) -> TokenReturns:
     """Estimates A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t (GAE, arXiv:1506.02438, eq. 16).
 
     The returns are A + V.
@@ -95,22 +96,22 @@ def gae(tokens: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> TokenR
     after[:-1] = values[1:]
     last = torch.zeros_like(values) if tokens.final_values is None else tokens.final_values.detach().to(values)[owners]
     deltas = rewards + gamma * torch.where(goes_on, after, last) - values
-    advantages = discounted_sums(deltas, goes_on * (gamma * lam))
+    advantages = discounted_sums(deltas, goes_on.to(deltas.dtype) * (gamma * lam))
     return TokenReturns(
         advantages=_scattered(advantages, tokens.mask), returns=_scattered(advantages + values, tokens.mask)
     )
 
 
 @returns(uses_critic=False)
-def returns_to_go(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
+def returns_to_go(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
     """Sums each token's own reward and gamma times what follows; REINFORCE++ whitens the result."""
     rewards, owners = tokens.rewards.detach()[tokens.mask], tokens.sequence_index[tokens.mask]
-    totals = _scattered(discounted_sums(rewards, _goes_on(owners) * gamma), tokens.mask)
+    totals = _scattered(discounted_sums(rewards, _goes_on(owners).to(rewards.dtype) * gamma), tokens.mask)
     return TokenReturns(advantages=totals, returns=totals)
 
 
 @returns(uses_critic=False)
-def turn_returns(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
+def turn_returns(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
     """Gives all tokens of a turn the turn's reward plus gamma times the return of the next turn.
 
     A turn's reward is the sum over its tokens; where there is one turn, that is the sample's reward.
@@ -123,7 +124,7 @@ def turn_returns(tokens: TokenRewards, *, gamma: float = 1.0) -> TokenReturns:
     goes_on = _goes_on(owners)
     is_same_turn = goes_on & (turns.diff(append=turns[-1:]) == 0)
     # Within a turn nothing is discounted, so that the sum at its first token is that of the whole turn.
-    sums = discounted_sums(rewards, torch.where(is_same_turn, 1.0, goes_on * gamma))
+    sums = discounted_sums(rewards, torch.where(is_same_turn, 1.0, goes_on.to(rewards.dtype) * gamma))
     starts = torch.ones_like(is_same_turn)
     starts[1:] = ~is_same_turn[:-1]
     totals = _scattered(sums[starts][starts.cumsum(0) - 1], tokens.mask)
@@ -135,9 +136,9 @@ def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
 
     Args:
         values: One per token, [N].
-        decay: 0 at the last token of each sequence, [N].
+        decay: 0 at the last token of each sequence, [N], of the dtype of values. A bool times a float would be float32.
     """
-    sums, decay = values.clone(), decay.to(values.dtype)
+    sums = values.clone()
     step = 1
     while step < len(sums):
         # After this, sums_t covers the next 2 step tokens, and decay_t is the product of their decays.

@@ -21,6 +21,7 @@ from lightrl.algorithms.losses import (
     require_same_shape,
     token_loss,
 )
+from lightrl.algorithms.ranges import NotNegative
 from lightrl.algorithms.registry import loss
 
 
@@ -44,9 +45,14 @@ class UpdateTokens:
         return covariances(self.logprobs, self.advantages, self.mask, sums)
 
     def top(self, values: Tensor, fraction: float) -> Tensor:
-        """Selects, [N] bool, the largest `fraction` of the values of all ranks' trained tokens."""
-        everywhere = self.gather_over_ranks(values[self.mask])
-        return select_top(values, self.mask, top_threshold(everywhere, fraction))
+        """Selects, [N] bool, the largest `fraction` of the values of all ranks' trained tokens; NaN is the smallest.
+
+        Equal values are taken by a draw that belongs to the token's name, so the choice does not depend on the split.
+        """
+        values = torch.where(values.isnan(), -torch.inf, values)
+        draws = token_uniforms(self.sequence_ids, self.positions, seed=self.seed)
+        everywhere = self.gather_over_ranks(torch.stack([values.double(), draws], dim=1)[self.mask])
+        return select_top(values, draws, self.mask, top_cut(everywhere, fraction))
 
 
 def random_of_large_covariance(
@@ -93,27 +99,31 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, sums: Tensor
     return torch.where(mask, product, 0.0)
 
 
-def top_threshold(values: Tensor, fraction: float) -> float:
-    """Returns the smallest of the largest `fraction` of the values, which are at least one value.
+def top_cut(ranked: Tensor, fraction: float) -> tuple[float, float]:
+    """Returns the value and the draw of the last token among the largest `fraction`, which is at least one token.
 
     Args:
-        values: The values of all trained tokens of the batch, [M], the same on every rank.
-        fraction: A fraction of the values, in (0, 1].
+        ranked: The values and draws of all trained tokens of the batch, [M, 2] float64, the same on every rank.
+        fraction: A fraction of the tokens, in (0, 1].
     """
     _require_fraction(fraction)
-    if not values.numel():
-        return float("inf")
-    count = max(1, int(fraction * values.numel()))
-    return float(values.topk(count).values[-1])
+    if not len(ranked):
+        return float("inf"), 0.0
+    values, draws = ranked.unbind(1)
+    count = max(1, int(fraction * len(values)))
+    lowest = values.topk(count).values[-1]
+    num_ties = count - int((values > lowest).sum())
+    return float(lowest), float(draws[values == lowest].kthvalue(num_ties).values)
 
 
-def select_top(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """Selects, [N] bool, the trained tokens with a value of at least top_threshold, all ties included.
+def select_top(values: Tensor, draws: Tensor, mask: Tensor, cut: tuple[float, float]) -> Tensor:
+    """Selects, [N] bool, the trained tokens above top_cut, and of those at its value the ones of the lowest draws.
 
     Applied to covariances this is KL-Cov's choice (arXiv:2505.22617; fraction 0.002). Applied to entropies it selects
     the tokens where a response forks (arXiv:2506.01939; fraction 0.2), whose loss alone then counts.
     """
-    return (values >= threshold) & mask
+    value, draw = cut
+    return ((values > value) | ((values == value) & (draws <= draw))) & mask
 
 
 def clip_cov_candidates(covariance: Tensor, mask: Tensor, *, low: float = 1.0, high: float = 5.0) -> Tensor:
@@ -182,7 +192,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 
 
 
 @loss(selects_tokens=largest_covariance)
-def kl_cov(tokens: PolicyTokens, *, kl_coef: float = 1.0) -> TokenLoss:
+def kl_cov(tokens: PolicyTokens, *, kl_coef: NotNegative = 1.0) -> TokenLoss:
     """Computes -r A, plus kl_coef (r - 1 - log r) for the selected tokens (KL-Cov, arXiv:2505.22617).
 
     The tokens of largest covariance between log probability and advantage are selected. The penalty is k3 for

@@ -52,6 +52,7 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
+    WorkflowConfig,
 )
 from lightrl.config.strategy import (
     CheckpointConfig,
@@ -108,6 +109,7 @@ __all__ = [
     "SamplingConfig",
     "StrategyOptions",
     "TrainingConfig",
+    "WorkflowConfig",
     "as_dict",
     "changed_options",
     "check_options",

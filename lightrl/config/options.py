@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
+
+from lightrl.config.yaml_text import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,7 +40,7 @@ class Range(TypedDict, total=False):
     above: float
     at_most: float
     below: float
-    finite: bool  # neither infinite nor NaN
+    finite: bool  # False accepts infinity and NaN, which every other option refuses
     wanted: str  # replaces "it must be ..." in the error
 
 
@@ -106,12 +109,15 @@ def option_names(config_class: type[Any]) -> list[str]:
 def check_options(config: Any, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a value of the wrong type or out of range, here or in a section.
 
-    Then the `check` methods of the class and of all its bases run, so that a subclass adds checks and repeats none. A
-    section that was left at its defaults needs no check.
+    A text where several are expected becomes one of them. Then the `check` methods of the class and of all its bases
+    run, so that a subclass adds checks and repeats none. A section that was left at its defaults needs no check.
     """
     for name, (item, hint) in own_fields(type(config)).items():
         value = getattr(config, name)
         is_section = dataclasses.is_dataclass(hint)
+        if isinstance(value, str) and hint == tuple[str, ...]:
+            value = (value,)
+            setattr(config, name, value)
         if not is_section:
             _check_type(f"{prefix}{name}", hint, value)
             _check_range(f"{prefix}{name}", item, value)
@@ -141,24 +147,47 @@ def check_values(config: Any, prefix: str = "") -> None:
 
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _ACCEPTED: dict[Any, Any] = {bool: bool, int: int, float: int | float, float | None: int | float | None, str: str}
+_ACCEPTED |= {tuple[str, ...]: tuple | list, tuple[float, float]: tuple | list}
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # NUL, and bytes of the command line that were no UTF-8
 
 
 def _check_type(name: str, hint: Any, value: object) -> None:
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
-    is_right = isinstance(value, _ACCEPTED.get(hint, object))
-    if not is_right or (isinstance(value, bool) and hint in (int, float)):
+    if not isinstance(value, _ACCEPTED.get(hint, object)):
         raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, not {value!r}.")
+    wanted = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    for part in _parts(value):
+        if not isinstance(part, _ACCEPTED.get(wanted, object)) or (isinstance(part, bool) and wanted in (int, float)):
+            raise TypeError(f"{name} must be {wanted.__name__}, not {part!r}.")
+        if isinstance(part, str) and _NO_TEXT.search(part):
+            raise ValueError(f"--{name} is {part!r}: it holds a character that no UTF-8 text has. Leave it out.")
 
 
 def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:
-    allowed = item.metadata.get("allowed")
-    if value is None or not allowed:
-        return
-    if allowed.get("finite") and not math.isfinite(value):
-        raise ValueError(f"--{name} is {value}: it must be a finite number.")
-    if not all(fits(value, allowed[limit]) for limit, fits in _LIMITS.items() if limit in allowed):
-        raise ValueError(f"--{name} is {value}: {allowed.get('wanted') or _range_in_words(allowed)}.")
+    allowed = item.metadata.get("allowed", {})
+    for part in _parts(value):
+        if isinstance(part, int | float) and not _is_inside(part, allowed):
+            raise _outside(name, value, allowed)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _is_inside(number: float, allowed: Mapping[str, Any]) -> bool:
+    is_number = -(2**63) <= number < 2**63 if isinstance(number, int) else math.isfinite(number)
+    limits = (fits(number, allowed[limit]) for limit, fits in _LIMITS.items() if limit in allowed)
+    return (is_number or not allowed.get("finite", True)) and all(limits)
+
+
+def _outside(name: str, value: Any, allowed: Mapping[str, Any]) -> ValueError:
+    is_open = not {"at_most", "below"} & allowed.keys()
+    if is_open and not all(_is_inside(part, {}) for part in _parts(value)):
+        wanted = "it must fit in 64 bits" if isinstance(value, int) else "it must be a finite number"
+    else:
+        wanted = allowed.get("wanted") or _range_in_words(allowed)
+    return ValueError(f"--{name} is {value}: {wanted}.")
 
 
 def _range_in_words(allowed: Mapping[str, Any]) -> str:
@@ -171,6 +200,8 @@ def _range_in_words(allowed: Mapping[str, Any]) -> str:
 
 
 # ---- Reading flags and YAML --------------------------------------------------------------------------------------
+
+_DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
 
 
 def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
@@ -237,6 +268,8 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
             raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, set(types))}")
         if value is None and type(None) not in get_args(types[name]):
             raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
+        if isinstance(value, list) and any(str(part).startswith("--") for part in value):
+            raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
         if name == "config":
             continue  # the path that the run which saved this file was started with
         # Name and value are one word, so that a value may begin with dashes.
@@ -247,10 +280,7 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
 def _read_yaml(path: str) -> Mapping[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
-    try:
-        content = yaml.safe_load(Path(path).read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} is not valid YAML: {error}") from error
+    content = read_yaml(Path(path), f"--config {path}") or {}
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
     return content
@@ -260,6 +290,8 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     """Yields the options of a nested mapping by their full names."""
     for key, value in content.items():
         if isinstance(value, Mapping):
+            if prefix.count(".") > _DEEPEST:
+                raise ValueError(f"{prefix}{key} is nested too deeply: an option is named section.option.")
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -360,7 +392,7 @@ def named_values(items: Sequence[str], name: str) -> dict[str, Any]:
             raise ValueError(f"--{name} {item!r}: it must be name=value, without spaces around the sign.")
         if key in values:
             raise ValueError(f"--{name}: {key} is given twice.")
-        values[key] = _yaml_value(value)
+        values[key] = _yaml_value(value, f"--{name} {item[:60]!r}")
     return values
 
 
@@ -369,9 +401,9 @@ def engine_arguments(config: Any) -> dict[str, Any]:
     return named_values(config.engine_args, "engine_args")
 
 
-def _yaml_value(text: str) -> Any:
+def _yaml_value(text: str, label: str) -> Any:
     """Reads 3e-4 as a number too, which YAML 1.1 takes for a text because it has no point."""
-    value = yaml.safe_load(text)
+    value = parse_yaml(text, label)
     if isinstance(value, str):
         try:
             return float(value)

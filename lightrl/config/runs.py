@@ -24,6 +24,7 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
+    WorkflowConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, StrategyOptions
 
@@ -70,7 +71,7 @@ class LoraConfig:
 
     rank: int = option(0, at_least=0)
     """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
-    alpha: float = option(0.0, at_least=0, finite=True)
+    alpha: float = option(0.0, at_least=0)
     """An adapter's output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
@@ -151,7 +152,7 @@ class RewardConfig:
 
     reward: tuple[str, ...] = ("exact_match",)
     """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
-    format, length, code, reward_model, judge (docs/rewards.md), or your own as package.module:function or
+    format, length, code, reward_model, judge, episode (docs/rewards.md), or your own as package.module:function or
     path/to/file.py:function."""
     reward_args: tuple[str, ...] = ()
     """Parameters of rewards as reward.parameter=value, such as length.target=200."""
@@ -172,9 +173,7 @@ class RewardConfig:
     judge: JudgeConfig = section(JudgeConfig)
 
     def check(self) -> None:
-        """Makes a tuple of a single reward given in Python; raises ValueError for a bad reward_failure_value."""
-        if isinstance(self.reward, str):
-            self.reward = (self.reward,)
+        """Raises ValueError for a bad reward_failure_value."""
         if self.reward_failure_value != "exclude" and not _is_finite_number(self.reward_failure_value):
             raise ValueError(
                 f"--reward_failure_value is {self.reward_failure_value!r}: it must be a number, or exclude."
@@ -210,7 +209,7 @@ class SamplingConfig:
     """Passes over a step's samples."""
     max_new_tokens: int = option(8, at_least=1)
     """Maximum length of a response, in tokens."""
-    temperature: float = option(1.0, above=0, finite=True, wanted=_GREEDY)
+    temperature: float = option(1.0, above=0, wanted=_GREEDY)
     """Sampling temperature. The training logprobs are those of the same distribution."""
 
     def check(self) -> None:
@@ -228,6 +227,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     data: DataConfig = section(DataConfig)
+    rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 
@@ -398,7 +398,7 @@ class PairConfig(OfflineConfig):
 class RMConfig(PairConfig):
     """Train a reward model on pairs of answers."""
 
-    centring_coef: float = option(0.0, at_least=0, finite=True)
+    centring_coef: float = option(0.0, at_least=0)
     """Weight in the loss of (chosen score + rejected score)^2, which keeps the scores around 0. 0.01 is usual."""
     data: MarginPairDataConfig = section(MarginPairDataConfig)
 
@@ -409,7 +409,7 @@ class DPOConfig(PairConfig):
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair. sigmoid: the loss of the DPO paper."""
-    beta: float = option(0.1, above=0, finite=True)
+    beta: float = option(0.1, above=0)
     """How strongly the policy is held to the model it started from; a small value lets it move far."""
     label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """Share of pairs whose labels are taken to be wrong. Loss sigmoid only."""

@@ -60,7 +60,7 @@ class AlgorithmConfig:
     and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
     kl_horizon: int = option(10_000, above=0)
     """Number of samples over which a kl_coef with a target can change by a fifth."""
-    entropy_coef: float = option(0.0, finite=True)
+    entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_target: float = option(0.0, at_least=0)
     """Mean entropy per trained token below which entropy_coef grows by entropy_step after each step; above it the
@@ -264,6 +264,32 @@ class MarginPairDataConfig(PairDataConfig):
 
     margin_field: str = "margin"
     """Field with a number by which the chosen answer should win. A line without it has margin 0."""
+
+
+# ---- Rollouts ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkflowConfig:
+    """How a sample is made, where it is more than one response to its prompt."""
+
+    workflow: str = ""
+    """What makes a sample: environment, or your own subclass of lightrl.Workflow as package.module:Class. Empty: one
+    response to the prompt."""
+    workflow_args: tuple[str, ...] = ()
+    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment."""
+    max_turns: int = option(8, at_least=1)
+    """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
+    max_context_tokens: int = option(0, at_least=0)
+    """Maximum length of an episode with its prompt, in tokens. 0: the model's context, or the tokens that a micro-batch
+    may have if those are fewer."""
+    episode_timeout_s: float = option(0.0, at_least=0)
+    """Seconds after which an episode has failed. 0: no limit."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing."""
+        if not self.workflow and self != WorkflowConfig():
+            raise ValueError("The options --rollout... do nothing without --rollout.workflow.")
 
 
 # ---- Rewards, evaluation, logs -----------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class OptimConfig:
                     f"--optim.{one} {getattr(self, one)} and --optim.{other} {getattr(self, other)} say the same: give "
                     "one of them."
                 )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"--optim.betas is {self.betas}: the betas must be in [0, 1).")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--optim.betas is {self.betas}: it must be two numbers in [0, 1).")
         lr_scales(self)
 
 
@@ -168,10 +168,10 @@ class TrainingConfig:
 
     __slots__ = ()
 
-    seed: int = option(0, at_least=-(2**63), below=2**63, wanted="it must fit in 64 bits")
+    seed: int = 0
     """Seed of all random draws of the run. A draw depends on the seed, the step, the prompt and the sample, never on
     the rank."""
-    lr: float = option(1e-4, at_least=0, finite=True)
+    lr: float = option(1e-4, at_least=0)
     """Peak learning rate."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation in trainer and engine. Parameters and optimizer states stay float32."""
@@ -231,7 +231,8 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ValueError for engine_args that cannot be read."""
-        engine_arguments(self)
+        if self.engine_args:
+            engine_arguments(self)
 
 
 @dataclass(kw_only=True)
@@ -240,7 +241,7 @@ class CriticTrainingConfig:
 
     __slots__ = ()
 
-    critic_lr: float = option(1e-4, at_least=0, finite=True)
+    critic_lr: float = option(1e-4, at_least=0)
     """Peak learning rate of the critic, or of its head alone on a shared backbone."""
     critic_warmup_steps: int = option(0, at_least=0)
     """Number of first optimizer steps in which the critic trains its value head alone. To freeze the policy instead,

@@ -53,7 +53,7 @@ class TokenColumns(TypedDict, total=False):
     advantages: TokenValues | None  # None gives every token the advantage of its sample
     old_values: TokenValues | None  # of the critic before the update
     returns: TokenValues | None  # what the critic is trained towards
-    loss_mask: TokenMasks | None  # True for each token to train; None trains all tokens of trained samples
+    loss_mask: TokenMasks | None  # True for each token to train; None trains what the policy chose in trained samples
     teacher_logprobs: TokenValues | None  # of the teacher that is distilled
     selected: TokenMasks | None  # True for each token that the loss treats differently
     in_policy_loss: TokenMasks | None  # True for each token whose policy loss counts; None counts all that are trained
@@ -87,6 +87,8 @@ def pack(
     owner = batch.sequence_index
     given = {name: _per_token(samples, column, name) for name, column in columns.items() if column is not None}
     trained = torch.tensor([item.is_trained for item in ordered])[owner]
+    if any(sample.own for sample in samples):
+        trained = trained & torch.tensor([is_own for sample in samples for is_own in sample.is_own])
     tensors: dict[str, Any] = {
         "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),

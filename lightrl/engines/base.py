@@ -77,14 +77,17 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling settings of one request. The draw of token t of sample i depends on (seed, i, t) alone."""
+    """The sampling settings of one request. The draw of token t of sample i depends on (seed, i, t) alone.
+
+    Without a seed gather_and_generate and engine_generate_local draw anew at each call; an engine takes it as 0.
+    """
 
     max_new_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps the whole vocabulary
     n: int = 1  # samples for the prompt
-    seed: int = 0
+    seed: int | None = None
     first_sample: int = 0  # index i of the first of the n samples
     first_token: int = 0  # index t of the first draw: above 0 where a sample goes on that was stopped half way
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens

@@ -110,7 +110,7 @@ class ColocatedEngine:
             raise RuntimeError("The engine still has requests of an earlier call. Abort them first.")
         requests = list(zip(map(as_prompt, prompts), params, strict=True))
         for index, request in enumerate(requests):
-            self._check_prompt(f"prompt {index}", *request)
+            self.check_prompt(f"prompt {index}", *request)
         done: list[Completion] = []
         try:
             for request in requests:
@@ -133,7 +133,7 @@ class ColocatedEngine:
         """
         self._require_ready()
         checked = as_prompt(prompt)
-        self._check_prompt(f"the prompt of request {self._next_request_id}", checked, params)
+        self.check_prompt(f"the prompt of request {self._next_request_id}", checked, params)
         return self._start(checked, params, partial)
 
     def step(self) -> list[Completion]:
@@ -195,7 +195,7 @@ class ColocatedEngine:
         if self._phase is not _Phase.AWAKE or self.version is None:
             raise RuntimeError(_describe_not_ready(self._phase))
 
-    def _check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
+    def check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
         """Raises ValueError for a prompt that would hang or kill one engine or another."""
         engine, ids = self.engine, prompt.token_ids
         if not ids or min(ids) < 0 or max(ids) >= engine.vocab_size:

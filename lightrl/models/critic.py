@@ -18,7 +18,8 @@ from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import Policy, disable_dropout, prepare_decoder
+from lightrl.models.policy import Policy, prepare_decoder
+from lightrl.models.randomness import remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
@@ -58,7 +59,7 @@ class Critic(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self._takes_images = body.config.model_type in FAMILIES
         prepare_decoder(body)
-        disable_dropout(body)
+        remove_randomness(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:
         """Returns the values of the states of a pack."""

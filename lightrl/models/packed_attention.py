@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+from lightrl.models.fixed_rope import fix_frequencies, varies_with_length
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
 ATTENTION_NAME = "lightrl_packed"
@@ -85,8 +86,11 @@ def packed_layout(
 
 def use_packed_attention(decoder: PreTrainedModel) -> bool:
     """Makes the attention of a decoder take packs; returns whether a pack can then run through it whole."""
+    config = decoder.config
     decoder.set_attn_implementation(ATTENTION_NAME)
-    return decoder.config._attn_implementation == ATTENTION_NAME and mixes_by_attention(decoder.config)
+    if varies_with_length(config):
+        fix_frequencies(decoder)
+    return config._attn_implementation == ATTENTION_NAME and mixes_by_attention(config)
 
 
 def mixes_by_attention(config: Any) -> bool:

@@ -34,6 +34,8 @@ from lightrl.models.multimodal import (
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
 from lightrl.models.per_sequence import run_per_sequence
+from lightrl.models.randomness import refuse_randomness, remove_randomness
+from lightrl.models.thresholds import thresholds_in_reach
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
@@ -110,7 +112,7 @@ class Policy(nn.Module):
     is_actor = True
 
     def __init__(self, hf_model: PreTrainedModel, *, entropy: bool = True) -> None:
-        """Takes over a model from transformers: packs its attention and turns its dropout off.
+        """Takes over a model from transformers: packs its attention and removes all randomness.
 
         Args:
             entropy: False leaves the entropy NaN, for a frozen reference.
@@ -124,7 +126,7 @@ class Policy(nn.Module):
         self._softcap = _softcap(text_config)
         self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
         prepare_decoder(hf_model)
-        disable_dropout(hf_model)
+        remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
         """Returns the scores of the response tokens."""
@@ -175,19 +177,6 @@ def prepare_decoder(model: PreTrainedModel) -> None:
     """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
     if not use_packed_attention(model.get_decoder()):
         run_per_sequence(model)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Turns dropout off for good: the loss compares the probabilities of two passes over one token.
-
-    Layers hold their rate in an nn.Dropout or, for the functional form, as a number named *dropout.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def _softcap(text_config: Any) -> float | None:
@@ -335,14 +324,17 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         prompts = [prompt.token_ids for prompt in encoded]
     batch = response_batch(list(zip(prompts, responses, strict=True)), _CHECK_TEMPERATURE, encoded).to(device)
     policy.eval()
-    with torch.no_grad():
+    with torch.no_grad(), thresholds_in_reach(model, batch) as batch:
         ours, logits = policy(batch).logprobs, _own_logits(model, batch, encoded)[batch.score_index]
+        in_training = (policy.train()(batch).logprobs - ours).abs().max() / ours.abs().max()
     policy.train(was_training)
     theirs = (logits / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= allowed:  # a NaN fails too
         raise _unknown_output(model.config.model_type, difference, allowed)
+    if in_training > allowed / 10:
+        raise refuse_randomness(policy, lambda: policy(batch), in_training.item())
 
 
 def _unknown_output(model_type: str, difference: float, allowed: float) -> ValueError:
@@ -368,11 +360,13 @@ def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[En
     decoder.set_attn_implementation("eager")
     try:
         for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
-            image = {} if encoded is None else _image_inputs(encoded[index], end - start, batch.input_ids.device)
-            ids = batch.input_ids[start:end]
+            ids, first = batch.input_ids[start:end], int(batch.position_ids[..., start].max())
             if encoded is None:  # one token more, which the others do not see in a causal model
                 ids = torch.cat([ids, ids[:1]])
-            rows.append(model(input_ids=ids[None], use_cache=False, **image).logits[0, : end - start])
+                more = {"position_ids": torch.arange(first, first + len(ids), device=ids.device)[None]} if first else {}
+            else:
+                more = _image_inputs(encoded[index], end - start, ids.device)
+            rows.append(model(input_ids=ids[None], use_cache=False, **more).logits[0, : end - start])
     finally:
         decoder.set_attn_implementation(packed)
     return torch.cat(rows).float()

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import disable_dropout, prepare_decoder, response_batch
+from lightrl.models.policy import prepare_decoder, response_batch
+from lightrl.models.randomness import remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
@@ -33,7 +34,7 @@ class RewardModel(nn.Module):
         hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
         self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
         prepare_decoder(hf_model)
-        disable_dropout(hf_model)
+        remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Returns [S] float32 in the order of batch.keys."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,8 +27,6 @@ class ModelHost(Protocol):
 
     @property
     def materializes_weights(self) -> bool: ...
-
-    def init_model_context(self) -> AbstractContextManager[None]: ...
 
     def prepare(self, model: nn.Module, /, *, is_rlhf: bool = ...) -> Any: ...
 
@@ -79,7 +76,7 @@ class ModelReward:
 
     def prepare(self, host: ModelHost) -> None:
         """Loads and shards the model; every rank calls it."""
-        with host.init_model_context(), host.comm.phase("loading the reward model", local=True):
+        with host.comm.phase("loading the reward model", local=True):
             model = load_reward_model(
                 self._path,
                 self._tokenizer,

@@ -39,6 +39,7 @@ BUILTIN_REWARDS = {
     "code": "lightrl.rewards.code_tests:CodeTests",
     "reward_model": "lightrl.rewards.model_reward:ModelReward",
     "judge": "lightrl.rewards.judge:Judge",
+    "episode": "lightrl.rewards.episode_reward:episode_reward",
 }
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Real
@@ -248,7 +248,7 @@ class RewardRunner:
     def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
         is_single = self.kind.scope == "sample"
         try:
-            with time_limit(self.limits.timeout_s * len(unit)):
+            with time_limit(self.limits.timeout_s * len(unit)) if self.limits.timeout_s else nullcontext():
                 returned = self.reward(unit[0] if is_single else unit)
                 values = [returned] if is_single else list(returned)
         except Exception as error:

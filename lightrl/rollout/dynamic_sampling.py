@@ -18,7 +18,7 @@ from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
 from lightrl.data.sampler import shard
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, Sample, ScoredGroup, Status
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +146,11 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "versions": torch.tensor(sample.versions, dtype=torch.int64),
         "finish_reason": sample.finish_reason,
         "text": sample.text,
+        "own": list(sample.own),
+        "turns": list(sample.turns),
+        "reward": sample.reward,
+        "numbers": dict(sample.numbers),
+        "status": sample.status.value,
     }
 
 
@@ -165,6 +170,11 @@ def _group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGr
                 finish_reason=item["finish_reason"],
                 text=item["text"],
                 prompt_ids=tuple(state["prompt_ids"].tolist()),
+                own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
+                turns=tuple(item.get("turns", (0,))),
+                reward=item.get("reward"),
+                numbers=item.get("numbers", {}),
+                status=Status(item.get("status", "completed")),
             )
             for item in state["samples"]
         ),

@@ -1,7 +1,7 @@
 """StrategyBase: how a model is spread over ranks, trained, saved, and served by the engine beside it.
 
-A strategy holds its parts: `comm` (collectives), `layout` (where a parameter lies), `saver` (training state on disk),
-`residency` (what is on the device) and `serving` (the engine and its weights).
+A strategy holds its parts: `comm` (collectives), `layout` (where a parameter lies), `trained` (models with their
+optimizers), `saver` (training state on disk), `residency` (what is on the device), `serving` (the engine).
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.account import Fingerprint
-from lightrl.metrics import report_memory
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
-from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
+from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
@@ -73,16 +71,13 @@ class StrategyBase(ForeignNames, ABC):
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
         self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
-        self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
-        self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
+        self.trained = TrainedModels()
         self.serving = ColocatedServing(self, self.options)
         if self.options.offload_while_generating:
             self.serving = OffloadingServing(self, self.options, self.residency)
-        self.update_hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
         self.global_step = 0
-        self._trained: list[TrainedModel] = []
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
@@ -188,7 +183,9 @@ class StrategyBase(ForeignNames, ABC):
         """
         if optim is None:
             optim = self.options.optim
-            if optim.lr_scales and not self._trained:  # a later model, such as a critic, need not match the patterns
+            if (
+                optim.lr_scales and not self.trained.entries
+            ):  # a later model, such as a critic, need not match the patterns
                 check_lr_scales([model], optim)
         lr = self.options.lr if lr is None else lr
         model = self.prepare_model(model)
@@ -205,7 +202,7 @@ class StrategyBase(ForeignNames, ABC):
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
         model = self.prepare_model(model.eval().requires_grad_(False))
-        self.placed[model] = None
+        self.trained.placed[model] = None
         return model
 
     def unwrap_model(self, model: Any) -> nn.Module:
@@ -214,12 +211,10 @@ class StrategyBase(ForeignNames, ABC):
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
-        self.placed[model] = optimizer
+        self.trained.add(model, optimizer, scheduler)
         if self.options.compile:
             check_compiler(self.device)
             compile_blocks(model)
-        self._trained = [entry for entry in self._trained if entry.model is not model]
-        self._trained.append(TrainedModel(model, optimizer, scheduler))
 
     def set_global_step(self, global_step: int) -> None:
         """Sets the trainer's step, with which the next weight sync is stamped."""
@@ -228,7 +223,7 @@ class StrategyBase(ForeignNames, ABC):
     def close(self) -> None:
         """Completes a checkpoint under way, ends the engine, then leaves the process group."""
         try:
-            self.finish_saving()
+            self.saver.finish()
         finally:
             self.serving.close()
             self.comm.close()
@@ -249,10 +244,10 @@ class StrategyBase(ForeignNames, ABC):
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
         trained tokens, however they are split. backward() scales the loss by its weight / W.
         """
-        trained = self.trained_entry(model)
+        trained = self.trained.entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
-        self.require_on_device(trained.optimizer)  # now: later there would be gradients left over
+        self.trained.require_on_device(trained.optimizer)  # now: later there would be gradients left over
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
@@ -280,7 +275,7 @@ class StrategyBase(ForeignNames, ABC):
     @torch.no_grad()
     def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
         """Returns model(mb) for each micro-batch, without gradients, in order."""
-        chosen = model if model is not None else self.trained_entry(None).model
+        chosen = model if model is not None else self.trained.entry(None).model
         was_training = chosen.training
         chosen.eval()
         batches, mine = self.group_batches(data)
@@ -291,31 +286,6 @@ class StrategyBase(ForeignNames, ABC):
         self.after_forward_only(chosen)
         chosen.train(was_training)
         return outputs
-
-    def trained_entry(self, model: nn.Module | None) -> TrainedModel:
-        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
-        chosen = [entry for entry in self._trained if model is None or entry.model is model]
-        if len(chosen) > 1:
-            chosen = [entry for entry in chosen if is_actor(entry.model)]
-        if len(chosen) == 1:
-            return chosen[0]
-        if not chosen:
-            raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
-        raise ValueError(f"{len(chosen)} models are trained here: say which one by model=... .")
-
-    def find_trained(self, model: nn.Module) -> TrainedModel | None:
-        """Returns the model with its optimizer, or None if it has none."""
-        return next((entry for entry in self._trained if entry.model is model), None)
-
-    def hooks_of(self, optimizer: Optimizer | None) -> list[UpdateHook]:
-        """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
-        return [*self.update_hooks, *getattr(optimizer, HOOKS, ())]
-
-    def step_schedules(self) -> None:
-        """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
-        for entry in self._trained:
-            if entry.scheduler is not None:
-                entry.scheduler.step()
 
     def keep_average(self, model: nn.Module, decay: float) -> None:
         """Averages the model's weights from now on, updated after each optimizer step, saved and loaded with it."""
@@ -334,22 +304,7 @@ class StrategyBase(ForeignNames, ABC):
         """What is on the device and what is in host memory; made when the first model or optimizer is to move."""
         return Residency(self)
 
-    def require_on_device(self, *items: nn.Module | Optimizer) -> None:
-        """Raises RuntimeError while the weights of a model or the states of an optimizer are in host memory."""
-        if self.offloaded:
-            self.residency.require(*items)
-
-    @contextmanager
-    def init_model_context(self) -> Iterator[None]:
-        """Wraps the construction of a model and reports the memory after it."""
-        yield
-        report_memory(self.comm, "model built")
-
     # ---- Saving ------------------------------------------------------------------------------------------------
-
-    def finish_saving(self) -> None:
-        """Waits for a checkpoint that is being written and completes it; every rank must call it."""
-        self.saver.finish()
 
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
         """Writes a Hugging Face folder that from_pretrained loads; every rank must call it, rank 0 writes."""
@@ -366,11 +321,6 @@ class StrategyBase(ForeignNames, ABC):
     def engine(self) -> ColocatedEngine | None:
         """The engine beside the trainer; None before it is set up."""
         return self.serving.engine
-
-    @property
-    def last_sync(self) -> SyncReport | None:
-        """What the last weight sync did; None before the first."""
-        return self.serving.last_sync
 
     def generate(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +35,7 @@ class ForeignNames(ABC):
     """Mixin of StrategyBase that wraps its methods and what it holds."""
 
     grad_scaler: GradScaler | None = None
+    num_generations: int = 0  # calls of engine_generate_local and gather_and_generate; checkpoints keep it
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 
@@ -57,7 +59,7 @@ class ForeignNames(ABC):
         """
         options = options_of(self, args)
         if actor is not None or (
-            critic is not None and not self._trained
+            critic is not None and not self.trained.entries
         ):  # a later critic need not match the patterns
             check_lr_scales([actor, critic], options.optim)
         if actor is not None:
@@ -83,8 +85,8 @@ class ForeignNames(ABC):
     def build_grad_scaler(self: Native, enabled: bool, **kwargs: Any) -> GradScaler:
         """Scales the losses of backward() from now on, and unscales before the clip; kwargs are those of GradScaler."""
         self.grad_scaler = GradScaler(enabled, **kwargs)
-        others = [hook for hook in self.update_hooks if not isinstance(hook, GradScaler)]
-        self.update_hooks = [*others, self.grad_scaler] if enabled else others
+        others = [hook for hook in self.trained.hooks if not isinstance(hook, GradScaler)]
+        self.trained.hooks = [*others, self.grad_scaler] if enabled else others
         return self.grad_scaler
 
     def build_lr_scheduler(
@@ -154,7 +156,7 @@ class ForeignNames(ABC):
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
         """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self.trained_entry(model).scheduler
+        scheduler = self.trained.entry(model).scheduler
         if scheduler is not None:
             scheduler.step()
 
@@ -188,6 +190,12 @@ class ForeignNames(ABC):
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
         """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
         return report_memory(comm_module.current(), prefix)
+
+    @contextmanager
+    def init_model_context(self: Native) -> Iterator[None]:
+        """Wraps the construction of a model and reports the memory after it."""
+        yield
+        report_memory(self.comm, "model built")
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
@@ -235,11 +243,11 @@ class ForeignNames(ABC):
     def save_checkpoint(self: Native, save_path: str, step: int = 0) -> None:
         """Saves the trained model as the checkpoint of a step."""
         self.set_global_step(step)
-        self.save_ckpt(self.trained_entry(None).model, save_path, max_mem=0)
+        self.save_ckpt(self.trained.entry(None).model, save_path, max_mem=0)
 
     def load_checkpoint(self: Native, load_path: str) -> Any:
         """Loads the newest checkpoint into the trained model."""
-        return self.load_ckpt(self.trained_entry(None).model, load_path)
+        return self.load_ckpt(self.trained.entry(None).model, load_path)
 
     def get_model_state_dict(
         self: Native, cpu_offload: bool = False, full_state_dict: bool = True, model: nn.Module | None = None
@@ -250,7 +258,7 @@ class ForeignNames(ABC):
         """
         if not full_state_dict:
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
-        chosen = model if model is not None else self.trained_entry(None).model
+        chosen = model if model is not None else self.trained.entry(None).model
         device = torch.device("cpu") if cpu_offload else self.device
         return {name: tensor.to(device, copy=True) for name, tensor in self.full_parameters(chosen)}
 
@@ -270,9 +278,7 @@ class ForeignNames(ABC):
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:
         """Runs this rank's engine on exactly one kind of input; returns n items per prompt, flattened in order."""
-        return foreign_inputs.generate_local(
-            self.serving, self.tokenizer, sampling_params, prompt_token_ids, multi_modal_inputs
-        )
+        return foreign_inputs.generate_local(self, sampling_params, prompt_token_ids, multi_modal_inputs)
 
     def gather_and_generate(
         self: Native,
@@ -289,11 +295,11 @@ class ForeignNames(ABC):
 
         Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
         draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
-        SamplingParams per prompt to set each seed. An error on one rank is raised on all.
+        SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
+        on all.
         """
         return foreign_inputs.generate_gathered(
-            self.serving,
-            self.tokenizer,
+            self,
             sampling_params,
             token_ids=all_prompt_token_ids,
             texts=all_prompts,
@@ -321,7 +327,7 @@ class ForeignNames(ABC):
 
     def sync_model_to_rollout(self: Native, actor: nn.Module | None = None) -> None:
         """Sends the weights of a model, or of the trained one, to the engine."""
-        self.sync_weights(actor if actor is not None else self.trained_entry(None).model)
+        self.sync_weights(actor if actor is not None else self.trained.entry(None).model)
 
     # ---- Offload -----------------------------------------------------------------------------------------------
 

@@ -6,11 +6,10 @@ and its wrapper renames the parameters. What it would give is the overlap of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
+from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.materialize import broadcast_from_main
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.torch_native import TorchStrategy
@@ -49,20 +48,8 @@ class DDPStrategy(TorchStrategy):
         for parameter in parameters:
             if parameter.grad is None:  # samples of another rank may have used it
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets(parameters):
-            means = self.comm.all_reduce({str(index): item.grad for index, item in enumerate(bucket)})
-            for parameter, mean in zip(bucket, means.values(), strict=True):
-                parameter.grad = mean
-
-
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        if bucket and size + parameter.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.nbytes
-    if bucket:
-        yield bucket
+        named = ((str(index), parameter) for index, parameter in enumerate(parameters))
+        for bucket in buckets(named, lambda parameter: parameter.nbytes, _BUCKET_BYTES):
+            means = self.comm.all_reduce({name: parameter.grad for name, parameter in bucket})
+            for name, parameter in bucket:
+                parameter.grad = means[name]

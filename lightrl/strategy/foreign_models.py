@@ -17,7 +17,7 @@ from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.colocated import SyncReport
 from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.optim.value_head import has_value_head
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.serving import foreign_inputs
@@ -36,9 +36,9 @@ class Native(Protocol):
     args: Any
     seed: int
     tokenizer: foreign_inputs.Decoder | None
-    update_hooks: list[UpdateHook]
+    trained: TrainedModels
     grad_scaler: GradScaler | None
-    _trained: list[TrainedModel]
+    num_generations: int
 
     @property
     def options(self) -> StrategyOptions: ...
@@ -54,7 +54,6 @@ class Native(Protocol):
     def prepare_frozen(self, model: nn.Module) -> nn.Module: ...
     def create_optimizer(self, model: nn.Module) -> Optimizer: ...
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None: ...
-    def trained_entry(self, model: nn.Module | None) -> TrainedModel: ...
     def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
     def set_global_step(self, global_step: int) -> None: ...

@@ -59,7 +59,7 @@ class TorchStrategy(StrategyBase):
         self.reduce_gradients(model, parameters)
         if divisor != 1:
             _divide_gradients(parameters, divisor)
-        for hook in self.hooks_of(optimizer):
+        for hook in self.trained.hooks_of(optimizer):
             hook.before_clip(optimizer)
         grad_norm = float(clip_gradients(parameters, self.max_norm))
         is_finite = self.comm.agree(math.isfinite(grad_norm))
@@ -105,6 +105,7 @@ class TorchStrategy(StrategyBase):
         mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
         with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
+        self.trained.see(model, optimizer)
         accumulation_of(optimizer).count(self.accumulation_steps)
 
     def scale_loss(self, loss: Tensor, weight: float, optimizer: Optimizer) -> Tensor:
@@ -115,7 +116,7 @@ class TorchStrategy(StrategyBase):
         out again.
         """
         factor = weight * self.averaging_ranks
-        for hook in self.hooks_of(optimizer):
+        for hook in self.trained.hooks_of(optimizer):
             factor *= hook.loss_factor()
         return loss * factor
 
@@ -126,7 +127,8 @@ class TorchStrategy(StrategyBase):
 
         is_boundary=True updates now, False never; without it the calls of backward() are counted.
         """
-        hooks = self.hooks_of(optimizer)
+        self.trained.see(model, optimizer, scheduler)
+        hooks = self.trained.hooks_of(optimizer)
         is_boundary = kwargs.pop("is_boundary", None)
         if kwargs:
             raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
@@ -135,7 +137,7 @@ class TorchStrategy(StrategyBase):
             lr_list = hook.reported_rates(optimizer, lr_list)
         if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
             return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
-        self.require_on_device(model, optimizer)
+        self.trained.require_on_device(model, optimizer)
         divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         for hook in hooks:
@@ -149,7 +151,7 @@ class TorchStrategy(StrategyBase):
     def weights_of(self, model: nn.Module) -> Weights:
         """Returns the parameters under their Hugging Face names, with adapters merged into them."""
         self.after_forward_only(model)
-        self.require_on_device(model)
+        self.trained.require_on_device(model)
         unwrapped = self.unwrap_model(model)
         if has_adapters(unwrapped):
             return MergedWeights(unwrapped, self.layout)
@@ -171,7 +173,7 @@ class TorchStrategy(StrategyBase):
         full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory, else
         references to the live tensors wherever no gather was needed.
         """
-        weights = self.weights_of(model if model is not None else self.trained_entry(None).model)
+        weights = self.weights_of(model if model is not None else self.trained.entry(None).model)
         if full_state_dict:
             state = ((name, self.layout.gather(tensor)) for name, tensor in weights.tensors())
         else:
@@ -189,16 +191,16 @@ class TorchStrategy(StrategyBase):
     def keep_average(self, model: nn.Module, decay: float) -> None:
         """Averages the model's weights from now on: after each update, and in checkpoints."""
         average = AverageOfModel(model, self.layout, decay, before_writing=self.after_forward_only)
-        attach(self.trained_entry(model).optimizer, average)
+        attach(self.trained.entry(model).optimizer, average)
 
     @contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:
         """Gives the model the average of its weights inside the context; every rank must enter it."""
-        trained = self.trained_entry(model)
-        averages = [hook for hook in self.hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
+        trained = self.trained.entry(model)
+        averages = [hook for hook in self.trained.hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
         if not averages:
             raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
-        self.require_on_device(model, trained.optimizer)  # the average moves with its states
+        self.trained.require_on_device(model, trained.optimizer)  # the average moves with its states
         with averages[-1].lent():
             yield
 

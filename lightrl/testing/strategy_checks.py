@@ -98,9 +98,9 @@ def check_engine_weights(strategy: StrategyBase) -> None:
     train(strategy, policy, 0)
     strategy.set_global_step(1)
     strategy.setup_inference_engine(None, "native", actor=policy)
-    assert strategy.last_sync is not None
-    assert strategy.last_sync.canary is not None
-    assert strategy.last_sync.canary < 1e-4
+    assert strategy.serving.last_sync is not None
+    assert strategy.serving.last_sync.canary is not None
+    assert strategy.serving.last_sync.canary < 1e-4
     alone = tiny_policy()
     alone.hf.load_state_dict(parameters(strategy, policy), strict=False)  # lm_head is not among them: it is tied
     alone.hf.set_attn_implementation("eager")
@@ -284,7 +284,7 @@ def check_offload(strategy: StrategyBase) -> None:
     """Offload is bit-equal and idempotent, frees memory, and does not change the training."""
     reference, _ = fresh(strategy)
     wanted = [train(strategy, reference, step) for step in range(3)]
-    strategy._trained = []
+    strategy.trained.entries.clear()
     policy, optimizer = fresh(strategy)
     strategy.maybe_offload_optimizer(optimizer)  # before the first step there may be nothing to move
     strategy.maybe_load_optimizer(optimizer)
@@ -314,7 +314,7 @@ def check_offloaded_gradients(strategy: StrategyBase) -> None:
     """Gradients of an unfinished accumulation survive an offload, or are dropped, as the caller says."""
 
     def update(first: float, between: Callable[[], object]) -> dict[str, Tensor]:
-        strategy._trained = []
+        strategy.trained.entries.clear()
         policy, optimizer = fresh(strategy)
         for index, batch in enumerate(strategy.group_batches(my_batches(strategy, 0)[:2]).batches[:2]):
             with strategy.before_micro_batch(policy, True):
@@ -347,7 +347,7 @@ def check_checkpoint(strategy: StrategyBase) -> None:
     strategy.set_global_step(2)
     strategy.save_ckpt(policy, folder, client_state={"cursor": [1, 2], "name": "x"}, max_mem=0)
     strategy.options.checkpoint.asynchronous = True
-    strategy.save_ckpt(policy, folder, tag="best", max_mem=0)
+    strategy.save_ckpt(policy.hf, folder, tag="best", max_mem=0)  # a module inside stands for the model
     strategy.options.checkpoint.asynchronous = False
 
     other, _ = fresh(strategy, seed=5)
@@ -362,10 +362,11 @@ def check_checkpoint(strategy: StrategyBase) -> None:
     same(parameters(strategy, other), parameters(strategy, reference))
     draws = []
     for _ in range(2):
-        strategy.load_ckpt(other, folder, tag="best")
+        strategy.load_ckpt(other.hf, folder, tag="best")
         draws.append(torch.rand(3))
     assert_close(draws[0], draws[1], atol=0, rtol=0)  # the RNG state came with it
     train(strategy, other, 2)
+    assert train(strategy, other, 3).loss == wanted[3].loss  # so did the optimizer's states
 
     only_weights, _ = fresh(strategy, seed=5)
     strategy.load_ckpt(only_weights, folder, tag="step-000002", load_module_only=True)

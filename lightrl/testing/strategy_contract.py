@@ -58,7 +58,7 @@ class StrategyParity:
 
     strategy: ClassVar[str]
     flags: ClassVar[tuple[str, ...]] = ()  # more options of the command line, such as ("--fsdp.replicate_size", "2")
-    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 3)  # 3 divides few sizes, so shards are uneven
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
     timeout_s: ClassVar[float] = 280
     cwd: ClassVar[Path | None] = None  # the folder where the strategy is importable; None: where pytest runs

@@ -35,7 +35,7 @@ class Report:
     def run(self, name: str, function: Callable[[], Any]) -> Any:
         """Runs one part on all ranks and notes that it is done."""
         self._say({"running": name})
-        self._strategy._trained = []
+        self._strategy.trained.entries.clear()
         self._strategy.max_norm = 1.0
         result = function()
         self._strategy.comm.barrier()

@@ -20,7 +20,7 @@ from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.strategy.base import StrategyBase, TrainBatchResult
 
-VOCAB = 98  # not a multiple of 4 ranks; the embedding is tied: both have broken sharded training before
+VOCAB = 98  # no multiple of 3 or 4 ranks; the embedding is tied: both have broken sharded training before
 TEMPERATURE = 0.8
 STEPS = 3
 _SMALL = 256  # elements; a reduction of less carries a norm or a flag, no gradients
@@ -42,7 +42,7 @@ def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=35,  # no multiple of 2, 3 or 4: shards of several ranks are of unequal size
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,

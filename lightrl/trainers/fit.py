@@ -225,7 +225,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
             log.write(metrics)
             if _is_due(trainer, config.checkpoint.every):
                 trainer.save()
-    trainer.strategy.finish_saving()
+    trainer.strategy.saver.finish()
     trainer.save_models(folder.final)
     if config.ema_decay:
         with trainer.strategy.averaged_weights(trainer.model):
@@ -241,7 +241,7 @@ def _one_step(trainer: Trainer, log: RunLog) -> dict[str, float]:
     started = time.perf_counter()
     report = trainer.step()
     if trainer.config.optim.schedule_unit == "rl_step":
-        trainer.strategy.step_schedules()
+        trainer.strategy.trained.step_schedules()
     seconds = time.perf_counter() - started
     trainer.step_index += 1
     log.write_samples(report.experience)

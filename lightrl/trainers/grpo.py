@@ -31,7 +31,7 @@ from lightrl.trainers.policy_step import (
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_selection import TokenSelector
 
 
@@ -70,7 +70,7 @@ class GRPOTrainer(Trainer):
         self.batches = describe_batches(config, self.strategy.comm.world)
         self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
 
-        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+        with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
         trained = self.strategy.prepare_trained(policy, schedule_length=config.policy_schedule_length)
         self.model = self.policy = trained.model
@@ -214,6 +214,7 @@ class GRPOTrainer(Trainer):
                 materialize=self.strategy.materializes_weights,
                 trust_remote_code=self.config.trust_remote_code,
             )
+            fix_for_run(self.run, teacher)
         return self.strategy.prepare_frozen(teacher)
 
     def _dynamic_sampling(self) -> DynamicSampling:
@@ -268,14 +269,17 @@ class GRPOTrainer(Trainer):
                 self.selector.choose(part, logprobs, entropy, seed=seed, comm=comm, statistics=self.statistics)
                 for part in minibatches
             ]
-        # A sample of older weights is compared with those weights, whose logprobs the engine reported.
-        stale = {item.key: list(item.sample.sampler_logprobs) for item in everything if item.key in self.updates.stale}
-        return logprobs | stale, choices
+        if self.config.algorithm.correction == "none":
+            # A sample of older weights is compared with those weights, whose logprobs the engine reported. A correction
+            # makes that comparison itself, so with one the clip compares with the weights before the update.
+            sampled = {item.key: item.sample.sampler_logprobs for item in everything if item.key in self.updates.stale}
+            logprobs |= {key: list(values) for key, values in sampled.items()}
+        return logprobs, choices
 
     def _stale_everywhere(self, mine: Sequence[Experience]) -> frozenset[Key]:
         """Samples of all ranks that older weights made: ranks that split a model run the loss on each other's samples.
 
         The version of the weights is the number of the step that they were synced for.
         """
-        keys = {item.key for item in mine if any(version < self.step_index for version in item.sample.versions[:1])}
+        keys = {item.key for item in mine if any(version < self.step_index for version in item.sample.versions)}
         return frozenset().union(*self.strategy.comm.all_gather_object(keys))

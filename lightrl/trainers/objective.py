@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.advantages import ScoredSamples, moment_sums, signal_counts, whiten
+from lightrl.algorithms.advantages import ScoredSamples, merged_moments, moments_of, signal_counts, whiten
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
 from lightrl.algorithms.registry import AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
@@ -204,7 +204,7 @@ class PolicyObjective(PolicyLoss):
         scored = ScoredSamples(
             rewards=_doubles(rewards[i] + extra[i] for i in kept),
             group_ids=torch.tensor([samples[i].position for i in kept], dtype=torch.int64),
-            lengths=_doubles(len(samples[i].response_ids) * trained[i] for i in kept),
+            lengths=_doubles(samples[i].num_own * trained[i] for i in kept),
             baselines=None if baselines is None else _doubles(baselines[i] for i in kept),
         )
         advantages = self._estimated(scored, comm).tolist()
@@ -223,7 +223,7 @@ class PolicyObjective(PolicyLoss):
         if not self._traits.whiten:
             return advantages
         assert scored.lengths is not None
-        return whiten(advantages, comm.all_reduce(moment_sums(advantages, scored.lengths), "sum"))
+        return whiten(advantages, merged_moments(comm.all_gather(moments_of(advantages, scored.lengths)[None])))
 
 
 def load_and_try(

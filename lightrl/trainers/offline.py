@@ -152,6 +152,7 @@ def _keep_fitting(run: RunContext, examples: list[Example]) -> tuple[list[Exampl
     max_tokens = config.data.max_tokens or context
     fitting, num_skipped = keep_fitting(examples, max_tokens=max_tokens, too_long=config.data.too_long)
     longest = max(fitting, key=lambda example: example.num_tokens, default=None)
+    run.longest.append(max((answer.num_tokens for example in fitting for answer in example.answers), default=0))
     if longest and not config.micro_batch_size and longest.num_tokens > config.max_tokens_per_microbatch:
         raise ValueError(
             f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold {longest.where}: raise it "
@@ -173,7 +174,7 @@ def load_policy_without_entropy(run: RunContext) -> Policy:
 def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], nn.Module]) -> nn.Module:
     """Loads a model and gives it an optimizer and a schedule over the whole run."""
     strategy = run.strategy
-    with strategy.init_model_context(), strategy.comm.phase("loading the model", local=True):
+    with strategy.comm.phase("loading the model", local=True):
         model = load()
     trained: nn.Module = strategy.prepare_trained(model, lr=config.lr, schedule_length=config.schedule_length).model
     return trained

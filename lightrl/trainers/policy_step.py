@@ -22,6 +22,7 @@ from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
+from lightrl.rollout.episode_collector import collector_of_episodes, longest_episode
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.fit import Trainer
@@ -77,6 +78,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
         ),
     )
     longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    run.longest.append(longest if run.workflow is None else longest_episode(config, context))
     if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, longest)
     return prompts
@@ -152,7 +154,7 @@ class PolicyUpdates:
         Such an update must be left out: even a gradient of 0 would move the weights, by Adam's momentum and the decay.
         per_token: values by the names of pack()'s arguments.
         """
-        has_tokens = any(item.is_trained and item.sample.response_ids for item in minibatch)
+        has_tokens = any(item.num_trained for item in minibatch)
         return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
 
     def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
@@ -209,6 +211,8 @@ class PolicyUpdates:
         mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
+        if not count:
+            return  # a 0 would say that the two agree
         self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
@@ -246,6 +250,8 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
         rewards.prepare(strategy)
         strategy.serving.start(config.engine, model=policy, tokenizer=strategy.tokenizer, options=config)
         strategy.sleep_engine()
+    if run.workflow is not None:
+        return collector_of_episodes(run.workflow, strategy, rewards, config)
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
 
 
@@ -280,6 +286,8 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     response_tokens = sum(len(sample.response_ids) for sample in samples)
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", response_tokens)
+    if any(sample.own for sample in samples):
+        statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
     statistics.mean("tokens/response_mean", response_tokens, count)
     statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)

@@ -34,7 +34,7 @@ from lightrl.trainers.policy_step import (
     step_metrics,
     sync_engine,
 )
-from lightrl.trainers.run import RunContext, load_start_policy, prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
@@ -75,7 +75,7 @@ class PPOTrainer(Trainer):
         }
 
         is_shared = config.critic.shared_backbone
-        with self.strategy.init_model_context(), self.strategy.comm.phase("loading the model", local=True):
+        with self.strategy.comm.phase("loading the model", local=True):
             policy = self._load_actor_critic() if is_shared else load_start_policy(self.run)
         trained = self.strategy.prepare_trained(
             policy,
@@ -260,6 +260,7 @@ class PPOTrainer(Trainer):
             seed=config.seed + _HEAD_SEED,
             trust_remote_code=config.trust_remote_code,
         )
+        fix_for_run(self.run, critic)
         add_adapters(critic.body, options_for_companion(config.lora, self.policy), seed=config.seed + _HEAD_SEED)
         return critic
 

@@ -25,7 +25,7 @@ from lightrl.trainers.offline import (
     pair_weight,
     prepare_to_train,
 )
-from lightrl.trainers.run import RunContext
+from lightrl.trainers.run import RunContext, fix_for_run
 
 
 class RMTrainer(Trainer):
@@ -74,6 +74,7 @@ class RMTrainer(Trainer):
             seed=self.config.seed,
             trust_remote_code=self.config.trust_remote_code,
         )
+        fix_for_run(self.run, model)
         add_adapters(model.hf, self.config.lora, seed=self.config.seed, trained=(HEAD_NAME,))
         if materialize:
             check_reward_scores(model)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +20,10 @@ from lightrl.builtin import model as builtin_model
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
+from lightrl.config.yaml_text import read_yaml
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
+from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length, varies_with_length
 from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.policy import (
@@ -34,6 +35,7 @@ from lightrl.models.policy import (
     load_tokenizer,
 )
 from lightrl.records import Experience
+from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 
 TrainerConfig = RolloutConfig | OfflineConfig
@@ -53,6 +55,8 @@ class RunContext:
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
     train_records: list[Any]  # the lines of --train_data
     eval_records: list[Any]
+    workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
+    longest: list[int] = field(default_factory=list)  # tokens of the longest sequence of each data set read so far
 
 
 def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None = None) -> RunContext:
@@ -65,6 +69,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     """
     if config.lora.is_on:
         require_peft(config.lora)
+    workflow = load_workflow(config.rollout) if isinstance(config, RolloutConfig) and config.rollout.workflow else None
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
     comm, remote_code = strategy.comm, config.trust_remote_code
@@ -94,6 +99,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         encoder=PromptEncoder(media) if media is not None else None,
         train_records=train_records,
         eval_records=eval_records,
+        workflow=workflow,
     )
 
 
@@ -136,11 +142,20 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
     policy = load_policy(
         run.model_path, materialize=materialize, trust_remote_code=remote_code, is_reference=is_reference
     )
+    if varies_with_length(policy.hf.config):
+        fix_for_run(run, policy)
     if run.config.lora.is_on and not is_reference:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
     if materialize and not is_reference:
         check_scores(policy, next(policy.parameters()).device)
     return policy
+
+
+def fix_for_run(run: RunContext, model: nn.Module) -> None:
+    """Fixes rotary frequencies that vary with the length for the longest sequence in the data, if there are any."""
+    if run.longest and fixed_length(model) is not None:
+        fix_frequencies(model, max(run.longest))
+        run.strategy.print(f"{type(model).__name__}: {describe_fixed(model)}.")
 
 
 def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
@@ -240,10 +255,10 @@ def new_run_path(kind: str) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Choose another --output_dir.") from error
-    if not isinstance(content, dict):
+        content = read_yaml(path, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error} Choose another --output_dir.") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
     return content
 

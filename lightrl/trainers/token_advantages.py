@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.advantages import clip_values, mean_and_std, moment_sums, whiten
+from lightrl.algorithms.advantages import clip_values, mean_and_std, merged_moments, moments_of, whiten
 from lightrl.algorithms.registry import ReturnsTraits, traits_of
 from lightrl.algorithms.returns import TokenReturns, TokenRewards, kl_penalised, rewards_at_the_end
 from lightrl.comm import Comm
@@ -45,17 +45,20 @@ class TokenAdvantages:
                 f"--algorithm.advantage {config.advantage} takes no critic, which train_ppo trains. Use gae, or your "
                 "own as package.module:function; without a critic use scripts/train_grpo.py."
             )
-        self._reward_sums = torch.zeros(3, dtype=torch.float64)
-        self._advantage_sums = torch.zeros(3, dtype=torch.float64)
+        self._reward_moments = torch.zeros(3, dtype=torch.float64)
+        self._advantage_moments = torch.zeros(3, dtype=torch.float64)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the moments, for a checkpoint."""
-        return {"rewards": self._reward_sums.tolist(), "advantages": self._advantage_sums.tolist()}
+        return {
+            "reward_moments": self._reward_moments.tolist(),
+            "advantage_moments": self._advantage_moments.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the moments of a checkpoint."""
-        self._reward_sums = torch.tensor(state["rewards"], dtype=torch.float64)
-        self._advantage_sums = torch.tensor(state["advantages"], dtype=torch.float64)
+        self._reward_moments = torch.tensor(state["reward_moments"], dtype=torch.float64)
+        self._advantage_moments = torch.tensor(state["advantage_moments"], dtype=torch.float64)
 
     def targets(
         self,
@@ -79,7 +82,7 @@ class TokenAdvantages:
         samples = [item.sample for item in experience]
         lengths = [len(sample.response_ids) for sample in samples]
         owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask = torch.tensor([is_own for sample in samples for is_own in sample.is_own], dtype=torch.bool)
         rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
         if kl is not None:
             rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
@@ -94,7 +97,7 @@ class TokenAdvantages:
                 final_values=_flat([[self._final_value(sample, values)] for sample in samples]),
             )
         )
-        _report(estimated.advantages, estimated.returns, old_values, comm, statistics)
+        _report(estimated.advantages[mask], estimated.returns[mask], old_values[mask], comm, statistics)
         advantages = self._normalized(estimated.advantages, mask, comm)
         return TokenTargets(
             advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, estimated.returns)
@@ -104,8 +107,8 @@ class TokenAdvantages:
         """Returns the rewards, [S], normalised and clipped as the options say."""
         rewards = torch.tensor([item.reward for item in experience], dtype=torch.float64)
         if self._config.reward_normalization == "running":
-            self._reward_sums = self._reward_sums + _sums(rewards, comm)
-            rewards = whiten(rewards, self._reward_sums)
+            self._reward_moments = _merged(self._reward_moments, _moments(rewards, comm))
+            rewards = whiten(rewards, self._reward_moments)
         return clip_values(rewards, self._config.reward_clip) if self._config.reward_clip else rewards
 
     def _final_value(self, sample: Sample, values: TokenValues) -> float:
@@ -116,10 +119,10 @@ class TokenAdvantages:
     def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
         if kind != "none":
-            sums = _sums(advantages, comm)
+            found = _moments(advantages[mask], comm)
             if kind == "running":
-                sums = self._advantage_sums = self._advantage_sums + sums
-            advantages = torch.where(mask, whiten(advantages, sums), 0.0)
+                found = self._advantage_moments = _merged(self._advantage_moments, found)
+            advantages = torch.where(mask, whiten(advantages, found), 0.0)
         return clip_values(advantages, clip) if clip else advantages
 
 
@@ -133,9 +136,13 @@ def _by_sample(samples: Sequence[Sample], lengths: list[int], values: Tensor) ->
     return {sample.key: part.tolist() for sample, part in zip(samples, parts, strict=True)}
 
 
-def _sums(values: Tensor, comm: Comm) -> Tensor:
-    """Returns moment_sums over all ranks."""
-    return comm.all_reduce(moment_sums(values, torch.ones_like(values)), "sum")
+def _moments(values: Tensor, comm: Comm) -> Tensor:
+    """Returns the moments over all ranks."""
+    return merged_moments(comm.all_gather(moments_of(values, torch.ones_like(values))[None]))
+
+
+def _merged(before: Tensor, now: Tensor) -> Tensor:
+    return merged_moments(torch.stack([before, now]))
 
 
 def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, statistics: Statistics) -> None:
@@ -145,8 +152,8 @@ def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, sta
     """
     parts = {"advantage": advantages, "critic/return": returns, "critic/value": values}
     for name, part in parts.items():
-        mean, std = mean_and_std(_sums(part, comm))
+        mean, std = mean_and_std(_moments(part, comm))
         statistics.maximum(f"{name}_mean", mean)
         statistics.maximum(f"{name}_std", std)
-    unexplained, total = (mean_and_std(_sums(part, comm))[1] for part in (returns - values, returns))
+    unexplained, total = (mean_and_std(_moments(part, comm))[1] for part in (returns - values, returns))
     statistics.maximum("critic/explained_variance", 1 - (unexplained / total) ** 2 if total else 0.0)

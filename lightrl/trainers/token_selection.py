@@ -113,7 +113,7 @@ def _tokens_of(
     keys = [item.sample.key for item in experience]
     lengths = torch.tensor([len(logprobs[key]) for key in keys], dtype=torch.int64)
 
-    def per_sample(values: list[float] | list[bool] | list[int], dtype: torch.dtype) -> Tensor:
+    def per_sample(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
     def per_token(values: TokenValues) -> Tensor:
@@ -123,7 +123,9 @@ def _tokens_of(
         logprobs=per_token(logprobs),
         entropy=per_token(entropy),
         advantages=per_sample([item.advantage for item in experience], torch.float32),
-        mask=per_sample([item.is_trained for item in experience], torch.bool),
+        mask=torch.tensor(
+            [is_own and item.is_trained for item in experience for is_own in item.sample.is_own], dtype=torch.bool
+        ),
         sequence_ids=per_sample([mix_seed(*key) for key in keys], torch.int64),
         positions=torch.cat([torch.arange(0), *(torch.arange(int(length)) for length in lengths)]),
         seed=seed,

@@ -15,7 +15,8 @@ from lightrl.algorithms.advantages import (
     groups_of,
     grpo,
     mean_and_std,
-    moment_sums,
+    merged_moments,
+    moments_of,
     opo,
     overlong_penalty,
     pass_at_k,
@@ -261,54 +262,74 @@ def test_only_unequal_groups_carry_a_signal() -> None:
     assert groups_of(ids).means(rewards).tolist() == pytest.approx([0.1, 0.5, 0.1, 0.5, 1.0], abs=1e-8)
 
 
-def test_sums_count_each_value_by_its_weight() -> None:
-    # 2 x 1 + 1 x 4; 2 x 1 + 1 x 16; the weight 0 is not read
-    sums = moment_sums(torch.tensor([1.0, 4.0, math.nan]), torch.tensor([2, 1, 0]))
-    assert sums.tolist() == [3, 6, 18]
+def test_moments_count_each_value_by_its_weight() -> None:
+    # Weight 3, mean (2 x 1 + 1 x 4) / 3 = 2, squared deviations 2 x 1 + 1 x 4 = 6; the weight 0 is not read.
+    found = moments_of(torch.tensor([1.0, 4.0, math.nan]), torch.tensor([2, 1, 0]))
+    assert_close(found, torch.tensor([3.0, 2.0, 6.0]).double(), atol=1e-12, rtol=0)
+
+
+def test_moments_of_ranks_are_those_of_all_values() -> None:
+    # {1, 3} is (2, 2, 2), {0} is (1, 0, 0), a rank without values (0, 0, 0). Together mean 4 / 3 and
+    # (1/3)^2 + (5/3)^2 + (4/3)^2 = 42 / 9 of squared deviations.
+    parts = torch.tensor([[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, 0.0, 0.0]]).double()
+    wanted = torch.tensor([3.0, 4 / 3, 42 / 9]).double()
+    assert_close(merged_moments(parts), wanted, atol=1e-6, rtol=0)
+    assert_close(merged_moments(parts.flip(0)), wanted, atol=1e-6, rtol=0)
+    assert merged_moments(parts[:1]).tolist() == [0, 0, 0]
 
 
 def test_whitening_by_hand() -> None:
     # Mean 2, variance (1 + 1 + 4 + 4) / 4 = 2.5, deviation 1.5811388; -1 / 1.5811388 and so on
     values = torch.tensor([1.0, 3.0, 0.0, 4.0])
-    sums = moment_sums(values, torch.ones(4))
-    assert mean_and_std(sums) == (2.0, pytest.approx(1.5811388, abs=1e-6))
+    found = moments_of(values, torch.ones(4))
+    assert mean_and_std(found) == (2.0, pytest.approx(1.5811388, abs=1e-6))
     expected = torch.tensor([-0.6324555, 0.6324555, -1.2649111, 1.2649111])
-    assert_close(whiten(values, sums), expected, atol=1e-6, rtol=0)
+    assert_close(whiten(values, found), expected, atol=1e-6, rtol=0)
     # with the mean put back
-    assert_close(whiten(values, sums, shift_mean=False), expected + 2, atol=1e-6, rtol=0)
+    assert_close(whiten(values, found, shift_mean=False), expected + 2, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", [0.0, 1e6, -1e6])
+def test_a_small_spread_at_a_high_level_is_no_rounding(level: float, dtype: torch.dtype) -> None:
+    # Mean level + 1 / 3, variance (1 + 1 + 4) / 27 = 2 / 9: -1/3 and 2/3 over 0.4714045. Two ranks say the same.
+    values = torch.tensor([0.0, 0.0, 1.0], dtype=dtype) + level
+    expected = torch.tensor([-0.7071068, -0.7071068, 1.4142136], dtype=dtype)
+    parts = torch.stack([moments_of(part, torch.ones(len(part))) for part in (values[:1], values[1:])])
+    for found in (moments_of(values, torch.ones(3)), merged_moments(parts)):
+        assert_close(whiten(values, found), expected, atol=1e-6, rtol=0)
 
 
 def test_eps_is_added_to_the_deviation_when_whitening() -> None:
     # Mean 1, deviation 1: -1 / (1 + 1)
     values = torch.tensor([0.0, 2.0])
-    assert whiten(values, moment_sums(values, torch.ones(2)), eps=1.0).tolist() == [-0.5, 0.5]
+    assert whiten(values, moments_of(values, torch.ones(2)), eps=1.0).tolist() == [-0.5, 0.5]
 
 
-def test_sums_carry_no_gradient() -> None:
+def test_moments_carry_no_gradient() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    assert not moment_sums(leaf, torch.ones(2)).requires_grad
-    assert not moment_sums(torch.ones(2), leaf).requires_grad
-
-
-def test_ranks_add_their_sums() -> None:
-    values, weights = torch.tensor([1.0, 3.0, 0.0, 4.0]), torch.tensor([1, 2, 1, 0])
-    whole = whiten(values, moment_sums(values, weights))
-    sums = moment_sums(values[:1], weights[:1]) + moment_sums(values[1:], weights[1:])
-    assert_close(whiten(values[:1], sums), whole[:1], atol=1e-6, rtol=0)
+    assert not moments_of(leaf, torch.ones(2)).requires_grad
+    assert not moments_of(torch.ones(2), leaf).requires_grad
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e6 + 0.1])
 @pytest.mark.parametrize("count", [1, 7, 1000])
 def test_equal_values_become_exactly_zero(value: float, count: int) -> None:
     values = torch.full((count,), value)
-    sums = moment_sums(values, torch.ones(count))
-    assert (whiten(values, sums) == 0).all()
-    assert torch.equal(whiten(values, sums, shift_mean=False), values)
+    part = moments_of(values, torch.ones(count))
+    for found in (part, merged_moments(torch.stack([part, moments_of(values[:3], torch.ones(len(values[:3])))]))):
+        assert (whiten(values, found) == 0).all()
+        assert torch.equal(whiten(values, found, shift_mean=False), values)
 
 
 def test_nothing_counted_is_zero() -> None:
     values = torch.tensor([1.0])
-    assert whiten(values, moment_sums(values, torch.zeros(1))).tolist() == [0]
+    assert whiten(values, moments_of(values, torch.zeros(1))).tolist() == [0]
+
+
+def test_a_value_that_is_not_finite_is_not_whitened_away() -> None:
+    values = torch.tensor([0.0, math.nan, 1.0])
+    assert whiten(values, moments_of(values, torch.ones(3))).isnan().all()
 
 
 def test_clip_holds_both_sides() -> None:

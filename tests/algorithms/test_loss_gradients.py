@@ -14,7 +14,7 @@ import torch
 from packed_tokens import sequence_index_of
 from torch import Tensor
 
-from lightrl.algorithms import losses, selection
+from lightrl.algorithms import losses, selection, sequence_losses
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 
 Loss = Callable[[PolicyTokens], TokenLoss]
@@ -41,8 +41,8 @@ SMOOTH: dict[str, Loss] = {
     "ppo_clip, dual": lambda t: losses.ppo_clip(t, clip_low=0.2, clip_high=0.05, dual_clip=1.1),
     "sapo": lambda t: losses.sapo(t, tau_pos=1.0, tau_neg=2.0),
     "cpgd without drift": lambda t: losses.cpgd(t, clip_low=0.2, clip_high=0.1, drift_coef=0.0),
-    "gspo": lambda t: losses.gspo(t, clip_low=0.1, clip_high=0.2),
-    "gmpo": lambda t: losses.gmpo(t, clip_low=0.2, clip_high=0.1),
+    "gspo": lambda t: sequence_losses.gspo(t, clip_low=0.1, clip_high=0.2),
+    "gmpo": lambda t: sequence_losses.gmpo(t, clip_low=0.2, clip_high=0.1),
     "clip_cov": selection.clip_cov,
     "kl_cov": selection.kl_cov,
 }
@@ -68,7 +68,7 @@ def written_out(at: PolicyTokens, name: str) -> Callable[[Tensor], Tensor]:
 HELD: dict[str, Loss] = {
     "cispo": lambda t: losses.cispo(t, clip_low=0.2, clip_high=0.1),
     "dppo_tv": lambda t: losses.dppo_tv(t, limit_low=0.05, limit_high=0.05),
-    "gspo_token": lambda t: losses.gspo_token(t, clip_low=0.9, clip_high=0.9),
+    "gspo_token": lambda t: sequence_losses.gspo_token(t, clip_low=0.9, clip_high=0.9),
     "drift of cpgd": lambda t: losses.cpgd(
         dataclasses.replace(t, advantages=torch.zeros(N, dtype=torch.float64)), drift_coef=0.3, drift_clip=0.2
     ),

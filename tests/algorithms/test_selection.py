@@ -4,16 +4,19 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from lightrl.algorithms.selection import (
+    UpdateTokens,
     clip_cov_candidates,
     covariance_sums,
     covariances,
+    largest_covariance,
     select_clip_cov,
     select_top,
     token_uniforms,
-    top_threshold,
+    top_cut,
 )
 
 LOGPROBS = torch.tensor([-1.0, -3.0, math.nan, -2.0])
@@ -50,26 +53,70 @@ def test_covariances_of_two_ranks_are_those_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "threshold"),
-    [(0.5, 3.0), (0.25, 4.0), (1.0, 1.0), (0.01, 4.0), (0.74, 3.0)],  # int(0.74 x 4) = 2 values; never fewer than one
+    ("fraction", "cut"),
+    # int(0.74 x 4) = 2 values; never fewer than one. Draws are compared only where values are equal.
+    [(0.5, (3.0, 0.9)), (0.25, (4.0, 0.1)), (1.0, (1.0, 0.4)), (0.01, (4.0, 0.1)), (0.74, (3.0, 0.9))],
 )
-def test_threshold_of_the_largest(fraction: float, threshold: float) -> None:
-    assert top_threshold(torch.tensor([2.0, 4.0, 1.0, 3.0]), fraction) == threshold
+def test_the_last_of_the_largest(fraction: float, cut: tuple[float, float]) -> None:
+    ranked = torch.tensor([[2.0, 0.5], [4.0, 0.1], [1.0, 0.4], [3.0, 0.9]], dtype=torch.float64)
+    assert top_cut(ranked, fraction) == cut
 
 
 def test_no_values_select_nothing() -> None:
-    assert top_threshold(torch.zeros(0), 0.5) == math.inf
+    cut = top_cut(torch.zeros(0, 2), 0.5)
+    assert select_top(torch.ones(2), torch.zeros(2), torch.ones(2).bool(), cut).tolist() == [False, False]
 
 
 def test_a_fraction_beyond_one_is_refused() -> None:
     with pytest.raises(ValueError, match="fraction is 1.5: it must be more than 0 and at most 1"):
-        top_threshold(torch.zeros(3), 1.5)
+        top_cut(torch.zeros(3, 2), 1.5)
 
 
-def test_ties_are_all_selected_and_masked_tokens_never() -> None:
-    values = torch.tensor([1.0, 3.0, 3.0, 3.0])
-    mask = torch.tensor([True, True, True, False])
-    assert select_top(values, mask, 3.0).tolist() == [False, True, True, False]
+def test_ties_go_to_the_lowest_draws_and_masked_tokens_are_never_selected() -> None:
+    # Three of five: 5.0, and of the four tokens of 3.0, one of them masked, the two of the draws 0.2 and 0.5.
+    values = torch.tensor([3.0, 3.0, 3.0, 3.0, 1.0, 5.0])
+    draws = torch.tensor([0.9, 0.2, 0.1, 0.5, 0.0, 0.9], dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True, True])
+    cut = top_cut(torch.stack([values.double(), draws], dim=1)[mask], 0.6)
+    assert cut == (3.0, 0.5)
+    assert select_top(values, draws, mask, cut).tolist() == [False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("advantages", [torch.zeros(200), torch.ones(200)])
+def test_equal_advantages_select_a_fraction_whatever_the_split(advantages: Tensor) -> None:
+    # Every covariance is 0: 0.05 of 200 tokens are 10, the same ten on one rank and on two, in any order.
+    ids, positions = torch.arange(20).repeat_interleave(10), torch.arange(10).repeat(20)
+
+    def select(part: Tensor, seed: int, gathered: list[Tensor]) -> Tensor:
+        """The choice of a rank that holds the tokens of `part`; the others' rows are those that were gathered first."""
+
+        def gather(rows: Tensor) -> Tensor:
+            gathered.append(rows)
+            return gathered[0].flip(0)
+
+        return largest_covariance(
+            UpdateTokens(
+                logprobs=-torch.arange(200.0)[part],
+                entropy=torch.zeros(len(part)),
+                advantages=advantages[part],
+                mask=torch.ones(len(part), dtype=torch.bool),
+                sequence_ids=ids[part],
+                positions=positions[part],
+                seed=seed,
+                sum_over_ranks=lambda sums: covariance_sums(-torch.arange(200.0), advantages, torch.ones(200).bool()),
+                gather_over_ranks=gather,
+            ),
+            fraction=0.05,
+        )
+
+    gathered: list[Tensor] = []
+    whole = select(torch.arange(200), 0, gathered)
+    assert whole.sum() == 10
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    for part in (order[:70], order[70:]):
+        assert torch.equal(select(part, 0, gathered), whole[part])
+    assert len(set(ids[whole].tolist())) > 3  # spread over the samples
+    assert not torch.equal(select(torch.arange(200), 1, []), whole)
 
 
 def test_candidates_lie_within_the_bounds() -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from packed_tokens import gradient_of, tokens_at
 from torch.testing import assert_close
 
-from lightrl.algorithms.losses import gmpo, gspo, gspo_token, mean_loss, sequence_mean
+from lightrl.algorithms.losses import mean_loss, sequence_mean
+from lightrl.algorithms.sequence_losses import gmpo, gspo, gspo_token
 
 
 def double(*values: float) -> torch.Tensor:
@@ -97,6 +99,19 @@ def test_gmpo_clips_a_bad_token_from_below() -> None:
     tokens = tokens_at([0.25], [-1.0])
     assert_close(gmpo(tokens).terms, double(0.6703200), atol=1e-6, rtol=0)
     assert gmpo(tokens).is_clipped.tolist() == [True]
+
+
+@pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
+def test_the_cap_is_of_the_mean_and_not_of_a_token(loss) -> None:  # type: ignore[no-untyped-def]
+    # Log ratios 24 and 0, A -1: s = exp(12) = 162754.7914190. A token held at 20 would make it exp(10).
+    # Two terms of s, whose mean each token moves by half: slope s.
+    tokens = tokens_at([math.exp(24), 1.0], [-1.0, -1.0])
+    assert_close(loss(tokens).terms, double(162754.791419, 162754.791419), atol=1e-6, rtol=0)
+    assert_close(gradient_of(loss, tokens), double(162754.791419, 162754.791419), atol=1e-6, rtol=0)
+    # Log ratios 50 and 10: their mean, 30, is held at 20 and has no gradient.
+    tokens = tokens_at([math.exp(50), math.exp(10)], [-1.0, -1.0])
+    assert_close(loss(tokens).terms.log(), double(20.0, 20.0), atol=1e-6, rtol=0)
+    assert_close(gradient_of(loss, tokens), double(0.0, 0.0), atol=0, rtol=0)
 
 
 def test_gmpo_refuses_negative_bounds() -> None:

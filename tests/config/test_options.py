@@ -45,10 +45,18 @@ class Shape:
 class Outer(Shape):
     """A config."""
 
-    rate: float = option(0.1, at_least=0, finite=True)
+    rate: float = option(0.1, at_least=0)
     """Rate."""
     bound: float | None = option(None, above=1)
     """Bound."""
+    pair: tuple[float, float] = (0.5, 0.9)
+    """Two numbers."""
+    size: int = 0
+    """A number without a range."""
+    text: str = ""
+    """A text."""
+    texts: tuple[str, ...] = ()
+    """Texts."""
     inner: Inner = section(Inner)
     """Section."""
     free: Inner = section(Inner, resume="free")
@@ -81,6 +89,14 @@ class Plain(Outer):
         ({"depth": 9}, "--depth is 9: it must be above 0 and below 9."),
         ({"rate": -1}, "--rate is -1: it must be 0 or above."),
         ({"rate": float("inf")}, "--rate is inf: it must be a finite number."),
+        ({"bound": float("inf")}, "--bound is inf: it must be a finite number."),
+        ({"depth": 10**30}, f"--depth is {10**30}: it must be above 0 and below 9."),
+        ({"size": 10**30}, f"--size is {10**30}: it must fit in 64 bits."),
+        ({"pair": (0.5, float("nan"))}, "--pair is (0.5, nan): it must be a finite number."),
+        ({"pair": "ab"}, "pair must be tuple, not 'ab'."),
+        ({"texts": (3,)}, "texts must be str, not 3."),
+        ({"texts": ("a\udc80",)}, "--texts is 'a\\udc80': it holds a character that no UTF-8 text has. Leave it out."),
+        ({"text": "a\0"}, "--text is 'a\\x00': it holds a character that no UTF-8 text has. Leave it out."),
         ({"rate": float("nan")}, "--rate is nan: it must be a finite number."),
         ({"bound": 1.0}, "--bound is 1.0: it must be above 1."),
         ({"bound": "2"}, "bound must be float | None, not '2'."),
@@ -113,7 +129,8 @@ def test_the_checks_of_a_base_class_run_for_a_subclass_that_has_its_own() -> Non
 def test_a_kind_without_a_section_reads_its_defaults_and_takes_none_of_its_options() -> None:
     plain = Plain(weight=2.0)
     assert (plain.width, plain.depth, plain.answer) == (1, 2, 42)
-    assert option_names(Plain) == ["rate", "bound", "inner.share", "inner.name", "free.share", "free.name", "weight"]
+    own = ["rate", "bound", "pair", "size", "text", "texts"]
+    assert option_names(Plain) == [*own, "inner.share", "inner.name", "free.share", "free.name", "weight"]
     assert not {"width", "depth", "answer"} & set(as_dict(plain))
     for name in ("width", "answer"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):

@@ -92,7 +92,7 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--engine_mem_fraction", "1.5"], "--engine_mem_fraction is 1.5: it must be between 0 and 1"),
         (["--lr", "-1"], "--lr is -1.0: it must be 0 or above"),
         (["--lr", "inf"], "--lr is inf: it must be a finite number"),
-        (["--optim.betas", "2", "3"], "the betas must be in [0, 1)"),
+        (["--optim.betas", "2", "3"], "it must be two numbers in [0, 1)"),
         (["--algorithm.kl_target", "0.1"], "needs a --algorithm.kl_coef above 0 to start from"),
         (["--algorithm.kl_coef", "1", "--algorithm.kl_target", "1", "--algorithm.kl_horizon", "9"], "at least 2560"),
         (["--algorithm.entropy_target", "1", "--algorithm.entropy_coef", "-1"], "entropy_coef -1.0 is negative"),
@@ -280,3 +280,10 @@ def test_a_frozen_policy_has_a_shorter_schedule() -> None:
     assert (config.schedule_length, config.policy_schedule_length) == (10, 10)
     assert PPOConfig(critic=CriticConfig(policy_frozen_steps=40), **shape).policy_schedule_length == 0  # type: ignore[arg-type]
     assert GRPOConfig(**shape).policy_schedule_length == 60  # type: ignore[arg-type]
+
+
+def test_one_text_is_a_list_of_one_in_python() -> None:
+    config = GRPOConfig(reward="contains", engine_args="a=1", algorithm=AlgorithmConfig(loss_args="dual_clip=3"))  # type: ignore[arg-type]
+    assert config.reward == ("contains",)
+    assert config.engine_args == ("a=1",)
+    assert config.algorithm.loss_args == ("dual_clip=3",)

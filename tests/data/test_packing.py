@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_two_sequences_by_hand() -> None:
     assert batch.ref_logprobs is None
     assert batch.temperature == 0.7
     assert batch.keys == ((1, 0), (0, 0))
+
+
+def test_what_a_tool_wrote_is_read_and_not_trained() -> None:
+    # A: prompt 1, response 4 5 6, of which a tool wrote 5. B: prompt 6, response 7, all of it the policy's.
+    a, b = experience(0, 0, [1], [4, 5, 6]), experience(1, 0, [6], [7])
+    a = replace(a, sample=replace(a.sample, own=(True, False, True)))
+    batch = pack([a, b], temperature=1.0)
+    assert batch.input_ids.tolist() == [6, 7, 1, 4, 5, 6]
+    assert batch.targets.tolist() == [7, 4, 5, 6]
+    assert batch.loss_mask.tolist() == [True, True, False, True]
+    assert (a.num_trained, b.num_trained) == (2, 1)
+    masked = pack([a, b], temperature=1.0, loss_mask={(0, 0): [False, True, True], (1, 0): [True]})
+    assert masked.loss_mask.tolist() == [True, False, False, True]
+    with pytest.raises(ValueError, match="own has 2 values for a response of 3 tokens"):
+        replace(a.sample, own=(True, False))
 
 
 def test_dtypes() -> None:

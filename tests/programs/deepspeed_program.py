@@ -10,19 +10,7 @@ from lightrl.config import DeepSpeedConfig, StrategyOptions
 from lightrl.strategy.deepspeed import DeepSpeedStrategy
 from lightrl.strategy.layout.zero import is_partitioned
 from lightrl.strategy.single import SingleStrategy
-from lightrl.testing.tiny_training import (
-    differ,
-    fresh,
-    loss_fn,
-    make_batch,
-    my_batches,
-    num_tokens,
-    parameters,
-    same,
-    samples,
-    tiny_policy,
-    train,
-)
+from lightrl.testing import tiny_training as tiny
 
 
 def make(cls=DeepSpeedStrategy, *, dtype="float32", critic_warmup_steps=0, **settings):
@@ -49,13 +37,13 @@ def alone(**settings):
 
 def check_what_is_sharded(stage):
     strategy = make(zero_stage=stage, param_persistence_threshold=2000)
-    policy, optimizer = fresh(strategy)
-    train(strategy, policy, 0)
+    policy, optimizer = tiny.fresh(strategy)
+    tiny.train(strategy, policy, 0)
     large, small = policy.hf.model.embed_tokens.weight, policy.hf.model.norm.weight
-    assert large.numel() == (0 if stage == 3 else 98 * 32)
+    assert large.numel() == (0 if stage == 3 else 98 * 35)
     assert is_partitioned(large) is (stage == 3)
-    assert small.numel() == 32  # below the threshold: whole everywhere
-    size = sum(value.numel() for value in parameters(strategy, policy).values())
+    assert small.numel() == 35  # below the threshold: whole everywhere
+    size = sum(value.numel() for value in tiny.parameters(strategy, policy).values())
     moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     own = sum(value.numel() for value in moments) / 2  # exp_avg and exp_avg_sq
     if stage == 0:
@@ -63,17 +51,19 @@ def check_what_is_sharded(stage):
     else:
         assert size / 2 <= own < 0.51 * size, (own, size)  # padding makes it a little more than half
     state = strategy.get_model_state_dict(full_state_dict=False, model=policy)
-    assert sum(value.numel() for value in state.values()) in ({size // 2, -(-size // 2)} if stage == 3 else {size})
+    found = sum(value.numel() for value in state.values())
+    # At stage 3 a parameter of an odd number gives rank 0 one more than rank 1.
+    assert abs(found - size / 2) <= len(state) / 2 if stage == 3 else found == size, (found, size)
 
 
 def check_persistent_parameters_are_loaded(tmp):
     """At stage 3 a small parameter is kept whole beside its shard: a checkpoint must reach both."""
     strategy = make(zero_stage=3, param_persistence_threshold=2000)
-    policy, _ = fresh(strategy)
-    train(strategy, policy, 0)
+    policy, _ = tiny.fresh(strategy)
+    tiny.train(strategy, policy, 0)
     strategy.save_ckpt(policy, tmp, max_mem=0)
-    other, _ = fresh(strategy, seed=3)
-    batches = my_batches(strategy, 1)
+    other, _ = tiny.fresh(strategy, seed=3)
+    batches = tiny.my_batches(strategy, 1)
     strategy.load_ckpt(other, tmp)
     for mine, theirs in zip(
         strategy.forward(batches, model=other), strategy.forward(batches, model=policy), strict=True
@@ -84,16 +74,16 @@ def check_persistent_parameters_are_loaded(tmp):
 def check_bfloat16(stage):
     """As one process under autocast, whose parameters stay float32."""
     strategy = make(zero_stage=stage, dtype="bfloat16", param_persistence_threshold=0)
-    policy, _ = fresh(strategy)
+    policy, _ = tiny.fresh(strategy)
     reference = alone(dtype="bfloat16")
-    expected, _ = fresh(reference)
+    expected, _ = tiny.fresh(reference)
     for step in range(3):
-        found = train(strategy, policy, step)
-        everything = [make_batch(samples(step))]
-        wanted = reference.train_batch(everything, loss_fn, num_tokens, model=expected)
+        found = tiny.train(strategy, policy, step)
+        everything = [tiny.make_batch(tiny.samples(step))]
+        wanted = reference.train_batch(everything, tiny.loss_fn, tiny.num_tokens, model=expected)
         assert abs(found.loss - wanted.loss) < 1e-2
         assert abs(found.grad_norm - wanted.grad_norm) < 0.05 * wanted.grad_norm
-    assert all(value.dtype == torch.float32 for value in parameters(strategy, policy).values())
+    assert all(value.dtype == torch.float32 for value in tiny.parameters(strategy, policy).values())
     assert next(iter(strategy.full_parameters(policy, torch.bfloat16)))[1].dtype == torch.bfloat16
 
 
@@ -119,11 +109,11 @@ def check_critic_warmup(stage):
         rows = torch.arange(12.0).view(4, 3)[rank::world] / 10
         norms = []
         for step in range(4):
-            before = parameters(chosen, critic)
+            before = tiny.parameters(chosen, critic)
             norms.append(chosen.train_batch([rows], lambda out, mb: out.pow(2).mean(), len, model=critic).grad_norm)
-            after = parameters(chosen, critic)
+            after = tiny.parameters(chosen, critic)
             body = [{name: value for name, value in found.items() if "body" in name} for found in (before, after)]
-            assert differ(*body) is (step >= 2)
+            assert tiny.differ(*body) is (step >= 2)
         results.append((norms, after))
     (norms, found), (wanted_norms, wanted) = results
     assert_close(norms, wanted_norms, atol=1e-6, rtol=1e-5)
@@ -133,15 +123,17 @@ def check_critic_warmup(stage):
 
 def check_reference_without_gradients_is_sharded():
     strategy = make(zero_stage=3, param_persistence_threshold=0)
-    frozen = strategy.prepare(tiny_policy(seed=1), is_rlhf=True)
+    frozen = strategy.prepare(tiny.tiny_policy(seed=1), is_rlhf=True)
     assert all(parameter.numel() == 0 for parameter in frozen.parameters())
-    same(parameters(strategy, frozen), {n: p.detach() for n, p in tiny_policy(seed=1).hf.named_parameters()})
+    tiny.same(
+        tiny.parameters(strategy, frozen), {n: p.detach() for n, p in tiny.tiny_policy(seed=1).hf.named_parameters()}
+    )
 
 
 def check_no_optimizer_is_told(stage):
     strategy = make(zero_stage=stage)
-    policy = strategy.prepare_model(tiny_policy())
-    batch = make_batch(samples(0)[:1])
+    policy = strategy.prepare_model(tiny.tiny_policy())
+    batch = tiny.make_batch(tiny.samples(0)[:1])
     scores = strategy.forward([batch], model=policy)  # works without one
     assert math.isfinite(float(scores[0].logprobs.sum()))
     try:

@@ -78,8 +78,8 @@ def check_behind_the_door(strategy, policy):
     expect_failure(strategy, policy, "a logprob of the engine differs from the trainer's", "version 7")
     engine.load_weights = honest
     strategy.update_engine_weights(policy)
-    assert strategy.last_sync.canary is not None
-    assert strategy.last_sync.canary < 1e-4
+    assert strategy.serving.last_sync.canary is not None
+    assert strategy.serving.last_sync.canary < 1e-4
 
 
 def check_one_rank(strategy, policy):
@@ -124,10 +124,10 @@ if __name__ == "__main__":
     policy = strategy.prepare_model(tiny_policy())
     strategy.set_global_step(7)
     strategy.setup_inference_engine(None, "native", actor=policy)
-    assert strategy.last_sync.canary is not None  # the first sync is always looked at
-    assert strategy.last_sync.gb_per_s > 0
+    assert strategy.serving.last_sync.canary is not None  # the first sync is always looked at
+    assert strategy.serving.last_sync.gb_per_s > 0
     strategy.update_engine_weights(policy)
-    assert strategy.last_sync.canary is None
+    assert strategy.serving.last_sync.canary is None
     check_on_the_way(strategy, policy)
     check_behind_the_door(strategy, policy)
     check_one_rank(strategy, policy)

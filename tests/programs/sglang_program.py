@@ -27,7 +27,7 @@ def perturb(policy):
 def sync(strategy, policy, version):
     strategy.set_global_step(version)
     strategy.update_engine_weights(policy)  # its canary compares logprobs with those of the sharded model
-    assert strategy.last_sync.canary < 1e-5, strategy.last_sync
+    assert strategy.serving.last_sync.canary < 1e-5, strategy.serving.last_sync
 
 
 def generate(strategy):
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     strategy.setup_distributed()
     policy = strategy.prepare_model(tiny_policy())
     strategy.setup_inference_engine(None, "sglang", actor=policy)
-    assert strategy.last_sync.canary < 1e-5, strategy.last_sync
+    assert strategy.serving.last_sync.canary < 1e-5, strategy.serving.last_sync
     assert strategy.engine.engine.max_model_len == 64
     generate(strategy)
     perturb(policy)

@@ -108,7 +108,7 @@ if __name__ == "__main__":
     changed = {name for name, _ in set(os.environ.items()) ^ set(environment.items())}
     changed = sorted(name for name in changed if not name.startswith("VLLM_"))
     assert changed == [], changed
-    assert strategy.last_sync.canary < 1e-5
+    assert strategy.serving.last_sync.canary < 1e-5
     if "killed" in sys.argv:
         check_slices(strategy, policy)
         assert leftovers() == []
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     strategy.set_global_step(8)
     strategy.serving.num_syncs = 0  # the canary is due
     strategy.update_engine_weights(policy)
-    assert strategy.last_sync.canary < 1e-5
+    assert strategy.serving.last_sync.canary < 1e-5
     second = generate(strategy)
     assert [item["versions"][0] for item in second] == [8] * 12
     if strategy.comm.world == 2:

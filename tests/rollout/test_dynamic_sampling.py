@@ -33,6 +33,7 @@ def group(kind: str, position: int, step: int) -> ScoredGroup:
             finish_reason="stop",
             text="x",
             prompt_ids=(1, 7, position),
+            own=(True, False),
         )
         for place in range(2)
     )
@@ -141,5 +142,6 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:
     resumed, _ = sampling(oversample=2.0, carry_over=2)
     resumed.load_state_dict(torch.load(buffer, weights_only=True))
     asked: list[tuple[int, int]] = []
+    assert resumed._spares[0].samples[0].own == (True, False)  # the second token came from a tool
     assert resumed.fill(1, script("", 1, asked)) == made.fill(1, script("", 1, asked))
     assert asked == []  # four were spare

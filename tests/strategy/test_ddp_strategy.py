@@ -8,4 +8,4 @@ from lightrl.testing import StrategyContract
 @pytest.mark.slow
 class TestDDP(StrategyContract):
     strategy = "ddp"
-    world_sizes = (2,)
+    world_sizes = (3,)

@@ -22,7 +22,7 @@ IN_HOST_MEMORY = ("--deepspeed.offload_optimizer", "True")
 class TestZero0(StrategyContract):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "0")
-    world_sizes = (2,)
+    world_sizes = (3,)
 
 
 @needs_deepspeed
@@ -37,7 +37,7 @@ class TestZero1(StrategyContract):
 class TestZero2(StrategyContract):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "2")
-    world_sizes = (2,)
+    world_sizes = (3,)
     reduces_once = False
 
 
@@ -46,7 +46,7 @@ class TestZero2(StrategyContract):
 class TestZero3(StrategyContract):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "3", *SHARD_EVERYTHING)
-    world_sizes = (2,)
+    world_sizes = (3,)
     reduces_once = False
 
 
@@ -64,7 +64,7 @@ class TestZero2InHostMemory(StrategyContract):
 class TestZero3InHostMemory(StrategyContract):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "3", "--deepspeed.offload_param", "True", *IN_HOST_MEMORY, *SHARD_EVERYTHING)
-    world_sizes = (2,)
+    world_sizes = (3,)
     reduces_once = False
 
 

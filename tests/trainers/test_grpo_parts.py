@@ -11,6 +11,7 @@ from lightrl.config import AlgorithmConfig, DynamicSamplingConfig, GRPOConfig, O
 from lightrl.records import ScoredGroup
 from lightrl.rewards import NO_REWARD
 from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import describe_rollout
 
 
@@ -42,25 +43,70 @@ def groups(trainer: GRPOTrainer) -> list[ScoredGroup]:
     return found
 
 
+def as_older(group: ScoredGroup, num_older_tokens: int = 99) -> ScoredGroup:
+    """Makes step 1 take the group for one of step 0, whose weights gave its tokens 0.2 less log probability."""
+    samples = [
+        dataclasses.replace(
+            sample,
+            sampler_logprobs=tuple(value - 0.2 for value in sample.sampler_logprobs),
+            versions=tuple(int(index >= num_older_tokens) for index in range(len(sample.versions))),
+        )
+        for sample in group.samples
+    ]
+    return dataclasses.replace(group, samples=tuple(samples))
+
+
+def learn_in_step_1(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> dict[str, float]:
+    trainer.step_index = 1
+    experience = [dataclasses.replace(item, is_trained=True) for item in trainer.advantages(groups)]
+    trainer.learn(trainer.pack(experience))
+    return trainer.report().metrics
+
+
+def num_tokens(group: ScoredGroup) -> int:
+    return sum(len(sample.response_ids) for sample in group.samples)
+
+
 def test_the_ratio_of_a_carried_sample_is_to_the_policy_that_sampled_it(
     trainer: GRPOTrainer, groups: list[ScoredGroup]
 ) -> None:
-    """The first group seems to be of an older version, which gave each of its tokens 0.2 less log probability."""
-    trainer.step_index = 1
-    old, fresh = groups
-    older = [
-        dataclasses.replace(sample, sampler_logprobs=tuple(value - 0.2 for value in sample.sampler_logprobs))
-        for sample in old.samples
-    ]
-    newer = [dataclasses.replace(sample, versions=(1,) * len(sample.versions)) for sample in fresh.samples]
-    changed = [dataclasses.replace(old, samples=tuple(older)), dataclasses.replace(fresh, samples=tuple(newer))]
-    experience = [dataclasses.replace(item, is_trained=True) for item in trainer.advantages(changed)]
-    trainer.learn(trainer.pack(experience))
-    metrics = trainer.report().metrics
-    num_old, num_new = (sum(len(sample.response_ids) for sample in part) for part in (older, newer))
-    wanted = (num_old * math.exp(0.2) + num_new) / (num_old + num_new)
+    fresh = [dataclasses.replace(sample, versions=(1,) * len(sample.versions)) for sample in groups[1].samples]
+    old, new = as_older(groups[0]), dataclasses.replace(groups[1], samples=tuple(fresh))
+    metrics = learn_in_step_1(trainer, [old, new])
+    wanted = (num_tokens(old) * math.exp(0.2) + num_tokens(new)) / (num_tokens(old) + num_tokens(new))
     assert metrics["ratio/mean"] == pytest.approx(wanted, abs=1e-4)
     assert metrics["mismatch/max_abs"] < 1e-4  # of the fresh group alone
+
+
+def test_a_correction_weighs_a_carried_sample_by_both_policies(
+    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weight is e^0.2 = 1.2214; the clip compares with the weights before the update, which lr 0 leaves alone."""
+    algorithm = dataclasses.replace(trainer.config.algorithm, correction="tis")
+    monkeypatch.setattr(trainer.config, "algorithm", algorithm)
+    monkeypatch.setattr(trainer, "objective", PolicyObjective(algorithm, group_size=3))
+    metrics = learn_in_step_1(trainer, [as_older(group) for group in groups])
+    assert metrics["correction/ratio_max"] == pytest.approx(math.exp(0.2), abs=1e-4)
+    assert metrics["correction/ratio"] == pytest.approx(math.exp(0.2), abs=1e-4)
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_mismatch_that_was_not_measured_is_not_reported(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
+    metrics = learn_in_step_1(trainer, [as_older(group) for group in groups])
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+
+
+def test_a_sample_whose_later_tokens_are_older_is_stale(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
+    """A sample of two weights, as an engine makes it that goes on after a sync."""
+    trainer.step_index = 2
+    mixed = trainer.advantages([as_older(groups[0], num_older_tokens=1)])
+    newest_first = [
+        dataclasses.replace(item, sample=dataclasses.replace(item.sample, versions=(2, *item.sample.versions[1:])))
+        for item in mixed
+    ]
+    assert trainer._stale_everywhere(newest_first) == {
+        item.key for item in newest_first if len(item.sample.versions) > 1
+    }
 
 
 def test_length_shapes_the_reward_and_truncation_hides_the_sample(

@@ -46,6 +46,26 @@ def test_one_update_is_the_plain_policy_gradient() -> None:
     assert_close(logprobs.grad, torch.tensor([-1.0, 0.5, 0.0]), atol=1e-6, rtol=0)
 
 
+def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
+    """OPO's baseline is the mean of the rewards by length: (1 x 1 + 0 x 3) / 4 = 0.25."""
+    samples = [
+        Sample(
+            prompt=Prompt(index=0, text="", token_ids=(1,)),
+            position=0,
+            sample_index=index,
+            response_ids=(5,) * 5,
+            sampler_logprobs=(0.0,) * 5,
+            versions=(0,) * 5,
+            finish_reason="stop",
+            text="",
+            own=own,
+        )
+        for index, own in enumerate([(True,) + (False,) * 4, (True,) * 3 + (False,) * 2])
+    ]
+    made = PolicyObjective(AlgorithmConfig(advantage="opo")).advantages(samples, [1.0, 0.0], Comm())
+    assert [item.advantage for item in made] == pytest.approx([0.75, -0.25], abs=1e-6)
+
+
 def test_a_plain_loss_has_no_optional_terms() -> None:
     assert PolicyObjective(AlgorithmConfig())._terms == []
     every = AlgorithmConfig(entropy_fraction=0.5, correction="tis", kl_coef=0.1, entropy_coef=0.1)

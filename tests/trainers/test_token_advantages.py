@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,21 @@ def test_gae_by_hand() -> None:
     assert metrics["critic/return_mean"] == pytest.approx(2.334375 / 5, abs=1e-6)
     assert metrics["critic/value_mean"] == pytest.approx(2.1 / 5, abs=1e-6)
     assert metrics["advantage_mean"] == pytest.approx(0.234375 / 5, abs=1e-6)
+
+
+def test_what_a_tool_wrote_is_no_step_of_the_policy() -> None:
+    """A tool wrote the second token of the first sample: the policy's two tokens follow on each other."""
+    first, second = experience()
+    first = replace(first, sample=replace(first.sample, own=(True, False, True)))
+    statistics = Statistics()
+    config = PPOAlgorithmConfig(advantage_normalization="none", advantage_args=("gamma=0.5", "lam=0.5"))
+    found = TokenAdvantages(config).targets([first, second], VALUES, None, 0.0, Comm(), statistics)
+    # d3 = 1 - 0.75 = 0.25; d1 = 0.5 x 0.75 - 0.5 = -0.125; A1 = -0.125 + 0.25 x 0.25 = -0.0625
+    near(found.advantages, [-0.0625, 0.0, 0.25], [0.025, 0.1])
+    near(found.returns, [0.4375, 0.0, 1.0], [0.225, 0.5])
+    metrics = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    assert metrics["critic/value_mean"] == pytest.approx((0.5 + 0.75 + 0.2 + 0.4) / 4, abs=1e-6)
+    assert metrics["critic/return_mean"] == pytest.approx((0.4375 + 1.0 + 0.225 + 0.5) / 4, abs=1e-6)
 
 
 def test_a_response_that_was_cut_off_may_go_on() -> None:
@@ -135,7 +151,8 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     # Advantages 1, 1, 1, 0, 0: mean 0.6, deviation sqrt(0.24); twice the same leaves both as they are.
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
-    assert estimator.state_dict()["advantages"] == [10.0, 6.0, 6.0]
+    # Ten tokens, six of 1 and four of 0: 6 x 0.4^2 + 4 x 0.6^2 = 2.4
+    assert estimator.state_dict()["advantage_moments"] == pytest.approx([10.0, 0.6, 2.4], abs=1e-6)
 
 
 def test_a_rank_without_samples_takes_part() -> None:

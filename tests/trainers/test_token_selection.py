@@ -79,6 +79,15 @@ def test_the_tokens_of_highest_entropy_stay_in_the_policy_loss() -> None:
     assert choice["in_policy_loss"] == {(0, 0): [False, True], (0, 1): [False], (1, 0): [False, False, True]}
 
 
+def test_what_a_tool_wrote_is_not_chosen() -> None:
+    """A tool wrote the token of highest entropy; 0.4 of the other five tokens is two."""
+    items = experience()
+    items[0] = dataclasses.replace(items[0], sample=dataclasses.replace(items[0].sample, own=(True, False)))
+    choice, metrics = choose(items, entropy_fraction=0.4)
+    assert choice == {"in_policy_loss": {(0, 0): [False, False], (0, 1): [True], (1, 0): [False, False, True]}}
+    assert metrics == {"selection/in_policy_loss": pytest.approx(2 / 5)}
+
+
 def test_a_rank_without_samples_chooses_none() -> None:
     choice, _ = choose([], loss="kl_cov", entropy_fraction=0.5)
     assert choice == {"selected": {}, "in_policy_loss": {}}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightrl.config import StrategyOptions, engine_arguments
+from lightrl.config import StrategyOptions
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -31,6 +31,7 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length, varies_with_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.policy import model_loader, stated_context
 from lightrl.records import EncodedPrompt
@@ -52,7 +53,7 @@ def build_native_engine(
     """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync."""
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
-    if engine_arguments(options):
+    if options.engine_args:
         raise ValueError("The native engine takes no --engine_args: its options are --native.*.")
     if group.size > 1 and group.comm.is_main:
         logger.warning("The native engine has no tensor parallelism: the ranks of a group repeat each other's work.")
@@ -73,6 +74,9 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
         model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
     model.to_empty(device=device)
     model.tie_weights()
+    if varies_with_length(config):  # a source that nobody fixed would differ from the engine
+        fix_frequencies(source)
+        fix_frequencies(model, fixed_length(source))
     buffers = dict(source.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -124,6 +128,8 @@ class NativeEngine(InferenceEngine):
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"eos_token_ids {outside} are outside the vocabulary of {self.vocab_size}.")
+        if varies_with_length(config):
+            fix_frequencies(model, fixed_length(model) or self.max_model_len)
         self._media = media
         if media is not None:
             self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
+from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.records import EncodedPrompt
 
@@ -31,7 +32,7 @@ _PROBE_LENGTHS = (3, 6)  # prompts of the comparison: two, so that rows decode a
 _PROBE_STEPS = 2
 _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 # Their frequencies depend on nothing but the position, so cosines and sines can be tabulated.
-_FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+_FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
 Forward: TypeAlias = "FusedForward | ModuleForward | OwnCacheForward"
 SampleState: TypeAlias = RowCache | SampleCaches  # whichever the forward in use takes

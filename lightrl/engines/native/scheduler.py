@@ -82,7 +82,7 @@ class Rows:
         self.limit[rows] = params.max_new_tokens
         self.stops_at_eos[rows] = not params.ignore_eos
         self.has_stop_tokens[rows] = bool(params.stop_token_ids)
-        self.seed_state[rows] = [prefix_state(params.seed, sample) for sample in samples]
+        self.seed_state[rows] = [prefix_state(params.seed or 0, sample) for sample in samples]
         self.temperature[rows] = params.temperature
         self.top_p[rows] = params.top_p
         self.top_k[rows] = params.top_k

@@ -35,6 +35,7 @@ from lightrl.engines.base import (
     model_folder,
     skeleton,
 )
+from lightrl.engines.frequencies import check_sglang
 from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
 from lightrl.engines.sglang.loader import LOADER
 from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
@@ -43,6 +44,7 @@ from lightrl.engines.sglang.sync import Route, WeightSender
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.imports import is_installed
+from lightrl.models.fixed_rope import varies_with_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 
 T = TypeVar("T")
@@ -81,6 +83,8 @@ def build_sglang_engine(
     """Makes an engine with the source's architecture and folder; its weights come by the first weight sync."""
     if source is None:
         raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
+    if varies_with_length(source.config):
+        check_sglang(source)
     return SGLangEngine(source, tokenizer, options, device, group)
 
 

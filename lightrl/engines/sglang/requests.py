@@ -166,7 +166,7 @@ class SampleTasks:
         if not params.ignore_eos:
             wanted["stop_token_ids"] = sorted({*self._eos_ids, *params.stop_token_ids})
         if self._is_deterministic:  # read only then; the position counts from the prompt's start, also resumed
-            wanted["sampling_seed"] = mix_seed(params.seed, sample.index) % 2**31
+            wanted["sampling_seed"] = mix_seed(params.seed or 0, sample.index) % 2**31
         return wanted
 
     def _completion(self, sample: Sample, result: dict[str, Any]) -> Completion:

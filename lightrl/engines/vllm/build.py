@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
+from lightrl.engines.frequencies import check_vllm, limit_vllm
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token
 from lightrl.imports import is_installed
+from lightrl.models.fixed_rope import varies_with_length
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,11 @@ def build_vllm_engine(
             is_distributed=Comm().is_distributed,
             takes_media=takes_media,
         )
+        varies = varies_with_length(source.config)
+        if varies:
+            limit_vllm(source, arguments)
         with host.buffers_kept_from_dummy_loader():
-            return VLLMEngine(
+            engine = VLLMEngine(
                 arguments,
                 source=source,
                 eos_token_ids=eos_ids(source, tokenizer),
@@ -65,6 +70,9 @@ def build_vllm_engine(
                 group=group,
                 scratch=scratch,
             )
+        if varies:
+            check_vllm(source, engine.max_model_len)
+        return engine
 
 
 def require_vllm(device: torch.device) -> None:

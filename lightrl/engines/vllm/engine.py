@@ -166,7 +166,7 @@ class VLLMEngine(InferenceEngine):
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            seed=mix_seed(params.seed, sample.sample_index, params.first_token),
+            seed=mix_seed(params.seed or 0, sample.sample_index, params.first_token),
             max_tokens=params.max_new_tokens,
             stop_token_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
             ignore_eos=True,  # all end tokens are among stop_token_ids

@@ -6,7 +6,7 @@ A sharded parameter is gathered in buckets: many tensors with one collective, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightrl.comm import Comm, all_gather_flat
+from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, Rows
 
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
@@ -87,7 +88,11 @@ class DTensorLayout(PlainLayout):
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         limit = self._bucket_bytes // 2  # the gathered bucket, and the reordered copy of a tensor of it
-        for bucket in _buckets(named, dtype, limit):
+
+        def num_bytes(tensor: Tensor) -> int:
+            return tensor.numel() * (dtype.itemsize if dtype else tensor.element_size())
+
+        for bucket in buckets(named, num_bytes, limit, _fits_together):
             yield from _gather(bucket, dtype, self._device, self._replica)
 
 
@@ -175,23 +180,6 @@ def sharding_of(tensor: DTensor) -> Sharding | None:
 
 
 # ---- Buckets -----------------------------------------------------------------------------------------------------
-
-
-def _buckets(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups consecutive tensors that can be gathered together, at most limit_bytes of whole tensors in a group."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        num_bytes = tensor.numel() * (dtype.itemsize if dtype else tensor.element_size())
-        if bucket and (size + num_bytes > limit_bytes or not _fits_together(bucket[0][1], tensor)):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
 
 
 def _fits_together(first: Tensor, other: Tensor) -> bool:

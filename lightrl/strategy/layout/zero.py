@@ -7,7 +7,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import Comm
+from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, SavedTensors
 
 ENGINE = "_deepspeed_engine"  # a key of the model's __dict__, so that the engine lives as long as the model
@@ -66,7 +67,7 @@ class ZeroLayout(PlainLayout):
         return self.gather(parameter) + delta if is_partitioned(parameter) else super().add(parameter, delta)
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(named, self._bucket_bytes):
+        for bucket in buckets(named, _num_bytes, self._bucket_bytes):
             partitioned = [tensor for _, tensor in bucket if is_partitioned(tensor)]
             with self._deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
                 for name, tensor in bucket:
@@ -125,8 +126,17 @@ class ZeroLayout(PlainLayout):
             for key in saved.keys_of(name):
                 full_name = f"{name}/{key}"
                 if saved.shape_of(full_name) == self.whole_shape(parameter):
-                    whole = saved[full_name].to(self._device)
-                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
+                    self._write_state(parameter, key, saved[full_name].to(self._device))
+
+    def _write_state(self, parameter: Any, key: str, whole: Tensor) -> None:
+        if not is_partitioned(parameter):
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
+            return
+        # DeepSpeed's own cut of a whole tensor takes too few numbers where the last part is padded.
+        padded = torch.zeros_like(parameter.ds_tensor, dtype=whole.dtype, device=self._device).flatten()
+        part = own_part(parameter, whole, self.comm.rank)
+        padded[: part.numel()] = part
+        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, padded, key)
 
     def _make_state(
         self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, saved: SavedTensors
@@ -308,15 +318,6 @@ def _link_states(zero: Any) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def _buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        num_bytes = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
-        if bucket and size + num_bytes > limit_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
+def _num_bytes(tensor: Tensor) -> int:
+    numel: int = getattr(tensor, "ds_numel", tensor.numel())
+    return numel * tensor.element_size()

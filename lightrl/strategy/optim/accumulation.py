@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 
+from lightrl.strategy.layout.plain import SavedTensors
 from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
 
 
@@ -31,6 +34,10 @@ class AccumulationByCalls(UpdateHook):
         return self._num_calls / self._num_wanted if is_early else 1.0
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
+        self._num_calls = 0
+
+    def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
+        """Starts anew: other weights were loaded, and the gradients dropped."""
         self._num_calls = 0
 
 

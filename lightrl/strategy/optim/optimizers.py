@@ -1,21 +1,24 @@
-"""The optimizer of a model: its kind, its parameter groups, its learning rate over time, its clip."""
+"""The optimizer of a model: which one, its parameter groups, its learning rate over time, its clip."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.config import OptimConfig, lr_scales
+from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
 from lightrl.strategy.optim.muon import MuonWithAdamW
+from lightrl.strategy.results import TrainedModel
 
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
@@ -32,6 +35,79 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **settings)
 
 
+# ---- Which optimizer trains which model --------------------------------------------------------------------------
+
+
+class TrainedModels:
+    """The models of a strategy: what is placed, what trains by which optimizer, what waits in host memory."""
+
+    def __init__(self) -> None:
+        self.entries: list[TrainedModel] = []  # registered by prepare() and the like
+        self.seen: list[TrainedModel] = []  # known only from their updates
+        self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
+        self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
+        self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
+
+    def add(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
+        """Makes this the model's optimizer, in place of an earlier one."""
+        self.placed[model] = optimizer
+        self.entries = [entry for entry in self.entries if entry.model is not model]
+        self.entries.append(TrainedModel(model, optimizer, scheduler))
+        self.seen = [entry for entry in self.seen if entry.model is not model]
+
+    def see(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
+        """Takes in what an update is given: checkpoints must hold it also where it was not registered."""
+        known = [entry for entry in (*self.entries, *self.seen) if entry.optimizer is optimizer]
+        if not known or scheduler not in (None, known[0].scheduler):
+            self._take_in(known, TrainedModel(model, optimizer, scheduler))
+
+    def _take_in(self, known: list[TrainedModel], new: TrainedModel) -> None:
+        if known:  # only its schedule is news
+            new = replace(known[0], scheduler=new.scheduler)
+        else:
+            self.placed.setdefault(new.model, new.optimizer)
+        if known and known[0] in self.entries:
+            self.entries[self.entries.index(known[0])] = new
+        else:
+            self.seen = [entry for entry in self.seen if entry.optimizer is not new.optimizer] + [new]
+
+    def entry(self, model: nn.Module | None) -> TrainedModel:
+        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
+        chosen = [entry for entry in self.entries or self.seen if model is None or entry.model is model]
+        if len(chosen) > 1:
+            chosen = [entry for entry in chosen if getattr(entry.model, "is_actor", False)] or chosen
+        return chosen[0] if len(chosen) == 1 else _refuse_to_choose(len(chosen))
+
+    def hooks_of(self, optimizer: Optimizer | None) -> list[UpdateHook]:
+        """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
+        return [*self.hooks, *getattr(optimizer, HOOKS, ())]
+
+    def step_schedules(self) -> None:
+        """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
+        for entry in (*self.entries, *self.seen):
+            if entry.scheduler is not None:
+                entry.scheduler.step()
+
+    def require_on_device(self, *items: nn.Module | Optimizer) -> None:
+        """Raises RuntimeError while the weights of a model or the states of an optimizer are in host memory."""
+        for item in items:
+            if item in self.offloaded:
+                refuse_offloaded(item)
+
+
+def refuse_offloaded(item: nn.Module | Optimizer) -> NoReturn:
+    """Raises RuntimeError: to read an emptied storage would crash the process."""
+    if isinstance(item, nn.Module):
+        raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
+    raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
+
+
+def _refuse_to_choose(num_models: int) -> NoReturn:
+    if num_models:
+        raise ValueError(f"{num_models} models are trained here: say which one by model=... .")
+    raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
+
+
 # ---- Parameter groups --------------------------------------------------------------------------------------------
 
 
@@ -46,7 +122,7 @@ def parameter_groups(
     """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
     embeddings = _embeddings(model)
     in_blocks = _in_blocks(model) if optim.name == "muon" else set()
-    scales = lr_scales(optim)
+    scales = lr_scales(optim) if optim.lr_scales else {}
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         pattern = next((pattern for pattern in scales if _fits(pattern, name)), None)

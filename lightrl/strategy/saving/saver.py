@@ -6,7 +6,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,30 +19,23 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import TrainedModels
+from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
+from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
 
 _MEGABYTE = 1 << 20
-
-
-class Trained(Protocol):
-    """A model with what updates it."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    @property
-    def scheduler(self) -> LRScheduler | None: ...
+# What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
+# own numbers there.
+_MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
 class SavedTrainer(Protocol):
     """What the saver needs of the trainer whose state it writes; a strategy is one."""
 
     global_step: int
+    num_generations: int  # calls that drew without a seed go on counting here
 
     @property
     def comm(self) -> Comm: ...
@@ -50,11 +43,8 @@ class SavedTrainer(Protocol):
     @property
     def layout(self) -> PlainLayout: ...
 
-    def require_on_device(self, *items: nn.Module | Optimizer) -> None: ...
-
-    def find_trained(self, model: nn.Module) -> Trained | None: ...
-
-    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
+    @property
+    def trained(self) -> TrainedModels: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
 
@@ -101,10 +91,13 @@ class TrainingStateSaver:
         after a later update, finish(), the next save or the end of the run.
         """
         self.finish()
+        for item in (model, *(companions or {}).values()):
+            self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
         directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
         with comm.phase("checkpoint", local=True):
-            client_state = _checked_client_state(client_state or {})
+            client_state = client_state or {}
+            _check_loadable(client_state, "client_state[{!r}]")
             path = directory.begin(step) if comm.is_main else None
         folder = comm.broadcast_object(path)
         assert folder is not None
@@ -140,26 +133,33 @@ class TrainingStateSaver:
 
     def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> list[Callable[[], None]]:
         """Writes everything that one model needs to continue; returns what remains to be done in the background."""
-        trainer, comm = self._trainer, self._trainer.comm
-        trainer.after_forward_only(model)
-        trainer.require_on_device(model)
+        trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
+        owner = model if trained is None else trained.model
+        trainer.after_forward_only(owner)
+        trainer.trained.require_on_device(owner)
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
-        trained = trainer.find_trained(model)
+        state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
         if trained is not None:
-            trainer.require_on_device(trained.optimizer)
-            for hook in trainer.hooks_of(trained.optimizer):
+            trainer.trained.require_on_device(trained.optimizer)
+            for hook in trainer.trained.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
                 state |= hook.state(trained.optimizer)
-            states = trainer.layout.optimizer_states(model, trained.optimizer)
+            states = trainer.layout.optimizer_states(owner, trained.optimizer)
             writer.add_tensors("optimizer", self._pieces(states))
             state["has_optimizer"] = True
-            state["scheduler"] = _schedule_state(trained.scheduler) if trained.scheduler is not None else None
+            state |= _schedule_state(trained)
         writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
         if comm.is_main:
             writer.add_object("state.pt", state)
         return writer.jobs
+
+    def _trained(self, model: nn.Module, *, must_train: bool = True) -> TrainedModel | None:
+        """Returns what trains this model; raises ValueError if a checkpoint of it would leave out some of that."""
+        entries = [*self._trainer.trained.entries, *self._trainer.trained.seen]
+        known = [entry for entry in entries if entry.model is model]
+        return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
 
     def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
         """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
@@ -213,34 +213,33 @@ class TrainingStateSaver:
         """Reads what _write wrote; returns the client_state."""
         trainer = self._trainer
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-        trained = trainer.find_trained(model)
-        hooks = trainer.hooks_of(trained.optimizer) if trained is not None else ()
+        must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
+        trained = self._trained(model, must_train=must_train)
+        owner = model if trained is None else trained.model
+        hooks = trainer.trained.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
-            trainer.require_on_device(trained.optimizer)
-        self._read_model(path, model, strict=wanted.strict)
+            trainer.trained.require_on_device(trained.optimizer)
+        self._read_model(path, model, owner, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
         if wanted.only_weights:
             return state["client_state"]
         if wanted.optimizer and trained is not None:
-            self._read_optimizer(path, model, trained.optimizer, state)
-        if wanted.schedule and trained is not None and trained.scheduler is not None:
-            if state.get("scheduler") is None:
-                raise ValueError(
-                    f"{path} holds no learning-rate schedule. Pass load_lr_scheduler_states=False to go on."
-                )
-            _restore_schedule(trained.scheduler, state["scheduler"])
+            self._read_optimizer(path, trained, state, strict=wanted.strict)
+        if wanted.schedule and trained is not None:
+            _restore_schedule(trained, state, path)
         trainer.global_step = state["global_step"]
+        trainer.num_generations = state.get("num_generations", 0)
         random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
         if random_states.exists():  # at another world size the ranks' streams differ anyway
             _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
         return state["client_state"]
 
-    def _read_model(self, path: Path, model: nn.Module, *, strict: bool) -> None:
+    def _read_model(self, path: Path, model: nn.Module, owner: nn.Module, *, strict: bool) -> None:
         trainer, layout = self._trainer, self._trainer.layout
         reader = TensorReader(path, "model")
-        trainer.require_on_device(model)
-        trainer.after_forward_only(model)
+        trainer.trained.require_on_device(owner)
+        trainer.after_forward_only(owner)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
@@ -253,16 +252,25 @@ class TrainingStateSaver:
             if saved_shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(saved_shape)}, the model's {list(shape)}.")
             layout.read_into(named[name], reader, name)
-        layout.finish_writing(model)
+        layout.finish_writing(owner)
+        layout.drop_gradients(owner)  # those of the weights before
 
-    def _read_optimizer(self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def _read_optimizer(self, path: Path, trained: TrainedModel, state: dict[str, Any], *, strict: bool) -> None:
+        model, optimizer = trained.model, trained.optimizer
         if not state.get("has_optimizer"):
             raise ValueError(f"{path} holds no optimizer states. Pass load_optimizer_states=False to go on without.")
-        self._trainer.require_on_device(optimizer)
+        reader = TensorReader(path, "optimizer")
+        unknown = {name.rpartition("/")[0] for name in reader.names} - {name for name, _ in model.named_parameters()}
+        if strict and unknown:
+            raise ValueError(
+                f"{path} holds optimizer states of parameters that the model lacks: {', '.join(sorted(unknown)[:5])}. "
+                "Give the modules that were prepared and saved, or pass load_optimizer_states=False."
+            )
+        self._trainer.trained.require_on_device(optimizer)
         optimizer.state.clear()
-        for hook in self._trainer.hooks_of(optimizer):
+        for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
-        self._trainer.layout.load_optimizer_states(model, optimizer, TensorReader(path, "optimizer"))
+        self._trainer.layout.load_optimizer_states(model, optimizer, reader)
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -275,47 +283,97 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return sorted(buffers, key=lambda item: item[0])
 
 
-def _checked_client_state(client_state: dict[str, Any]) -> dict[str, Any]:
-    """Refuses a value that could never be loaded again without running code from the file."""
-    for name, value in client_state.items():
+def _check_loadable(values: Mapping[str, Any], name: str) -> None:
+    """Refuses a value that could not be loaded without running code from the file; name has a {} for its key."""
+    for key, value in values.items():
         buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
         try:
+            torch.save(value, buffer)
+            buffer.seek(0)
             torch.load(buffer, weights_only=True, map_location="cpu")
-        except pickle.UnpicklingError as error:
-            raise ValueError(_describe_unsafe(name, value)) from error
-    return client_state
-
-
-def _describe_unsafe(name: str, value: Any) -> str:
-    return (
-        f"client_state[{name!r}] is a {type(value).__name__}, which cannot be loaded safely. Give tensors, numbers, "
-        "text, and lists or dicts of them."
-    )
+        except (pickle.PickleError, AttributeError, TypeError) as error:  # the last two: of what cannot be pickled
+            raise ValueError(
+                f"{name.format(key)} is a {type(value).__name__}, which cannot be loaded safely. Give tensors, "
+                "numbers, text, and lists or dicts of them."
+            ) from error
 
 
 # ---- Schedules ---------------------------------------------------------------------------------------------------
 
 
-def _schedule_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Leaves out the lambdas, which torch.load would refuse; for functions LambdaLR keeps None in their place."""
-    state = scheduler.state_dict()
-    return {key: value for key, value in state.items() if key != "lr_lambdas"} | {
-        "lr_lambdas": [None] * len(state.get("lr_lambdas", []))
-    }
+def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
+    """Returns the entries of a checkpoint that _restore_schedule() reads."""
+    state: Any = trained.scheduler.state_dict() if trained.scheduler is not None else None
+    if state is not None and not isinstance(trained.scheduler, LambdaLR):
+        state = {key: value for key, value in state.items() if not callable(value)}  # those of the new run stay
+        _check_loadable(state, f"{type(trained.scheduler).__name__}.{{}}")
+    elif state is not None:
+        state["lr_lambdas"] = [None] * len(state["lr_lambdas"])
+    groups = trained.optimizer.param_groups
+    rates = [{key: _plain(group[key]) for key in _MOVED if key in group} for group in groups]
+    return {"scheduler": state, "rates": rates}
 
 
-def _restore_schedule(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Restores how far the schedule is; the peak rate and the length are those of this run's options."""
-    if not isinstance(scheduler, LambdaLR):
-        scheduler.load_state_dict(state)
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _restore_schedule(trained: TrainedModel, state: dict[str, Any], path: Path) -> None:
+    """Restores how far the schedule is, and the rates that it has reached.
+
+    The rates of a LambdaLR, such as each that the options name, are those of this run's options. Every other schedule
+    computes a rate from the last one, so rates come from the checkpoint; they do where there is no schedule as well.
+    """
+    scheduler: LRScheduler | None = trained.scheduler
+    saved: Any = state.get("scheduler")
+    if (scheduler is None) is not (saved is None):
+        raise _no_counterpart(path, is_saved=scheduler is None)
+    if isinstance(scheduler, LambdaLR):
+        _restore_lambdas(scheduler, saved)
         return
+    if scheduler is not None:
+        scheduler.load_state_dict(saved)
+    _restore_rates(trained.optimizer, _saved_rates(state), path)
+
+
+def _restore_lambdas(scheduler: LambdaLR, state: dict[str, Any]) -> None:
     scheduler.last_epoch, scheduler._step_count = state["last_epoch"], state["_step_count"]
     rates = [base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates
+
+
+def _saved_rates(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what to write into each group; a checkpoint of version 0.1 holds no more than the rates of a schedule."""
+    if "rates" in state:
+        rates: list[dict[str, Any]] = state["rates"]
+        return rates
+    return [{"lr": rate} for rate in (state.get("scheduler") or {}).get("_last_lr", [])]
+
+
+def _restore_rates(optimizer: Optimizer, rates: list[dict[str, Any]], path: Path) -> None:
+    groups = optimizer.param_groups
+    if rates and len(rates) != len(groups):
+        raise ValueError(
+            f"{path} holds the rates of {len(rates)} parameter groups, and the optimizer has {len(groups)}. Build the "
+            "same groups, or pass load_lr_scheduler_states=False to go on with the rates of this run."
+        )
+    for group, saved in zip(groups, rates, strict=False):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):  # of a capturable optimizer, which reads it on the device
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _no_counterpart(path: Path, *, is_saved: bool) -> ValueError:
+    if is_saved:
+        return ValueError(
+            f"{path} holds a learning-rate schedule, but none is registered with this model. Pass (model, optimizer, "
+            "scheduler) to prepare() before the load, or load_lr_scheduler_states=False to go on without."
+        )
+    return ValueError(f"{path} holds no learning-rate schedule. Pass load_lr_scheduler_states=False to go on.")
 
 
 # ---- Random states -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -97,6 +98,14 @@ class ColocatedServing:
         A rank may have no prompt. An error on one rank is raised on all. The engine sleeps afterwards unless
         sleep_engine is False, which lets the next call begin without another wake-up.
         """
+        with self.session(sleep_engine=sleep_engine) as engine:
+            parts = self.group.gather(([*prompts], [*params]))
+            with self.group.comm.phase("generate", local=True):
+                return self._generate_parts(engine, parts)
+
+    @contextmanager
+    def session(self, *, sleep_engine: bool = True) -> Iterator[ColocatedEngine]:
+        """Lends the engine, awake and with the trainer's weights; a collective. Unless told not to, it sleeps after."""
         engine, comm = self.require_engine(), self.group.comm
         try:
             if engine.needs_weights and self._model is not None:  # after sleep level 2; the same on every rank
@@ -104,9 +113,7 @@ class ColocatedServing:
                     self.sync_weights(self._model)
             with comm.phase("generate", local=True):
                 self.wake()
-            parts = self.group.gather(([*prompts], [*params]))
-            with comm.phase("generate", local=True):
-                return self._generate_parts(engine, parts)
+            yield engine
         finally:
             if sleep_engine:
                 self.sleep()

@@ -7,15 +7,14 @@ own trainers call generate() with EnginePrompt and SamplingParams, and enter non
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from easydict import EasyDict
 
-from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.engines.base import Completion, EnginePrompt
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.seeding import mix_seed
 from lightrl.strategy.serving.colocated_serving import ColocatedServing
+from lightrl.strategy.serving.foreign_params import gathered_seeds, local_seeds, params_for_each
 
 
 class Decoder(Protocol):
@@ -26,30 +25,38 @@ class Decoder(Protocol):
     def encode(self, text: str) -> Any: ...
 
 
+class Caller(Protocol):
+    """What generation needs of the strategy that it is called on."""
+
+    seed: int
+    tokenizer: Decoder | None
+    num_generations: int
+
+    @property
+    def serving(self) -> ColocatedServing: ...
+
+
 def generate_local(
-    serving: ColocatedServing,
-    tokenizer: Decoder | None,
-    sampling_params: Any,
-    prompt_token_ids: Any | None,
-    multi_modal_inputs: list[dict[str, Any]] | None,
+    caller: Caller, sampling_params: Any, prompt_token_ids: Any | None, multi_modal_inputs: list[dict[str, Any]] | None
 ) -> list[EasyDict]:
     """Runs this rank's engine on exactly one kind of input."""
     if (prompt_token_ids is None) == (multi_modal_inputs is None):
         given = "neither" if prompt_token_ids is None else "both"
         raise ValueError(f"Give prompt_token_ids or multi_modal_inputs, exactly one of them; {given} was given.")
-    engine = serving.require_engine()
+    engine, group = caller.serving.require_engine(), caller.serving.group
     if prompt_token_ids is not None:
         inputs = [{"prompt": ids} for ids in as_prompt_list(prompt_token_ids)]
     else:
         inputs = multi_modal_inputs or []
-    prompts = engine_prompts(inputs, tokenizer, _placeholder_ids(engine))
-    params = params_for_each(sampling_params, len(prompts), first_position=0)
-    return [as_item(completion, tokenizer) for completion in engine.generate(prompts, params)]
+    prompts = engine_prompts(inputs, caller.tokenizer, _placeholder_ids(engine))
+    seeds = local_seeds(caller.seed, caller.num_generations, group.comm.rank // group.size)
+    params = params_for_each(sampling_params, len(prompts), 0, seeds)
+    caller.num_generations += 1
+    return [as_item(completion, caller.tokenizer) for completion in engine.generate(prompts, params)]
 
 
 def generate_gathered(
-    serving: ColocatedServing,
-    tokenizer: Decoder | None,
+    caller: Caller,
     sampling_params: Any,
     *,
     token_ids: Any | None,
@@ -62,46 +69,26 @@ def generate_gathered(
     Args:
         media: images, images_num, videos and videos_num, as build_multimodal_inputs takes them.
     """
-    engine, comm = serving.require_engine(), serving.group.comm
+    engine, comm = caller.serving.require_engine(), caller.serving.group.comm
     with comm.phase("generate", local=True):
         if (token_ids is None) == (texts is None):
             raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
         inputs = build_multimodal_inputs(texts if texts is not None else as_prompt_list(token_ids or []), *media)
-        prompts = engine_prompts(inputs, tokenizer, _placeholder_ids(engine))
-    counts = comm.all_gather_object(len(prompts))
+        prompts = engine_prompts(inputs, caller.tokenizer, _placeholder_ids(engine))
+    counts, calls = zip(*comm.all_gather_object((len(prompts), caller.num_generations)), strict=True)
+    call = max(calls)  # a rank may have sampled more often by itself
+    caller.num_generations = call + 1
     with comm.phase("generate", local=True):
-        params = params_for_each(sampling_params, len(prompts), sum(counts[: comm.rank]))
-    completions = serving.generate(prompts, params, sleep_engine=sleep_engine)
-    return [as_item(completion, tokenizer) for completion in completions]
+        first = sum(counts[: comm.rank])
+        params = params_for_each(sampling_params, len(prompts), first, gathered_seeds(caller.seed, call, first))
+    completions = caller.serving.generate(prompts, params, sleep_engine=sleep_engine)
+    return [as_item(completion, caller.tokenizer) for completion in completions]
 
 
 def _placeholder_ids(engine: ColocatedEngine) -> set[int]:
     """Returns the token ids that stand for an image or a video in a prompt."""
     ids = (engine.engine.image_token_id, engine.engine.video_token_id)
     return {token for token in ids if token is not None}
-
-
-def params_for_each(sampling_params: Any, num_prompts: int, first_position: int) -> list[SamplingParams]:
-    """Returns one SamplingParams per prompt; shared ones get a seed from the prompt's position over all ranks."""
-    if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
-        if len(sampling_params) != num_prompts:
-            raise ValueError(f"{len(sampling_params)} sampling parameters for {num_prompts} prompts on this rank.")
-        return [_as_params(item) for item in sampling_params]
-    shared = _as_params(sampling_params)
-    return [replace(shared, seed=mix_seed(shared.seed, first_position + i)) for i in range(num_prompts)]
-
-
-def _as_params(given: Any) -> SamplingParams:
-    if isinstance(given, SamplingParams):
-        return given
-    if isinstance(given, Mapping):
-        renamed = {"max_new_tokens" if key == "max_tokens" else key: value for key, value in given.items()}
-        try:
-            return SamplingParams(**renamed)
-        except TypeError as error:
-            known = ", ".join(SamplingParams.__dataclass_fields__)
-            raise ValueError(f"Sampling parameters {sorted(given)} are not all known. Known: {known}.") from error
-    raise TypeError(f"sampling_params must be SamplingParams, a dict, or one per prompt, not {type(given).__name__}.")
 
 
 def as_prompt_list(prompt_token_ids: Sequence[Any]) -> list[list[int]]:

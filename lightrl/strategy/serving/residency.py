@@ -5,8 +5,8 @@ A storage moves in place, so that parameters, optimizers and views keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import TrainedModels, refuse_offloaded
 
 
 class OffloadedTrainer(Protocol):
@@ -24,15 +24,10 @@ class OffloadedTrainer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def placed(self) -> Mapping[nn.Module, Optimizer | None]: ...
-
-    @property
-    def offloaded(self) -> set[Any]: ...
+    def trained(self) -> TrainedModels: ...
 
     @property
     def layout(self) -> PlainLayout: ...
-
-    def hooks_of(self, optimizer: Optimizer) -> Sequence[UpdateHook]: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
 
@@ -45,7 +40,7 @@ class ModelResidency:
         self.model = model
         self.optimizer = optimizer
         self._trainer = trainer
-        self._offloaded = trainer.offloaded  # the model while its weights have left, the optimizer likewise
+        self._offloaded = trainer.trained.offloaded  # the model while its weights have left, the optimizer likewise
         self._moved: dict[str, StorageOffloader] = {}
         self._guard: RemovableHandle | None = None
 
@@ -57,7 +52,7 @@ class ModelResidency:
         freed = self._offload("parameters", self._trainer.layout.parameter_tensors(self.model))
         if freed:
             self._offloaded.add(self.model)
-            self._guard = self.model.register_forward_pre_hook(lambda module, _: _refuse(module), prepend=True)
+            self._guard = self.model.register_forward_pre_hook(lambda module, _: refuse_offloaded(module), prepend=True)
         return freed
 
     def load_parameters(self) -> int:
@@ -89,7 +84,7 @@ class ModelResidency:
         if self.optimizer is None:
             return 0
         states = self._trainer.layout.optimizer_tensors(self.model, self.optimizer)
-        kept_by_hooks = [tensor for hook in self._trainer.hooks_of(self.optimizer) for tensor in hook.tensors()]
+        kept_by_hooks = [tensor for hook in self._trainer.trained.hooks_of(self.optimizer) for tensor in hook.tensors()]
         freed = self._offload("optimizer states", [*states, *kept_by_hooks])
         if freed:
             self._offloaded.add(self.optimizer)
@@ -109,13 +104,6 @@ class ModelResidency:
     def _restore(self, part: str) -> int:
         offloader = self._moved.pop(part, None)
         return 0 if offloader is None else offloader.restore()
-
-
-def _refuse(item: nn.Module | Optimizer) -> None:
-    """Raises: to read an emptied storage would crash the process."""
-    if isinstance(item, nn.Module):
-        raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
-    raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
 
 
 class Residency:
@@ -143,7 +131,7 @@ class Residency:
 
     def _models(self) -> list[ModelResidency]:
         """Returns the residencies of all models, those that were prepared since the last call too."""
-        for model, optimizer in self._trainer.placed.items():
+        for model, optimizer in self._trainer.trained.placed.items():
             self.add(model, optimizer)
         return self._entries
 
@@ -151,12 +139,6 @@ class Residency:
     def trained(self) -> list[ModelResidency]:
         """The residencies of the models that have an optimizer."""
         return [entry for entry in self._models() if entry.optimizer is not None]
-
-    def require(self, *items: nn.Module | Optimizer) -> None:
-        """Raises RuntimeError for a model whose weights, or an optimizer whose states, are in host memory."""
-        for item in items:
-            if item in self._trainer.offloaded:
-                _refuse(item)
 
     def offload_optimizers(self) -> int:
         """Offloads the optimizer states of every trained model; returns the bytes freed on this rank."""

@@ -1,9 +1,13 @@
 """Accumulation by calls, and the arithmetic of batch sizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
+from lightrl.strategy.single import SingleStrategy
 
 
 def test_calls_are_counted_for_each_optimizer() -> None:
@@ -25,3 +29,24 @@ def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch)
     assert accumulation_steps(128, 4, group_size=2) == 8
     with pytest.raises(ValueError, match="Nearest valid train_batch_size: 120 or 144"):
         accumulation_steps(128, 3)
+
+
+@pytest.mark.parametrize("flags", [{}, {"load_module_only": True}, {"load_optimizer_states": False}])
+def test_a_load_in_the_middle_of_an_accumulation_starts_a_new_one(flags: dict[str, bool], tmp_path: Path) -> None:
+    """Gradients of other weights must not enter the next update, nor their number its boundary."""
+    strategy, model = SingleStrategy(0, 0.0, 1, 2), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    strategy.register(model, optimizer)
+
+    def backward(value: float) -> None:
+        strategy.backward(model(torch.tensor([[value]])).sum(), model, optimizer)
+
+    strategy.save_ckpt(model, str(tmp_path))
+    backward(100.0)
+    strategy.load_ckpt(model, str(tmp_path), **flags)
+    done = []
+    for _ in range(2):
+        backward(1.0)
+        done.append(strategy.optimizer_step(optimizer, model, None))
+    assert [step.stepped for step in done] == [False, True]
+    assert done[-1].grad_norm == pytest.approx(2**0.5, abs=1e-6)  # of (1, 1), the weight's and the bias's

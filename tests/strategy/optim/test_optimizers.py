@@ -6,7 +6,7 @@ from torch import nn
 
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
 from lightrl.strategy import create_strategy
-from lightrl.strategy.optim.optimizers import check_lr_scales, parameter_groups
+from lightrl.strategy.optim.optimizers import TrainedModels, check_lr_scales, parameter_groups
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -85,3 +85,27 @@ def test_a_model_without_an_actor_is_checked_too() -> None:
         strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
     strategy.prepare_models_and_optimizers(Tiny(), None, None, None, strategy.args, 1)
     strategy.prepare_models_and_optimizers(None, nn.Linear(1, 1), None, None, strategy.args, 1)
+
+
+def test_the_models_that_train_are_found_by_name_or_as_the_only_actor() -> None:
+    trained = TrainedModels()
+    with pytest.raises(ValueError, match="has no optimizer yet"):
+        trained.entry(None)
+    actor, critic = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second, third = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (actor, actor, critic))
+    trained.add(actor, first)
+    trained.add(actor, second)  # in place of the first
+    assert trained.entry(None) == trained.entry(actor) == trained.entries[0]
+    assert trained.entries[0].optimizer is second
+    trained.add(critic, third)
+    assert trained.placed == {actor: second, critic: third}
+    with pytest.raises(ValueError, match="2 models are trained here: say which one by model="):
+        trained.entry(None)
+    actor.is_actor = True  # type: ignore[assignment]
+    assert trained.entry(None).model is actor
+    trained.require_on_device(actor, second)
+    trained.offloaded |= {critic, second}
+    with pytest.raises(RuntimeError, match="model's weights are offloaded. Call load_param_and_grad"):
+        trained.require_on_device(actor, critic)
+    with pytest.raises(RuntimeError, match="optimizer's states are offloaded. Call maybe_load_optimizer"):
+        trained.require_on_device(second)

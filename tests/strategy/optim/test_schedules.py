@@ -81,7 +81,7 @@ def rates_of(unit: str, folder: Path | None = None, *, first: int = 0, steps: in
         for _ in range(2):
             found.append(strategy.train_batch([torch.ones(1, 1)], lambda out, mb: out.sum(), len).lr)
         if unit == "rl_step":
-            strategy.step_schedules()
+            strategy.trained.step_schedules()
     if folder is not None:
         strategy.save_ckpt(model, str(folder))
     return found

@@ -63,8 +63,8 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(tmp_path: Path, monk
     strategy.set_global_step(3)
     strategy.save_ckpt(model, str(tmp_path))  # waits for the first
     assert directory.steps() == [1]
-    strategy.finish_saving()
-    strategy.finish_saving()
+    strategy.saver.finish()
+    strategy.saver.finish()
     assert directory.steps() == [1, 3]
     for tag, value in (("step-000001", 5.0), ("step-000003", 3.0)):
         other, loaded = one_weight(0.0)

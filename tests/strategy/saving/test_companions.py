@@ -26,7 +26,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def train(strategy: SingleStrategy, model: nn.Module) -> None:
-    entry = next(entry for entry in strategy._trained if entry.model is model)
+    entry = next(entry for entry in strategy.trained.entries if entry.model is model)
     strategy.backward(sum(item.square().sum() for item in model.parameters()), model, entry.optimizer)  # type: ignore[arg-type]
     strategy.optimizer_step(entry.optimizer, model, entry.scheduler)
 

@@ -38,9 +38,9 @@ def ready(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StrategyBase,
 
 def largest_difference(strategy: StrategyBase, policy: Policy) -> float:
     strategy.update_engine_weights(policy)
-    assert strategy.last_sync is not None
-    assert strategy.last_sync.canary is not None
-    return strategy.last_sync.canary
+    assert strategy.serving.last_sync is not None
+    assert strategy.serving.last_sync.canary is not None
+    return strategy.serving.last_sync.canary
 
 
 def test_it_agrees_over_updates(ready: tuple[StrategyBase, Policy]) -> None:

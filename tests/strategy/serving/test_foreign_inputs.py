@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
-from lightrl.seeding import mix_seed
-from lightrl.strategy.serving.foreign_inputs import as_item, as_prompt_list, engine_prompts, params_for_each
+from lightrl.engines.base import Completion, EnginePrompt
+from lightrl.strategy.serving.foreign_inputs import as_item, as_prompt_list, engine_prompts
 from lightrl.testing import run_program, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "generate_program.py"
@@ -30,20 +29,6 @@ def test_any_spread_gives_the_same_samples(tmp_path: Path) -> None:
             assert mine == theirs
             assert_close(*logprobs, atol=1e-5, rtol=0)
             mine["logprobs"], theirs["logprobs"] = logprobs
-
-
-def test_shared_params_get_a_seed_from_the_global_place() -> None:
-    shared = SamplingParams(seed=5)
-    assert [p.seed for p in params_for_each(shared, 2, first_position=3)] == [mix_seed(5, 3), mix_seed(5, 4)]
-    own = [SamplingParams(seed=1), SamplingParams(seed=2)]
-    assert params_for_each(own, 2, first_position=3) == own
-    assert params_for_each({"max_tokens": 3, "top_k": 2}, 1, 0)[0].max_new_tokens == 3
-    with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
-        params_for_each(own, 3, 0)
-    with pytest.raises(ValueError, match="beam_width"):
-        params_for_each({"beam_width": 3}, 1, 0)
-    with pytest.raises(TypeError, match="not int"):
-        params_for_each(3, 1, 0)
 
 
 def test_one_prompt_or_several() -> None:

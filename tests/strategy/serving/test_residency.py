@@ -12,7 +12,7 @@ from lightrl.checkpoint import save_tensors
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.serving.residency import Residency, StorageOffloader
 from lightrl.strategy.single import SingleStrategy
 from lightrl.testing.tiny_training import fresh, make_batch, parameters, same, samples, tiny_policy, train
@@ -131,11 +131,7 @@ class PlainTrainer:
     layout = PlainLayout(Comm())
 
     def __init__(self) -> None:
-        self.placed: dict[torch.nn.Module, torch.optim.Optimizer | None] = {}
-        self.offloaded: set[Any] = set()
-
-    def hooks_of(self, optimizer: torch.optim.Optimizer) -> list[UpdateHook]:
-        return []
+        self.trained = TrainedModels()
 
     def after_forward_only(self, model: torch.nn.Module) -> None:
         pass
@@ -144,7 +140,8 @@ class PlainTrainer:
 def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> None:
     moving, staying, frozen = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
     optimizer = torch.optim.SGD(moving.parameters(), lr=0.1, momentum=0.9)
-    residency = Residency(PlainTrainer())
+    trainer = PlainTrainer()
+    residency = Residency(trainer)
     entry = residency.add(moving, optimizer)
     assert residency.add(moving, optimizer) is residency.of_optimizer(optimizer) is entry
     residency.add(staying)
@@ -157,9 +154,9 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     with pytest.raises(RuntimeError, match="weights are offloaded"):
         moving(torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="weights are offloaded"):
-        residency.require(moving)
+        trainer.trained.require_on_device(moving)
     with pytest.raises(RuntimeError, match="states are offloaded"):
-        residency.require(optimizer)
+        trainer.trained.require_on_device(optimizer)
     staying(torch.ones(1, 2))  # it does not train, so it did not leave
     residency.leave_device()
     assert residency.offloaded_bytes == 16  # those two
@@ -167,5 +164,5 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     assert torch.equal(moving.weight, before)
     assert moving.weight.grad is not None
     assert not moving._forward_pre_hooks  # nothing is left on the way of a plain step
-    residency.require(optimizer)
+    trainer.trained.require_on_device(optimizer)
     frozen(torch.ones(1, 2))

@@ -1,0 +1,82 @@
+"""Makes an engine with rotary code of its own choose the frequencies that the trainer's model was fixed to.
+
+Called only for models whose frequencies vary with the length (lightrl.models.fixed_rope).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_length
+
+
+def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Sets vLLM's max_model_len, by which it chooses the factors of `longrope` once for all its requests.
+
+    It takes the long factors where max_model_len is above the original length. Its `dynamic` rope never grows:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/__init__.py
+    """
+    longest, original = _lengths(source)
+    if original is None:
+        _refuse_growth(source, longest, "vllm")
+        return
+    given = arguments.get("max_model_len") or -1
+    if longest <= original:
+        if int(given) > original:
+            raise ValueError(
+                f"--engine_args max_model_len={given} makes vLLM take the long rope factors of "
+                f"{source.config.model_type}, and the trainer takes the short ones, since no sequence of this run is "
+                f"longer than {longest} tokens. Give at most {original}, or leave it out."
+            )
+        arguments["max_model_len"] = longest if int(given) < 0 else given
+
+
+def check_vllm(source: PreTrainedModel, max_model_len: int) -> None:
+    """Raises ValueError if vLLM, as it was built, has the short factors of `longrope` and the trainer the long ones."""
+    longest, original = _lengths(source)
+    if original is not None and longest > original >= max_model_len:
+        raise ValueError(
+            f"Sequences of this run may have {longest} tokens, so the trainer takes the long rope factors of "
+            f"{source.config.model_type}. vLLM holds {max_model_len} tokens and takes the short ones, which are for up "
+            f"to {original}. Give --engine_args max_model_len={longest}, with a KV cache that holds it, or allow "
+            "shorter prompts and responses."
+        )
+
+
+def check_sglang(source: PreTrainedModel) -> None:
+    """Raises ValueError where SGLang would take other frequencies than the trainer.
+
+    It chooses the factors of `longrope` anew for each batch of requests, and scales `dynamic` rope for its full length:
+    https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/rope_variant.py
+    """
+    longest, original = _lengths(source)
+    if original is None:
+        raise ValueError(
+            f"SGLang scales the dynamic rope of {source.config.model_type} for its full length, and the trainer for "
+            "the sequences of the run. Use --engine native or vllm."
+        )
+    if longest > original:
+        raise ValueError(
+            f"Sequences of this run may have {longest} tokens. Above {original}, SGLang chooses the rope factors of "
+            f"{source.config.model_type} by the longest request of each batch, so that scores would depend on the "
+            f"batch. Use --engine native or vllm, or allow at most {original} tokens of prompt and response."
+        )
+
+
+def _lengths(source: PreTrainedModel) -> tuple[int, int | None]:
+    """Returns the longest sequence that the model was fixed for, and the original length of `longrope`."""
+    fix_frequencies(source)  # no change, unless nobody fixed it
+    longest = fixed_length(source)
+    assert longest is not None
+    return longest, original_length(source.config)
+
+
+def _refuse_growth(source: PreTrainedModel, longest: int, engine: str) -> None:
+    positions = int(source.config.get_text_config().max_position_embeddings)
+    if longest > positions:
+        raise ValueError(
+            f"Sequences of {longest} tokens are longer than the {positions} positions of {source.config.model_type}. "
+            f"Its dynamic rope grows for them in the trainer and not in {engine}. Use --engine native."
+        )

@@ -1,0 +1,128 @@
+"""The engine as an episode sees it: awaited, local to the rank, with seeds, limits and texts taken care of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.engines.base import EnginePrompt, SamplingParams
+from lightrl.rollout.driver import EpisodeDriver
+from lightrl.rollout.episode import Turn
+from lightrl.seeding import mix_seed
+
+_TURN_STREAM = 5  # keeps the draws of later turns apart from those of the first
+_MARK = "lightrl-marks-an-answer"  # stands for the policy's turn while the template's text behind it is looked up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """How long an episode may become."""
+
+    max_new_tokens: int  # of a turn
+    max_turns: int
+    max_tokens: int  # of the prompt and everything behind it
+
+
+class EngineClient:
+    """What the episode of one sample generates with. Its k-th call draws from (seed, sample, k) alone."""
+
+    def __init__(
+        self,
+        driver: EpisodeDriver,
+        tokenizer: Any,
+        *,
+        seed: int,
+        sample_index: int,
+        temperature: float,
+        limits: EpisodeLimits,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sample_index = sample_index
+        self.limits = limits
+        self._driver = driver
+        self._seed = seed
+        self._temperature = temperature
+        self._num_calls = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that generate."""
+        version = self._driver.engine.version
+        assert version is not None, "an engine that generates has weights"
+        return version
+
+    def room(self, ids: Sequence[int]) -> int:
+        """Returns the number of tokens that a turn behind these may have; 0 or less where the context is full."""
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids))
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """Samples what follows the tokens.
+
+        Args:
+            ids: Everything before the turn; Episode.ids.
+            max_new_tokens: At most this many; None: as many as there is room for.
+            temperature: None: the run's. A turn of another one cannot be trained.
+            stop_token_ids: Tokens that end the turn, in addition to the model's own.
+        """
+        room = self.room(ids)
+        if room < 1:
+            raise ValueError(
+                f"There is no room for a turn behind {len(ids)} tokens: an episode may have {self.limits.max_tokens}. "
+                "Ask room() before generate()."
+            )
+        seed = mix_seed(_TURN_STREAM, self._seed, self._num_calls) if self._num_calls else self._seed
+        self._num_calls += 1
+        params = SamplingParams(
+            max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
+            temperature=self._temperature if temperature is None else temperature,
+            seed=seed,
+            first_sample=self.sample_index,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        completion = await self._driver.generate(EnginePrompt(token_ids=tuple(ids)), params)
+        return Turn(
+            token_ids=completion.output_token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
+            is_trainable=params.temperature == self._temperature,
+        )
+
+    # ---- Texts -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text as it stands, without special tokens around it."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> list[int]:
+        """Returns the tokens of a message to the policy that follows a turn.
+
+        They are what the chat template puts behind an answer: its end, the message, and the beginning of the next
+        answer. The end is left out where the turn ends by it. Without a chat template the text stands alone.
+        """
+        if not self.tokenizer.chat_template:
+            return self.encode(text)
+        rendered = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, {"role": role, "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        _, mark, behind = rendered.partition(_MARK)
+        if not mark:
+            raise ValueError(
+                "The tokenizer's chat template leaves an answer out when a message follows it, so that a conversation "
+                "cannot go on. Use a template that keeps it."
+            )
+        ending = self.tokenizer.decode(after.token_ids[-1:], skip_special_tokens=False) if after.token_ids else ""
+        if after.finish_reason == "stop" and ending and behind.startswith(ending):
+            behind = behind[len(ending) :]
+        return self.encode(behind)

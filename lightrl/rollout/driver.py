@@ -1,0 +1,173 @@
+"""Runs many episodes at once against one engine: an asyncio loop that steps the engine when every episode waits.
+
+Between two engine steps every episode that can go on does, so that their requests share the next step. Nothing in an
+episode is a collective: the ranks of an engine's group follow the first one, which runs the episodes of all of them and
+tells the others what to submit. What an episode draws depends on its seed alone, never on who else is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePrompt, SamplingParams, as_prompt
+from lightrl.engines.colocated import ColocatedEngine
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+_SETTLING_PASSES = 3  # turns of the loop in which no episode asks for anything, before the engine is stepped
+_POLL_S = 0.02  # wait for a tool while the engine has nothing to do
+
+
+class _Wish(NamedTuple):
+    """A sample that an episode waits for."""
+
+    prompt: EnginePrompt
+    params: SamplingParams  # of one sample
+    answer: asyncio.Future[Completion]
+
+
+@dataclass(slots=True)
+class _Tick:
+    """What the ranks of a group do together: abort, submit, step."""
+
+    aborted: list[int]
+    submitted: list[tuple[EnginePrompt, SamplingParams]]
+    failure: str | None = None  # the first rank has failed, and the others must not wait for it
+    is_last: bool = False
+
+
+class EpisodeDriver:
+    """Drives an engine for the episodes of its group of ranks."""
+
+    def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
+        self.engine = engine
+        self.num_steps = 0  # of the engine
+        self._group = group
+        self._wishes: list[_Wish] = []
+        self._waiting: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by request and sample
+
+    def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
+        """Returns what start() returned for each of this rank's jobs; every rank of the engine's group calls it.
+
+        Args:
+            jobs: This rank's; the first rank of the group runs those of all, so they must be picklable there.
+            start: Begins the episode of a job. An exception in it ends the run: catch what an episode may raise.
+        """
+        parts = self._group.gather(list(jobs))
+        everything = [job for part in parts for job in part]
+        results: list[Result] | None = None
+        if self._group.rank == 0:
+            results = asyncio.run(self._lead([start(job) for job in everything]))
+        else:
+            self._follow()
+        results = self._group.broadcast(results)
+        assert results is not None
+        first = sum(len(part) for part in parts[: self._group.rank])
+        return results[first : first + len(parts[self._group.rank])]
+
+    async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
+        """Samples one completion; only for episodes that run() has started. A bad prompt raises in the episode."""
+        checked = as_prompt(prompt)
+        self.engine.check_prompt("the prompt of a turn", checked, params)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._wishes.append(_Wish(checked, params, answer))
+        return await answer
+
+    # ---- The first rank of the group ---------------------------------------------------------------------------
+
+    async def _lead(self, episodes: Iterable[Awaitable[Result]]) -> list[Result]:
+        tasks = [asyncio.ensure_future(episode) for episode in episodes]
+        try:
+            while not all(task.done() for task in tasks):
+                await self._let_episodes_go_on()
+                if self._wishes or self._waiting:
+                    self._tick()
+                elif unfinished := [task for task in tasks if not task.done()]:
+                    await asyncio.wait(unfinished, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            results = [task.result() for task in tasks]
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+            self._group.broadcast(_Tick([], [], failure=f"{type(error).__name__}: {error}", is_last=True))
+            self._drop_leftovers()
+            raise
+        self._group.broadcast(_Tick(self._unwanted(), [], is_last=True))
+        self._drop_leftovers()
+        return results
+
+    async def _let_episodes_go_on(self) -> None:
+        quiet = 0
+        while quiet < _SETTLING_PASSES:
+            before = len(self._wishes)
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if len(self._wishes) == before else 0
+
+    def _tick(self) -> None:
+        """Submits what the episodes wish for, steps the engine once, and answers the episodes whose samples ended."""
+        wishes, self._wishes = [wish for wish in self._wishes if not wish.answer.done()], []
+        merged = _merged(wishes)
+        tick = self._group.broadcast(_Tick(self._unwanted(), [(prompt, params) for prompt, params, _ in merged]))
+        first_id, completions = self._do(tick)
+        for request_id, (_, params, answers) in enumerate(merged, start=first_id):
+            for offset, answer in enumerate(answers):
+                self._waiting[request_id, params.first_sample + offset] = answer
+        for completion in completions:
+            answer = self._waiting.pop((completion.request_id, completion.sample_index))
+            if not answer.done():  # cancelled, by a time-out
+                answer.set_result(completion)
+
+    def _unwanted(self) -> list[int]:
+        """Returns the requests that no episode waits for any more, and forgets them."""
+        wanted = {key[0] for key, answer in self._waiting.items() if not answer.done()}
+        unwanted = sorted({key[0] for key in self._waiting} - wanted)
+        self._waiting = {key: answer for key, answer in self._waiting.items() if key[0] in wanted}
+        return unwanted
+
+    # ---- All ranks of the group --------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while True:
+            tick: _Tick = self._group.broadcast(_Tick([], []))
+            if tick.failure is not None:
+                self._drop_leftovers()
+                raise RuntimeError(f"The first rank of the engine's group has failed: {tick.failure}")
+            if tick.is_last:
+                self._drop_leftovers()
+                return
+            self._do(tick)
+
+    def _drop_leftovers(self) -> None:
+        """Aborts what cancelled episodes have left in the engine."""
+        if self.engine.has_unfinished():
+            self.engine.abort()
+
+    def _do(self, tick: _Tick) -> tuple[int, list[Completion]]:
+        """Carries out a tick; returns the id of the first request submitted and what the step finished."""
+        if tick.aborted:
+            self.engine.abort(tick.aborted)
+        ids = [self.engine.submit(prompt, params) for prompt, params in tick.submitted]
+        if not self.engine.has_unfinished():
+            return 0, []
+        self.num_steps += 1
+        return (ids[0] if ids else 0), self.engine.step()
+
+
+def _merged(wishes: Sequence[_Wish]) -> list[tuple[EnginePrompt, SamplingParams, list[asyncio.Future[Completion]]]]:
+    """Makes one request of samples that differ in their index alone, so that their prompt is computed once."""
+    merged: list[tuple[EnginePrompt, SamplingParams, list[asyncio.Future[Completion]]]] = []
+    last: dict[Any, int] = {}  # index in merged of the newest request for the same prompt and settings
+    for wish in sorted(wishes, key=lambda wish: wish.params.first_sample):
+        settings = replace(wish.params, first_sample=0)
+        key = (wish.prompt.token_ids, settings) if not wish.prompt.images and not wish.prompt.videos else id(wish)
+        if key in last:
+            prompt, params, answers = merged[last[key]]
+            if params.first_sample + params.n == wish.params.first_sample:
+                merged[last[key]] = (prompt, replace(params, n=params.n + 1), [*answers, wish.answer])
+                continue
+        last[key] = len(merged)
+        merged.append((wish.prompt, wish.params, [wish.answer]))
+    return merged

@@ -1,0 +1,117 @@
+"""An episode is one sample in the making: what the policy says and what it hears, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.records import FinishReason, Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy said at once, as the engine produced it."""
+
+    token_ids: tuple[int, ...]  # the end token included, when it stopped by one
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    text: str  # token_ids decoded, special tokens skipped
+    is_trainable: bool = True  # False: drawn from another distribution than the trainer's, as a greedy one is
+
+
+class Episode:
+    """The tokens of a conversation behind its prompt. They only grow: those of a turn are a prefix of all later ones.
+
+    Text is never tokenised again: the policy's tokens are the engine's, and each observation is tokenised once.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.response_ids: list[int] = []
+        self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
+        self.reward: float | None = None
+        self.numbers: dict[str, float] = {}
+        self.finish_reason: FinishReason = "stop"
+        self._own: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt and everything said and heard so far: what the next turn is generated from."""
+        return (*self.prompt_ids, *self.response_ids)
+
+    def say(self, turn: Turn) -> None:
+        """Adds a turn of the policy, whose tokens are trained."""
+        if not turn.is_trainable:
+            raise ValueError(
+                "A turn of another temperature than the run's cannot be trained: its logprobs are of another "
+                "distribution. Use it as a baseline or a judgement, and say() turns that generate() made by default."
+            )
+        self.turns.append(len(self.response_ids))
+        self._add(turn.token_ids, True, turn.logprobs, turn.versions)
+        self.finish_reason = turn.finish_reason
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens of a tool, a user or an environment, which are read and not trained."""
+        version = self._versions[-1] if self._versions else 0
+        self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
+
+    def _add(self, ids: Sequence[int], own: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.response_ids += ids
+        self._own += [own] * len(ids)
+        self._logprobs += logprobs
+        self._versions += versions
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Adds to a number that the step reports as episode/NAME, summed over the samples."""
+        self.numbers[name] = self.numbers.get(name, 0.0) + amount
+
+    def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:
+        """Returns the episode as a record."""
+        return Sample(
+            prompt=prompt,
+            position=position,
+            sample_index=sample_index,
+            response_ids=tuple(self.response_ids),
+            sampler_logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            finish_reason=self.finish_reason,
+            text=tokenizer.decode(self.response_ids, skip_special_tokens=True),
+            prompt_ids=self.prompt_ids,
+            own=() if all(self._own) else tuple(self._own),
+            turns=tuple(self.turns),
+            reward=self.reward,
+            numbers=dict(self.numbers),
+        )
+
+
+def episode_of_tensors(tensors: Mapping[str, Any]) -> Episode:
+    """Reads an episode from tensors of shape [1, L]: input_ids, loss_mask, logprobs, versions, and rewards of [1].
+
+    The prompt is what stands before the first trained token.
+    """
+    missing = sorted({"input_ids", "loss_mask", "logprobs", "versions", "rewards"} - tensors.keys())
+    if missing:
+        raise ValueError(f"An episode as a dict has no {', '.join(missing)}. It has {', '.join(sorted(tensors))}.")
+    ids, mask, logprobs, versions = (
+        tensors[name].reshape(-1).tolist() for name in ("input_ids", "loss_mask", "logprobs", "versions")
+    )
+    lengths = {len(ids), len(mask), len(logprobs), len(versions)}
+    if len(lengths) > 1 or 1 not in mask or mask[0]:
+        raise ValueError(
+            f"An episode as a dict has {len(ids)} input_ids, {len(mask)} of loss_mask, {len(logprobs)} logprobs and "
+            f"{len(versions)} versions, {sum(map(bool, mask))} of them trained: give equal lengths, a prompt of at "
+            "least one token, and at least one trained token."
+        )
+    first = mask.index(1)
+    episode = Episode(ids[:first])
+    for index in range(first, len(ids)):
+        own = bool(mask[index])
+        if own and not mask[index - 1]:
+            episode.turns.append(index - first)
+        episode._add(ids[index : index + 1], own, logprobs[index : index + 1], versions[index : index + 1])
+    episode.reward = float(tensors["rewards"].reshape(-1)[0])
+    return episode

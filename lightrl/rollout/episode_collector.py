@@ -1,0 +1,170 @@
+"""Samples by a workflow in place of single turns. Scores and evaluates as the plain collector does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightrl.config import RolloutConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, Status
+from lightrl.rewards import NO_REWARD
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.collector import Collector, Prompts
+from lightrl.rollout.driver import EpisodeDriver
+from lightrl.rollout.episode import Episode, episode_of_tensors
+from lightrl.rollout.workflow import Workflow
+from lightrl.strategy import StrategyBase
+
+logger = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    """One episode; it runs on the first rank of its engine's group."""
+
+    position: int
+    prompt: Prompt
+    sample_index: int
+    seed: int
+    temperature: float
+
+
+class _Failure(NamedTuple):
+    """An episode that raised, or that ran out of time."""
+
+    reason: str
+    details: str  # the traceback
+
+
+def collector_of_episodes(
+    workflow: Workflow, strategy: StrategyBase, rewards: RewardSet, config: RolloutConfig
+) -> EpisodeCollector:
+    """Returns the collector of a run, whose episodes fit into the engine's context and into a micro-batch."""
+    limits = EpisodeLimits(
+        max_new_tokens=config.max_new_tokens,
+        max_turns=config.rollout.max_turns,
+        max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
+    )
+    return EpisodeCollector(
+        strategy, rewards, workflow, seed=config.seed, limits=limits, timeout_s=config.rollout.episode_timeout_s
+    )
+
+
+def longest_episode(config: RolloutConfig, context: int) -> int:
+    """Returns the number of tokens that an episode with its prompt may have in a context of so many."""
+    in_micro_batch = context if config.micro_batch_size else config.max_tokens_per_microbatch
+    return min(context, in_micro_batch, config.rollout.max_context_tokens or context)
+
+
+class EpisodeCollector(Collector):
+    """Samples and scores this rank's prompts by a workflow. Every rank calls each method, even with no prompt."""
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        rewards: RewardSet,
+        workflow: Workflow,
+        *,
+        seed: int,
+        limits: EpisodeLimits,
+        timeout_s: float = 0.0,
+    ) -> None:
+        super().__init__(strategy, rewards, seed=seed, max_new_tokens=limits.max_new_tokens)
+        self._workflow = workflow
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._has_shown_failure = False
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others."""
+        completed = [sample for sample in samples if sample.status is Status.COMPLETED]
+        scores = iter(super().score(completed, statistics, prefix=prefix))
+        if statistics is not None:
+            _describe(samples, statistics, prefix)
+        return [next(scores) if sample.status is Status.COMPLETED else NO_REWARD for sample in samples]
+
+    def _generate(
+        self, prompts: Prompts, seeds: list[int], n: int, temperature: float, sleep_engine: bool = True
+    ) -> list[Sample]:
+        jobs = [
+            _Job(position, prompt, index, seed, temperature)
+            for (position, prompt), seed in zip(prompts, seeds, strict=True)
+            for index in range(n)
+        ]
+        serving = self._strategy.serving
+        with serving.session(sleep_engine=sleep_engine) as engine, self._comm.phase("episodes", local=True):
+            driver = EpisodeDriver(engine, serving.group)
+            made = driver.run(jobs, lambda job: self._episode(driver, job))
+        self._require_some(made)
+        return [self._as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
+
+    async def _episode(self, driver: EpisodeDriver, job: _Job) -> Episode | _Failure | None:
+        client = EngineClient(
+            driver,
+            self._strategy.tokenizer,
+            seed=job.seed,
+            sample_index=job.sample_index,
+            temperature=job.temperature,
+            limits=self._limits,
+        )
+        try:
+            if job.prompt.images or job.prompt.videos:
+                raise ValueError("workflows take no images or videos yet")
+            made = await asyncio.wait_for(self._workflow.arun_episode(client, job.prompt), self._timeout_s or None)
+            if made is None or isinstance(made, Episode):
+                return made
+            return episode_of_tensors(made)
+        except Exception as error:
+            is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
+            reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
+            return _Failure(f"{type(error).__name__}: {reason}", traceback.format_exc())
+
+    def _require_some(self, made: Sequence[Episode | _Failure | None]) -> None:
+        """Raises on every rank if all episodes of all ranks have failed: a mistake in the workflow, most likely."""
+        failures = [item for item in made if isinstance(item, _Failure)]
+        first = failures[0] if failures and len(failures) == len(made) else None
+        verdicts = self._comm.all_gather_object((len(made), first))
+        details = [item.details for count, item in verdicts if item is not None and count]
+        if details and len(details) == sum(count > 0 for count, _ in verdicts):
+            raise RuntimeError(f"Every episode has failed. The first:\n{details[0]}")
+
+    def _as_sample(self, job: _Job, made: Episode | _Failure | None) -> Sample:
+        if isinstance(made, Episode):
+            return made.sample(job.prompt, job.position, job.sample_index, self._strategy.tokenizer)
+        if made is not None and not self._has_shown_failure:
+            self._has_shown_failure = True
+            logger.warning(
+                "An episode of prompt %d has failed and is left out, as all that fail are; episode/failed counts "
+                "them.\n%s",
+                *(job.prompt.index, made.details.rstrip()),
+            )
+        return Sample(
+            prompt=job.prompt,
+            position=job.position,
+            sample_index=job.sample_index,
+            response_ids=(),
+            sampler_logprobs=(),
+            versions=(),
+            finish_reason="abort",
+            text="",
+            turns=(),
+            status=Status.FILTERED if made is None else Status.FAILED,
+        )
+
+
+def _describe(samples: Sequence[Sample], statistics: Statistics, prefix: str) -> None:
+    completed = [sample for sample in samples if sample.status is Status.COMPLETED]
+    for status in (Status.FAILED, Status.FILTERED):
+        count = sum(sample.status is status for sample in samples)
+        statistics.add(f"{prefix}episode/{status.value}", count)
+    statistics.mean(f"{prefix}episode/turns", sum(len(sample.turns) for sample in completed), len(completed))
+    for name in sorted({name for sample in completed for name in sample.numbers}):
+        total = math.fsum(sample.numbers.get(name, 0.0) for sample in completed)
+        statistics.add(f"{prefix}episode/{name}", total)

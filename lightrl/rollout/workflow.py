@@ -1,0 +1,109 @@
+"""A workflow makes the episode of one sample: any Python between turns of the policy. --rollout.workflow names it."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from lightrl.config import WorkflowConfig, named_values
+from lightrl.imports import load_object
+from lightrl.records import Prompt
+from lightrl.rollout.client import EngineClient
+from lightrl.rollout.episode import Episode
+
+BUILTIN_WORKFLOWS = {
+    "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
+}
+
+
+class Workflow(ABC):
+    """The episodes of a run. One object serves all of them, so it keeps nothing of an episode in itself.
+
+    No method may call a collective: each rank runs its own episodes, in any order.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode | Mapping[str, Any] | None:
+        """Makes one sample for a prompt.
+
+        Returns an Episode; or a dict of tensors of shape [1, L] (input_ids, loss_mask, logprobs, versions) with rewards
+        of [1]; or None to reject the sample, which is then counted and left out of its group. An exception makes the
+        sample a failed one.
+        """
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What a policy acts on, made anew for each episode. Its methods may be async."""
+
+    def reset(self, data: Prompt) -> Any:
+        """Begins the episode; returns a text to put behind the prompt, or an empty one."""
+        ...
+
+    def step(self, action: str) -> Any:
+        """Takes what the policy said; returns (observation, reward, whether the episode is over)."""
+        ...
+
+
+class EnvironmentWorkflow(Workflow):
+    """Lets the policy and an environment take turns. The reward of the episode is the sum of the steps' rewards."""
+
+    def __init__(self, *, environment: str, **arguments: Any) -> None:
+        """environment: package.module:Class; the other arguments go to its constructor."""
+        self._make = load_object(environment, builtin={}, what="environment", example="MyEnvironment")
+        self._arguments = arguments
+        self._new_environment()  # a wrong argument shows here, before anything expensive
+
+    def _new_environment(self) -> Any:
+        made = self._make(**self._arguments)
+        if not isinstance(made, Environment):
+            raise ValueError(f"The environment {self._make!r} has no reset(data) and step(action).")
+        return made
+
+    async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
+        """Alternates turns and observations until the environment, max_turns or the context ends the episode."""
+        environment, episode = self._new_environment(), Episode(data.token_ids)
+        opening = await _awaited(environment.reset(data))
+        if opening:
+            episode.hear(engine.encode(opening))
+        episode.reward = 0.0
+        for num_turns in range(1, engine.limits.max_turns + 1):
+            turn = await engine.generate(episode.ids)
+            episode.say(turn)
+            observation, reward, is_over = await _awaited(environment.step(turn.text))
+            episode.reward += float(reward)
+            if is_over:
+                return episode
+            heard = engine.encode_reply(observation, after=turn)
+            if num_turns == engine.limits.max_turns:
+                episode.finish_reason = "turns"
+            elif engine.room([*episode.ids, *heard]) < 1:
+                episode.finish_reason = "context"
+                return episode
+            else:
+                episode.hear(heard)
+        return episode
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def load_workflow(config: WorkflowConfig) -> Workflow:
+    """Builds the workflow that the options name; a wrong name or argument raises ValueError."""
+    found = load_object(config.workflow, builtin=BUILTIN_WORKFLOWS, what="workflow", example="MyWorkflow")
+    if not inspect.isclass(found) or not issubclass(found, Workflow):
+        raise ValueError(
+            f"The workflow {config.workflow!r} is no subclass of lightrl.Workflow: write a class with "
+            "`async def arun_episode(self, engine, data)`."
+        )
+    if inspect.isabstract(found):
+        raise ValueError(f"The workflow {config.workflow!r} does not implement arun_episode(engine, data).")
+    arguments = named_values(config.workflow_args, "rollout.workflow_args")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"--rollout.workflow_args: the workflow {config.workflow!r} is built with {error}.") from error
+    return found(**arguments)

@@ -1,0 +1,82 @@
+"""Whatever is wrong with a YAML text is told in one sentence, soon, and without running anything."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lightrl.config import GRPOConfig, named_values
+from lightrl.config.options import _yaml_flags
+from lightrl.config.yaml_text import parse_yaml, read_yaml
+
+BOMB = "l0: &l0 {}\n" + "\n".join(f"l{i}: &l{i} {{a: *l{i - 1}, b: *l{i - 1}}}" for i in range(1, 40))
+WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
+    "100,000 nested lists": ("a: " + "[" * 100_000, "its brackets are nested too deeply."),
+    "100,000 nested mappings": ("{a: " * 100_000, "its brackets are nested too deeply."),
+    "no date": ("lr: 2020-99-99", "is not valid YAML: month must be in 1..12"),
+    "5,000 digits": ("max_steps: " + "1" * 5000, "is not valid YAML: Exceeds the limit"),
+    "a tab": ("\tlr: 1", "is not valid YAML: while scanning for the next token found character"),
+    "a mapping that holds itself": ("optim: &a {optim: *a, b: *a}", "is nested too deeply"),
+    "a mapping that doubles forty times": (BOMB, "is nested too deeply"),
+    "no UTF-8": (b"lr: \xff\xfe", "it is no text in UTF-8"),
+    "a surrogate in UTF-8": (b"model: \xed\xa0\x80", "it is no text in UTF-8"),
+    "NUL": ("lr: \0", "is not valid YAML: unacceptable character #x0000"),
+    "a list": ("- 1", "must hold `option: value` lines, not a list."),
+    "a number": ("5", "must hold `option: value` lines, not a int."),
+    "a Python object": ("lr: !!python/object/apply:os.system ['ls']", "could not determine a constructor for the tag"),
+    "no value": ("lr:", "lr has no value. Give one, or leave the line out."),
+    "a number for a name": ("5: 3", "unknown option '5'."),
+    "a list for a name": ("? [a]\n: b", "found unhashable key"),
+    "a section with a value": ("optim: 5", "unknown option 'optim'. Did you mean optim.eps"),
+    "an option with a section": ("lr: {a: 1}", "unknown option 'lr.a'. Did you mean lr"),
+    "a flag in a list": ("reward: ['--lr', '5']", "reward is ['--lr', '5']: a value cannot begin with dashes."),
+    "two megabytes": ("# " + "x" * 2_000_000, "has 2,000,002 bytes: a file of options has at most 1,048,576."),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", list(WRONG_FILES))
+def test_a_wrong_file_of_options_gives_one_sentence(kind: str, tmp_path: Path) -> None:
+    content, text = WRONG_FILES[kind]
+    path = tmp_path / "options.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the text is compared below)
+        _yaml_flags(GRPOConfig, str(path))
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["[1", "[" * 100_000, "2020-99-99", "1" * 5000, "!!python/name:os.system", "\0", "*a"]
+)
+def test_a_wrong_value_of_an_argument_names_its_option(value: str) -> None:
+    with pytest.raises(ValueError, match=r"^--engine_args 'x=.* is not valid YAML: ") as error:
+        named_values([f"x={value}"], "engine_args")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(st.text(alphabet=st.sampled_from("a1:-[]{}!&*?|>'\"%@`,# \n\t<.~\ud800\0e"), max_size=40) | st.text(max_size=40))
+@example("? ? ?")
+@example("&a [*a]")
+@example("1e999999999")
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        parse_yaml(text, "it")
+    except ValueError as error:
+        assert str(error).startswith("it is not valid YAML: ")  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.binary(max_size=60) | st.text(alphabet="lr:optimf_{}[],.- \n&a*", max_size=40).map(str.encode))
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(content)
+    try:
+        read_yaml(path, "it")
+        _yaml_flags(GRPOConfig, str(path))
+    except ValueError as error:
+        assert str(error)  # noqa: PT017

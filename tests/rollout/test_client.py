@@ -1,0 +1,130 @@
+"""What an episode is given: room, seeds, and the tokens of a message in a chat."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightrl.builtin.model import builtin_tokenizer
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.episode import Turn
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>+{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
+
+
+class Recorder:
+    """Answers every request with token 5 and remembers its parameters."""
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(version=3)
+        self.asked: list[SamplingParams] = []
+
+    async def generate(self, prompt: EnginePrompt, params: SamplingParams) -> Completion:
+        self.asked.append(params)
+        return Completion(
+            request_id=0,
+            sample_index=params.first_sample,
+            prompt_token_ids=prompt.token_ids,
+            output_token_ids=(5,),
+            logprobs=(-0.5,),
+            versions=(3,),
+            finish_reason="length",
+        )
+
+
+def client(recorder: Recorder, sample_index: int = 2, **limits: int) -> EngineClient:
+    settings = {"max_new_tokens": 8, "max_turns": 4, "max_tokens": 20, **limits}
+    return EngineClient(
+        recorder,  # type: ignore[arg-type]
+        builtin_tokenizer(),
+        seed=11,
+        sample_index=sample_index,
+        temperature=0.5,
+        limits=EpisodeLimits(**settings),
+    )
+
+
+def test_a_turn_has_room_up_to_both_limits() -> None:
+    recorder = Recorder()
+    mine = client(recorder)
+    assert [mine.room([1] * length) for length in (3, 12, 15, 20, 25)] == [8, 8, 5, 0, -5]
+    asyncio.run(mine.generate([1] * 15))
+    asyncio.run(mine.generate([1] * 15, max_new_tokens=2))
+    assert [params.max_new_tokens for params in recorder.asked] == [5, 2]
+    with pytest.raises(ValueError, match="no room for a turn behind 20 tokens: an episode may have 20"):
+        asyncio.run(mine.generate([1] * 20))
+
+
+def test_calls_draw_apart_and_samples_by_their_index() -> None:
+    recorder = Recorder()
+    first, second = client(recorder), client(recorder, sample_index=3)
+    for mine in (first, first, second, second):
+        asyncio.run(mine.generate([1]))
+    seeds = [params.seed for params in recorder.asked]
+    assert seeds[0] == 11  # the seed of the plain run
+    assert len(set(seeds)) == 2
+    assert seeds[:2] == seeds[2:]  # of one prompt, so that siblings can share a request
+    assert [params.first_sample for params in recorder.asked] == [2, 2, 3, 3]
+    assert {params.temperature for params in recorder.asked} == {0.5}
+
+
+def test_only_turns_of_the_runs_temperature_are_trainable() -> None:
+    mine = client(Recorder())
+    assert asyncio.run(mine.generate([1])).is_trainable
+    greedy = asyncio.run(mine.generate([1], temperature=0.0))
+    assert not greedy.is_trainable
+    assert greedy.text == "3"  # token 5 of <pad> <eos> 0 1 2 3
+    assert mine.version == 3
+
+
+def said(*ids: int, finish_reason: Any = "stop") -> Turn:
+    count = len(ids)
+    return Turn(token_ids=ids, logprobs=(0.0,) * count, versions=(0,) * count, finish_reason=finish_reason, text="")
+
+
+def test_a_reply_without_a_template_is_its_text() -> None:
+    assert client(Recorder()).encode_reply("1+2=", after=said(4, 1)) == [3, 12, 4, 13]
+
+
+class ChatTokenizer:
+    """Characters as tokens, and a template of its own."""
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
+        from jinja2 import Template
+
+        del settings["tokenize"]
+        return Template(self.chat_template).render(messages=messages, **settings)
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        return "<eos>" if list(ids) == [1] else "".join(map(chr, ids))
+
+
+def text_of(template: str, after: Turn) -> str:
+    mine = client(Recorder())
+    mine.tokenizer = ChatTokenizer(template)
+    return "".join(map(chr, mine.encode_reply("why?", after=after)))
+
+
+def test_a_reply_in_a_chat_is_what_the_template_puts_behind_an_answer() -> None:
+    # An answer that ended by <eos> has it already; one that was cut off has not.
+    assert text_of(CHATML, said(7, 1)) == "+<user>why?<eos>+<assistant>"
+    assert text_of(CHATML, said(7, finish_reason="length")) == "<eos>+<user>why?<eos>+<assistant>"
+
+
+def test_a_template_that_drops_answers_is_refused() -> None:
+    with pytest.raises(ValueError, match="chat template leaves an answer out"):
+        text_of("{{ messages[-1].content }}", said(7, 1))

@@ -1,0 +1,159 @@
+"""The driver on a scripted engine: what is submitted together, and what becomes of requests that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
+from lightrl.rollout.driver import EpisodeDriver
+
+
+class ScriptedEngine:
+    """Finishes a request after as many steps as its prompt's first token says, with that token as the answer."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.submitted: list[tuple[tuple[int, ...], int, int]] = []  # (tokens, first sample, n)
+        self.aborted: list[int] = []
+        self.num_steps = 0
+        self._running: dict[int, tuple[int, EnginePrompt, SamplingParams]] = {}
+
+    def check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
+        if not prompt.token_ids:
+            raise ValueError(f"{name} is empty")
+
+    def submit(self, prompt: EnginePrompt, params: SamplingParams) -> int:
+        self.submitted.append((prompt.token_ids, params.first_sample, params.n))
+        request_id = len(self.submitted) - 1
+        self._running[request_id] = (prompt.token_ids[0], prompt, params)
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[Completion]:
+        self.num_steps += 1
+        done = []
+        for request_id, (left, prompt, params) in list(self._running.items()):
+            self._running[request_id] = (left - 1, prompt, params)
+            if left == 1:
+                del self._running[request_id]
+                for index in range(params.first_sample, params.first_sample + params.n):
+                    done.append(completion(request_id, index, prompt))
+        return done
+
+    def abort(self, request_ids: Any = None) -> list[Completion]:
+        chosen = list(self._running) if request_ids is None else list(request_ids)
+        self.aborted += chosen
+        for request_id in chosen:
+            self._running.pop(request_id)
+        return []
+
+
+def completion(request_id: int, index: int, prompt: EnginePrompt) -> Completion:
+    return Completion(
+        request_id=request_id,
+        sample_index=index,
+        prompt_token_ids=prompt.token_ids,
+        output_token_ids=(100 * prompt.token_ids[0] + index,),
+        logprobs=(0.0,),
+        versions=(0,),
+        finish_reason="stop",
+    )
+
+
+def driver() -> tuple[EpisodeDriver, ScriptedEngine]:
+    engine = ScriptedEngine()
+    return EpisodeDriver(engine, EngineGroup()), engine  # type: ignore[arg-type]
+
+
+def sample(index: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(first_sample=index, seed=seed)
+
+
+def test_siblings_share_a_request_and_others_do_not() -> None:
+    made, engine = driver()
+
+    async def episode(job: tuple[int, int, int]) -> int:
+        token, index, seed = job
+        return (await made.generate([token], sample(index, seed))).output_token_ids[0]
+
+    jobs = [(2, 1, 0), (2, 0, 0), (3, 0, 0), (2, 3, 0), (2, 0, 7)]
+    assert made.run(jobs, episode) == [201, 200, 300, 203, 200]
+    # samples 0 and 1 of the same prompt and seed are one request; sample 3 leaves a gap; seed 7 is another draw
+    assert sorted(engine.submitted) == [((2,), 0, 1), ((2,), 0, 2), ((2,), 3, 1), ((3,), 0, 1)]
+    assert engine.num_steps == 3
+
+
+def test_the_engine_goes_on_while_a_tool_runs() -> None:
+    made, engine = driver()
+
+    async def episode(job: str) -> str:
+        if job == "tool":
+            await asyncio.sleep(0.05)
+            await made.generate([1], sample(0))
+            return "tool"
+        for _ in range(3):
+            await made.generate([2], sample(0))
+        return f"{engine.num_steps} steps"
+
+    assert made.run(["turns", "tool"], episode) == ["6 steps", "tool"]
+
+
+def test_a_request_that_ran_out_of_time_is_taken_back() -> None:
+    made, engine = driver()
+
+    async def episode(job: int) -> str:
+        async def slow_tool() -> None:
+            while engine.num_steps < 3:
+                await asyncio.sleep(0)
+
+        if job == 0:  # gives up after three steps of a request that takes 50
+            waiting = asyncio.ensure_future(made.generate([50], sample(0)))
+            await slow_tool()
+            waiting.cancel()
+            return "gave up"
+        return str((await made.generate([8], sample(0))).output_token_ids[0])
+
+    assert made.run([0, 1], episode) == ["gave up", "800"]
+    assert engine.aborted == [1]  # the request that was submitted second
+    assert engine.num_steps == 8
+
+
+def test_a_bad_prompt_raises_in_its_episode_alone() -> None:
+    made, _ = driver()
+
+    async def episode(job: list[int]) -> str:
+        try:
+            return str((await made.generate(job, sample(0))).output_token_ids[0])
+        except ValueError as error:
+            return str(error)
+
+    assert made.run([[], [1]], episode) == ["the prompt of a turn is empty", "100"]
+
+
+def test_an_error_leaves_nothing_in_the_engine() -> None:
+    made, engine = driver()
+
+    async def episode(job: int) -> None:
+        if job == 0:
+            await made.generate([1], sample(0))
+            raise KeyError("a mistake in the caller")
+        await made.generate([50], sample(1))
+
+    with pytest.raises(KeyError, match="a mistake in the caller"):
+        made.run([0, 1], episode)
+    assert not engine.has_unfinished()
+
+
+def test_a_rank_without_episodes_returns_none() -> None:
+    made, engine = driver()
+
+    async def episode(job: int) -> int:
+        return job
+
+    assert made.run([], episode) == []
+    assert engine.num_steps == 0

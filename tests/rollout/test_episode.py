@@ -1,0 +1,96 @@
+"""Episodes token by token, and from the tensors of other frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.builtin.model import builtin_tokenizer
+from lightrl.records import Prompt
+from lightrl.rollout.episode import Episode, Turn, episode_of_tensors
+
+
+def turn(*ids: int, **changes: Any) -> Turn:
+    settings: dict[str, Any] = {
+        "token_ids": ids,
+        "logprobs": tuple(-token / 10 for token in ids),
+        "versions": (4,) * len(ids),
+        "finish_reason": "stop",
+        "text": "",
+    }
+    return Turn(**{**settings, **changes})
+
+
+def test_an_episode_only_grows() -> None:
+    episode = Episode([2, 3])
+    episode.say(turn(5, 6))
+    first = episode.ids
+    episode.hear([7])
+    episode.say(turn(8, finish_reason="length"))
+    assert first == (2, 3, 5, 6)
+    assert episode.ids == (2, 3, 5, 6, 7, 8)
+    prompt = Prompt(index=0, text="", token_ids=(2, 3))
+    sample = episode.sample(prompt, 1, 4, builtin_tokenizer())
+    assert sample.key == (1, 4)
+    assert sample.prompt_ids == (2, 3)
+    assert sample.response_ids == (5, 6, 7, 8)
+    assert sample.own == (True, True, False, True)
+    assert sample.sampler_logprobs == (-0.5, -0.6, 0.0, -0.8)
+    assert sample.versions == (4, 4, 4, 4)
+    assert sample.turns == (0, 3)
+    assert sample.finish_reason == "length"
+    assert sample.num_own == 3
+
+
+def test_an_episode_of_one_turn_has_no_mask() -> None:
+    episode = Episode([2])
+    episode.say(turn(5))
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
+    assert (sample.own, sample.turns) == ((), (0,))
+
+
+def test_a_turn_of_another_temperature_is_not_trained() -> None:
+    with pytest.raises(ValueError, match="A turn of another temperature than the run's cannot be trained"):
+        Episode([2]).say(turn(5, is_trainable=False))
+
+
+def tensors(**changes: Any) -> dict[str, torch.Tensor]:
+    given = {
+        "input_ids": [2, 3, 5, 6, 7],
+        "loss_mask": [0, 0, 1, 0, 1],
+        "logprobs": [0.0, 0.0, -1.0, 0.0, -2.0],
+        "versions": [-1, -1, 3, -1, 4],
+        "rewards": [0.5],
+        **changes,
+    }
+    return {name: torch.tensor([values]) for name, values in given.items()}
+
+
+def test_tensors_are_split_at_the_first_trained_token() -> None:
+    episode = episode_of_tensors(tensors())
+    assert episode.prompt_ids == (2, 3)
+    assert episode.response_ids == [5, 6, 7]
+    assert episode.turns == [0, 2]
+    assert episode.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"logprobs": [0.0]}, "has 5 input_ids, 5 of loss_mask, 1 logprobs and 5 versions"),
+        ({"loss_mask": [0] * 5}, "0 of them trained: give equal lengths, a prompt of at least one token"),
+        ({"loss_mask": [1] * 5}, "a prompt of at least one token"),
+    ],
+)
+def test_tensors_that_are_no_episode_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        episode_of_tensors(tensors(**changes))
+
+
+def test_missing_tensors_are_named() -> None:
+    given = tensors()
+    del given["versions"]
+    with pytest.raises(ValueError, match="An episode as a dict has no versions"):
+        episode_of_tensors(given)

@@ -1,0 +1,126 @@
+"""Episodes on a real strategy and engine: masks, seeds, failures, and the same samples however ranks are used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episode_program import LIMITS, collector_of, prompts_of, row, start
+
+from lightrl.config import WorkflowConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, Status
+from lightrl.rewards import has_reward
+from lightrl.rewards.episode_reward import episode_reward
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.collector import Collector
+from lightrl.rollout.episode_collector import EpisodeCollector
+from lightrl.rollout.workflow import load_workflow
+from lightrl.strategy import EngineStatus, StrategyBase
+from lightrl.testing import run_spmd
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+@pytest.fixture(scope="module")
+def strategy() -> StrategyBase:
+    return start(strategy_name="single")
+
+
+@pytest.fixture(scope="module")
+def prompts(strategy: StrategyBase) -> list[tuple[int, Prompt]]:
+    return prompts_of(strategy.tokenizer)
+
+
+def draw(strategy: StrategyBase, prompts: list[tuple[int, Prompt]], **workflow: Any) -> list[Sample]:
+    return collector_of(strategy, **workflow).sample(prompts, step=2, group_size=3, temperature=1.0)
+
+
+def test_one_turn_draws_what_the_plain_collector_draws(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    plain = Collector(strategy, episode_reward, seed=3, max_new_tokens=LIMITS.max_new_tokens)
+    theirs = plain.sample(prompts, step=2, group_size=3, temperature=1.0)
+    ours = draw(strategy, prompts, workflow="episodes:OneTurn", workflow_args=())
+    assert ours == theirs
+    assert strategy.engine is not None
+    assert strategy.engine.status is EngineStatus.SLEEPED
+
+
+def test_what_was_heard_is_kept_apart_from_what_was_said(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    for sample in draw(strategy, prompts):
+        assert len(sample.response_ids) == len(sample.sampler_logprobs) == len(sample.versions) == len(sample.own)
+        assert len(sample.turns) == 3
+        assert sample.turns[0] == 0
+        heard = [index for index, own in enumerate(sample.own) if not own]
+        # two tokens before the second turn and two before the third, the reply that Echo makes of what was said
+        assert heard == [sample.turns[1] - 2, sample.turns[1] - 1, sample.turns[2] - 2, sample.turns[2] - 1]
+        said = strategy.tokenizer.decode(sample.response_ids[: heard[0]], skip_special_tokens=True)  # type: ignore[union-attr]
+        reply = f"{sum(map(ord, said)) % 10}="
+        assert strategy.tokenizer.decode(sample.response_ids[heard[0] : heard[1] + 1]) == reply  # type: ignore[union-attr]
+
+
+def test_a_turn_does_not_depend_on_who_else_runs(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    everyone = [row(sample) for sample in draw(strategy, prompts)]
+    late = draw(strategy, prompts, workflow_args=("environment=episodes:Echo", "max_wait_s=0.03"))
+    assert [row(sample) for sample in late] == everyone
+    assert [row(sample) for sample in draw(strategy, prompts[3:])] == everyone[9:]
+    turns = {tuple(item[2][:4]) for item in everyone}
+    assert len(turns) > 10  # 15 samples: they do not repeat each other
+
+
+def test_tensors_of_another_framework_become_a_sample(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    for sample in draw(strategy, prompts[:2], workflow="episodes:Tensors", workflow_args=()):
+        assert sample.prompt_ids == sample.prompt.token_ids
+        assert sample.reward == 0.5
+        place = sample.own.index(False)
+        assert sample.response_ids[place] == 5
+        assert sample.turns == (0, place + 1)
+        assert sum(sample.own) == len(sample.response_ids) - 1
+
+
+def test_a_sample_that_failed_costs_only_itself(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]], caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow = load_workflow(WorkflowConfig(workflow="episodes:Moody"))
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), workflow, seed=3, limits=LIMITS, timeout_s=0.5)
+    samples = collector.sample(prompts[:2], step=0, group_size=5, temperature=1.0)
+    completed, filtered, failed = Status.COMPLETED, Status.FILTERED, Status.FAILED
+    assert [sample.status for sample in samples] == [completed, filtered, failed, failed, completed] * 2
+    statistics = Statistics()
+    rewards = collector.score(samples, statistics)
+    assert [has_reward(reward) for reward in rewards] == [True, False, False, False, True] * 2
+    metrics = statistics.reduce(strategy.comm)
+    assert metrics["episode/failed"] == 4
+    assert metrics["episode/filtered"] == 2
+    assert metrics["episode/turns"] == 1.0
+    assert metrics["episode/calls"] == 8.0
+    assert len(caplog.records) == 1  # the first failure, once
+    assert "the tool is on fire" in caplog.text
+
+
+def test_a_workflow_that_always_fails_ends_the_run(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)Every episode has failed.*the tool is on fire"):
+        draw(strategy, prompts, workflow="episodes:Broken", workflow_args=())
+    assert strategy.engine is not None
+    assert strategy.engine.status is EngineStatus.SLEEPED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_ranks_make_the_episodes_of_one_process(
+    group_size: int, strategy: StrategyBase, prompts: list[tuple[int, Prompt]], tmp_path: Path
+) -> None:
+    output = tmp_path / "found.json"
+    program = PROGRAMS / "episode_program.py"
+    run_spmd(program, str(output), str(group_size), "0.02", world_size=2, timeout_s=180)
+    found = json.loads(output.read_text())
+    alone = [json.loads(json.dumps(row(sample))) for sample in draw(strategy, prompts)]
+    assert found["samples"] == alone
+    assert found["metrics"]["episode/turns"] == 3.0

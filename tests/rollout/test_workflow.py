@@ -1,0 +1,98 @@
+"""Workflows by name, and the limits of an environment's episode."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_client import Recorder, client
+
+from lightrl.config import GRPOConfig, WorkflowConfig
+from lightrl.records import Prompt
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.workflow import EnvironmentWorkflow, Workflow, load_workflow
+
+PROMPT = Prompt(index=0, text="1=", token_ids=(3, 13))
+HERE = f"{__name__}:"
+
+
+class Count:
+    """Over after `length` turns, each worth 0.25; answers "+"."""
+
+    def __init__(self, *, length: int, opening: str = "") -> None:
+        self.length = length
+        self.opening = opening
+
+    def reset(self, data: Prompt) -> str:
+        assert data is PROMPT
+        return self.opening
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        assert action == "3"
+        self.length -= 1
+        return "+", 0.25, self.length == 0
+
+
+class NoEnvironment:
+    """Has neither reset nor step."""
+
+
+class Abstract(Workflow):
+    """Leaves arun_episode out."""
+
+
+def play(length: int, opening: str = "", **limits: int) -> Episode:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Count", length=length, opening=opening)
+    return asyncio.run(workflow.arun_episode(client(Recorder(), **limits), PROMPT))
+
+
+def test_an_environment_and_the_policy_take_turns() -> None:
+    episode = play(3, opening="=")
+    assert episode.prompt_ids == (3, 13)
+    assert episode.response_ids == [13, 5, 12, 5, 12, 5]  # "=" heard, then "3" said and "+" heard
+    assert episode.turns == [1, 3, 5]
+    assert episode.reward == 0.75
+    assert episode.finish_reason == "length"  # of the last turn
+
+
+def test_the_number_of_turns_is_limited() -> None:
+    episode = play(9, max_turns=2)
+    assert episode.response_ids == [5, 12, 5]
+    assert episode.finish_reason == "turns"
+    assert episode.reward == 0.5
+
+
+def test_the_context_is_limited() -> None:
+    # 2 tokens of the prompt, and 2 for each turn with its answer: behind 6 tokens a fourth turn has no room.
+    episode = play(9, max_tokens=6)
+    assert episode.ids == (3, 13, 5, 12, 5)
+    assert episode.finish_reason == "context"
+
+
+def load(**options: Any) -> Workflow:
+    return load_workflow(WorkflowConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workflow": "enviroment"}, "Unknown workflow 'enviroment'. Did you mean environment"),
+        ({"workflow": f"{HERE}Count"}, "is no subclass of lightrl.Workflow"),
+        ({"workflow": f"{HERE}Abstract"}, r"does not implement arun_episode\(engine, data\)"),
+        ({"workflow": "environment"}, "missing a required argument: 'environment'"),
+        (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},
+            r"has no reset\(data\) and step\(action\)",
+        ),
+        ({"workflow": "environment", "workflow_args": ("environment",)}, "it must be name=value"),
+    ],
+)
+def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        load(**options)
+
+
+def test_arguments_without_a_workflow_are_refused() -> None:
+    with pytest.raises(ValueError, match="--rollout... do nothing without --rollout.workflow"):
+        GRPOConfig(rollout=WorkflowConfig(max_turns=3))
