@@ -161,6 +161,10 @@ class Comm:
                 f"{self._board.describe_phases() if self._board is not None else ''}"
             ) from error
 
+    def has_failed_elsewhere(self) -> bool:
+        """Returns whether another rank has left with an error; no collective."""
+        return self._board is not None and bool(self._board.errors_of_others())
+
     # ---- decisions ---------------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:

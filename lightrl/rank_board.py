@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Protocol
 
 
@@ -30,6 +29,7 @@ class RankBoard:
         self._rank = rank
         self._world = world
         self._phases = ["start"]
+        self._is_lost = False  # each further try would print a warning of torch
 
     @property
     def phase(self) -> str:
@@ -80,8 +80,12 @@ class RankBoard:
         self._post(f"lightrl/phase/{self._rank}", f"{self.phase}|{time.time():.1f}")
 
     def _post(self, key: str, text: str) -> None:
-        with suppress(RuntimeError):  # the store's host is gone: the error that this rank has says more
+        if self._is_lost:
+            return
+        try:
             self._store.set(key, text)
+        except RuntimeError:  # the store's host is gone: the error that this rank has says more
+            self._is_lost = True
 
     def _has(self, key: str) -> bool:
         try:

@@ -37,6 +37,7 @@ from lightrl.config.runs import (
 )
 from lightrl.config.sections import (
     AlgorithmConfig,
+    CodeConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "BUILTIN_MODEL",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CodeConfig",
     "CriticConfig",
     "CriticTrainingConfig",
     "DPOConfig",

@@ -9,6 +9,7 @@ from typing import Literal
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
+    CodeConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
@@ -171,6 +172,7 @@ class RewardConfig:
     reward_workers: int = option(2, at_least=1, resume="free")
     """Number of processes on a rank for isolated rewards, such as math."""
     judge: JudgeConfig = section(JudgeConfig)
+    code: CodeConfig = section(CodeConfig)
 
     def check(self) -> None:
         """Raises ValueError for a bad reward_failure_value."""

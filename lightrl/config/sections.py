@@ -274,10 +274,11 @@ class WorkflowConfig:
     """How a sample is made, where it is more than one response to its prompt."""
 
     workflow: str = ""
-    """What makes a sample: environment, or your own subclass of lightrl.Workflow as package.module:Class. Empty: one
-    response to the prompt."""
+    """What makes a sample: environment, tools, or your own subclass of lightrl.Workflow as package.module:Class. Empty:
+    one response to the prompt."""
     workflow_args: tuple[str, ...] = ()
-    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment."""
+    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
+    my_module:search]."""
     max_turns: int = option(8, at_least=1)
     """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
     max_context_tokens: int = option(0, at_least=0)
@@ -321,6 +322,15 @@ class JudgeConfig:
     retries: int = option(3, at_least=0)
     """Number of further tries after a failure that may pass: no connection, timeout, HTTP 408, 409, 425, 429 and 5xx.
     The wait before a try is what the server asks for, or starts at 1 s and doubles."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CodeConfig:
+    """How the reward code runs the programs of responses."""
+
+    unsafe: bool = option(False, resume="free")
+    """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
+    SECURITY.md says what the sandbox promises."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -154,6 +154,9 @@ class CheckpointConfig:
     """Steps between checkpoints; one more is written after the last step. 0: write none."""
     keep: int = option(2, at_least=1)
     """Number of checkpoints to keep, the newest ones."""
+    grace_s: float = option(300.0, at_least=0, at_most=86_400)
+    """Seconds that a run has, after SIGTERM, SIGHUP or SIGUSR1, to finish its step and write one more checkpoint. Then,
+    or at once if 0, it ends without. torchrun kills its ranks 30 s after it has passed a signal on."""
     asynchronous: bool = False
     """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
 

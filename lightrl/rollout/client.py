@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,15 +104,19 @@ class EngineClient:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> list[int]:
-        """Returns the tokens of a message to the policy that follows a turn.
+        """Returns the tokens of one message to the policy that follows a turn: encode_messages()."""
+        return self.encode_messages([{"role": role, "content": text}], after=after)
 
-        They are what the chat template puts behind an answer: its end, the message, and the beginning of the next
-        answer. The end is left out where the turn ends by it. Without a chat template the text stands alone.
+    def encode_messages(self, messages: Sequence[Mapping[str, str]], *, after: Turn) -> list[int]:
+        """Returns the tokens of messages to the policy that follow a turn.
+
+        They are what the chat template puts behind an answer: its end, the messages, and the beginning of the next
+        answer. The end is left out where the turn ends by it. Without a chat template the texts stand alone.
         """
         if not self.tokenizer.chat_template:
-            return self.encode(text)
+            return self.encode("".join(message["content"] for message in messages))
         rendered = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, {"role": role, "content": text}],
+            [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *messages],
             tokenize=False,
             add_generation_prompt=True,
         )
@@ -126,3 +130,15 @@ class EngineClient:
         if after.finish_reason == "stop" and ending and behind.startswith(ending):
             behind = behind[len(ending) :]
         return self.encode(behind)
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of a conversation up to the policy's first turn, with tools described to it."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "The tokenizer has no chat template, which describes the tools to the policy. Use the model's instruct "
+                "version, or a workflow that writes the prompt itself."
+            )
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tools=list(tools), tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)

@@ -15,6 +15,7 @@ from lightrl.rollout.episode import Episode
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
+    "tools": "lightrl.rollout.tools:ToolWorkflow",
 }
 
 

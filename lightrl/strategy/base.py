@@ -33,7 +33,7 @@ from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.accumulation import accumulation_steps
+from lightrl.strategy.optim.accumulation import accumulation_steps, known_world
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
@@ -63,10 +63,8 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self.accumulation_steps = 1  # train_batch takes any sizes; accumulation by calls needs sizes that fit
-        if not self.options.exact_batches:
-            group_size = self.options.tp_size * self.options.sp_size
-            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, group_size)
+        self._assumed_world = known_world()
+        self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
@@ -153,6 +151,8 @@ class StrategyBase(ForeignNames, ABC):
             _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
+        if world != self._assumed_world:
+            self.accumulation_steps = self._accumulation_steps(world)
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
@@ -160,6 +160,13 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
+
+    def _accumulation_steps(self, world: int) -> int:
+        """Returns 1 where train_batch takes any sizes; accumulation by calls needs sizes that fit."""
+        if self.options.exact_batches:
+            return 1
+        ranks_apart = max(1, world // (self.options.tp_size * self.options.sp_size))
+        return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
 
     def prepare_trained(
         self,

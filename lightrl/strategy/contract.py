@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightrl import comm as comm_module
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine
-from lightrl.metrics import report_memory
+from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
 from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
 from lightrl.strategy.optim.grad_scaler import GradScaler
@@ -155,10 +155,12 @@ class ForeignNames(ABC):
         return total["loss"] / total["weight"] if total["weight"] else 0.0
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
-        """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self.trained.entry(model).scheduler
-        if scheduler is not None:
-            scheduler.step()
+        """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
+        trained = self.trained.entry(model)
+        if trained.optimizer in self.trained.scheduled:
+            self.trained.scheduled.remove(trained.optimizer)
+        elif trained.scheduler is not None:
+            trained.scheduler.step()
 
     # ---- Communication -----------------------------------------------------------------------------------------
 
@@ -188,14 +190,16 @@ class ForeignNames(ABC):
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
-        return report_memory(comm_module.current(), prefix)
+        """Returns the GB that this rank uses and prints them on rank 0; no other rank need call it."""
+        used = memory_in_use()
+        cls.print(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
+        return used
 
     @contextmanager
     def init_model_context(self: Native) -> Iterator[None]:
         """Wraps the construction of a model and reports the memory after it."""
         yield
-        report_memory(self.comm, "model built")
+        self.report_memory("model built")
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:

@@ -142,8 +142,10 @@ class TorchStrategy(StrategyBase):
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         for hook in hooks:
             hook.after_update(optimizer, is_finite=is_finite)
-        if is_finite and scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
-            scheduler.step()
+        if scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
+            self.trained.scheduled.add(optimizer)
+            if is_finite:
+                scheduler.step()
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
 
     # ---- Weights -----------------------------------------------------------------------------------------------

@@ -410,8 +410,8 @@ def check_small_members(strategy: StrategyBase) -> None:
     """Ranks, memory reports and data loaders are those of the world."""
     assert strategy.get_rank() == strategy.comm.rank
     assert strategy.is_rank_0() == (strategy.comm.rank == 0)
-    report = strategy.report_memory("test")
-    assert 0 < report["memory/host_gb/min"] <= report["memory/host_gb/mean"] <= report["memory/host_gb/max"]
+    if strategy.is_rank_0():  # by itself
+        assert strategy.report_memory("test")["memory/host_gb"] > 0
     strategy.sync_and_clear_cache()
     loader = strategy.setup_dataloader(list(range(10)), batch_size=2, shuffle=False, drop_last=False)
     seen = [int(item) for batch in loader for item in batch]

@@ -12,7 +12,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -28,6 +28,14 @@ from lightrl.config import RunConfig, print_user_error
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
+from lightrl.trainers.lifetime import (
+    StoppedBySignal,
+    end_process,
+    end_with_torchrun,
+    ended_by_signals,
+    how_to_go_on,
+    is_under_torchrun,
+)
 from lightrl.trainers.run import RunContext, TrainerConfig, open_run
 
 logger = logging.getLogger(__name__)
@@ -162,12 +170,15 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
         # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
+    if is_under_torchrun():
+        end_with_torchrun()
+    trainer: Trainer | None = None
     try:
         trainer = _build(trainer_class, config)
         trainer.fit()
         trainer.close()
-    except (Exception, KeyboardInterrupt) as error:
-        _end(error)
+    except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
+        _end(error, trainer)
 
 
 def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
@@ -176,25 +187,21 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
         return trainer_class(config)
     except (ValueError, OSError, ImportError, SyntaxError) as error:
         print_user_error(error)
-        _exit(2)
+        end_process(2)
 
 
-def _end(error: BaseException) -> NoReturn:
+def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
+    if isinstance(error, StoppedBySignal) and trainer is not None:
+        trainer.close()
+        end_process(int(error.code or 0))
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write("interrupted; the same command with this --output_dir continues from the newest checkpoint\n")
-        _exit(130)
+        sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
+        end_process(130)
     if isinstance(error, RankError):
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
     else:
         traceback.print_exception(error)
-    _exit(1)
-
-
-def _exit(code: int) -> NoReturn:
-    """Ends the process at once: tearing down a broken process group can wait for a rank that is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(1)
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
@@ -207,8 +214,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         if comm.is_main:
             folder.open(config, trainer.step_index)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
-    log = RunLog(trainer)
-    with console.progress:
+    with console.progress, closing(RunLog(trainer)) as log, ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}")
         console.say(trainer.batches)
         metrics: dict[str, float] = {}
@@ -217,7 +223,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
             log.write(metrics)
-        while trainer.step_index < config.max_steps:
+        while goes_on():
             metrics = _one_step(trainer, log)
             console.step_done(trainer.step_index, metrics)
             if _is_due(trainer, config.eval.every):
@@ -233,7 +239,6 @@ def fit(trainer: Trainer) -> dict[str, float]:
     if comm.is_main:
         console.final_table(folder.metrics())
         console.say(f"model: {folder.final}")
-    log.close()
     return metrics
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightrl.strategy.layout.plain import SavedTensors
@@ -50,12 +51,17 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
     return attached[0]
 
 
-def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, group_size: int = 1) -> int:
+def known_world() -> int:
+    """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
+    is_joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, *, world_size: int) -> int:
     """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit.
 
-    The ranks of a group (--tp_size x --sp_size) run the micro-batches of all of them, one after the other.
+    Ranks that run the micro-batches of all of them, one after the other (--tp_size, --sp_size), count as one.
     """
-    world_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // group_size)
     for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1.")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
+from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps, known_world
 from lightrl.strategy.single import SingleStrategy
 
 
@@ -25,10 +25,11 @@ def test_calls_are_counted_for_each_optimizer() -> None:
 
 def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert accumulation_steps(128, 4) == 4
-    assert accumulation_steps(128, 4, group_size=2) == 8
+    assert known_world() == 8
+    assert accumulation_steps(128, 4, world_size=8) == 4
+    assert accumulation_steps(128, 4, world_size=4) == 8
     with pytest.raises(ValueError, match="Nearest valid train_batch_size: 120 or 144"):
-        accumulation_steps(128, 3)
+        accumulation_steps(128, 3, world_size=8)
 
 
 @pytest.mark.parametrize("flags", [{}, {"load_module_only": True}, {"load_optimizer_states": False}])

@@ -1,0 +1,245 @@
+"""How a run ends before its last step: with a checkpoint after a signal, at once when torchrun is gone."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.strategy import StrategyBase
+from lightrl.trainers.run import RunFolder
+
+EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_POLL_S = 1.0  # between two looks at the parent and the clock
+_LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
+_INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # one that nobody else sends
+
+
+class StoppableRun(Protocol):
+    """What this module needs of a trainer."""
+
+    config: Any
+    step_index: int
+
+    @property
+    def strategy(self) -> StrategyBase: ...
+
+    @property
+    def folder(self) -> RunFolder: ...
+
+    def save(self) -> None: ...
+
+
+class StoppedBySignal(SystemExit):
+    """A signal has ended the training; the exit code is 75 if the same command goes on from here."""
+
+
+# ---- Between the steps -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
+    """Yields a function that every rank calls before a step, and that says whether there is another step.
+
+    After a signal on any rank it writes a checkpoint and raises StoppedBySignal on all.
+    """
+    watch = SignalWatch(run)
+    watch.start()
+    try:
+        yield partial(_goes_on, run, watch)
+    finally:
+        watch.stop()
+
+
+def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
+    received = run.strategy.comm.max_int(watch.received)
+    is_over = run.step_index >= run.config.max_steps
+    if received and not is_over:
+        _save_and_stop(run, received)
+    return not is_over
+
+
+def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
+    name, every = signal.Signals(signum).name, run.config.checkpoint.every
+    if run.step_index and every:
+        if run.step_index % every:  # else it has just been written
+            run.save()
+        run.strategy.saver.finish()
+    if run.strategy.comm.is_main:
+        _say(f"{name}: the run ends after step {run.step_index}; {how_to_go_on(run)}")
+    raise StoppedBySignal(EXIT_SAVED if every else 128 + signum)
+
+
+def how_to_go_on(run: StoppableRun | None) -> str:
+    """Says where the same command continues."""
+    if run is None:
+        return "nothing was trained yet: the same command starts again"
+    newest = CheckpointDirectory(run.folder.checkpoints, keep=1).latest()
+    if newest is None:
+        reason = ", since --checkpoint.every is 0" if not run.config.checkpoint.every else ""
+        return f"there is no checkpoint{reason}: the same command starts from the beginning"
+    return f"the same command with --output_dir {run.folder.root} continues from {newest.name}"
+
+
+# ---- The watch -------------------------------------------------------------------------------------------------------
+
+
+class SignalWatch:
+    """A thread that hears signals while the main thread waits in C, and sees that torchrun has gone."""
+
+    def __init__(self, run: StoppableRun) -> None:
+        self.received = 0  # the first signal that asks for the end
+        self._run = run
+        self._parent = os.getppid() if is_under_torchrun() else 0
+        self._orphan_since: float | None = None
+        self._deadline: float | None = None
+        self._exit_code = 0  # at the deadline
+        self._former: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Takes over the signals that nobody handles or ignores. Outside the main thread Python allows none of it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._heard, self._written = socket.socketpair()
+        self._heard.settimeout(_POLL_S)
+        self._written.setblocking(False)
+        self._former_wakeup = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        taken = (*_STOPPING, _ORPHANED) if self._parent and _ORPHANED else _STOPPING
+        free = [signum for signum in taken if signal.getsignal(signum) is signal.SIG_DFL]
+        self._former = {signum: signal.signal(signum, self._receive) for signum in free}
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives the signals back."""
+        if not hasattr(self, "_thread"):
+            return
+        signal.set_wakeup_fd(self._former_wakeup)
+        for signum, handler in self._former.items():
+            signal.signal(signum, handler)
+        self._written.close()
+        self._thread.join()
+        self._heard.close()
+
+    def _receive(self, signum: int, _frame: object) -> None:
+        """Counts at the next step in any case; Python has written the number to the watch too, even while in C."""
+        if signum in _STOPPING and not self.received:
+            self.received = signum
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                heard = self._heard.recv(64)
+            except TimeoutError:
+                heard = None
+            if heard == b"":  # stop() has closed the other end
+                return
+            for signum in heard or b"":
+                if signum in _STOPPING and signum in self._former:
+                    self._note(signum)
+                elif signum == signal.SIGINT and self._parent:
+                    self._set_deadline(_INTERRUPT_S, 128 + signum)
+            if self._parent and os.getppid() != self._parent:
+                self._outlive_parent()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._give_up()
+
+    def _note(self, signum: int) -> None:
+        if self._deadline is not None:
+            return
+        if signum == signal.SIGHUP:
+            _drop_lost_terminal()
+        name, seconds = signal.Signals(signum).name, self._run.config.checkpoint.grace_s
+        if signum == signal.SIGTERM and self._parent:
+            threading.Thread(target=self._follow_a_failure, daemon=True).start()
+        self._set_deadline(seconds, 128 + signum)
+        _say(f"{name}: the run ends after this step, for which it has {seconds:g} s (--checkpoint.grace_s)")
+        self.received = self.received or signum
+
+    def _follow_a_failure(self) -> None:
+        """Ends at once where torchrun ends this rank because another one has failed."""
+        if self._run.strategy.comm.has_failed_elsewhere():
+            end_process(1)
+
+    def _set_deadline(self, seconds: float, exit_code: int) -> None:
+        self._deadline, self._exit_code = time.monotonic() + seconds, exit_code
+
+    def _outlive_parent(self) -> None:
+        """Ends the process, unless a signal to the whole job ended torchrun and this rank is still saving."""
+        if self._orphan_since is None:
+            self._orphan_since = time.monotonic()
+        if not self.received and time.monotonic() >= self._orphan_since + _LAG_S:
+            _say(f"torchrun (process {self._parent}) is gone, and so this rank ends; {how_to_go_on(self._run)}")
+            end_process(1)
+
+    def _give_up(self) -> NoReturn:
+        name = signal.Signals(self._exit_code - 128).name
+        _say(f"{name}: step and checkpoint took too long, so the run ends without them; {how_to_go_on(self._run)}")
+        end_process(self._exit_code)
+
+
+def _drop_lost_terminal() -> None:
+    """Sends output nowhere if its terminal was closed, so that the next line printed does not end the run."""
+    for descriptor in (1, 2):  # a terminal that was closed is a device, and no terminal any more
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK")
+    with suppress(OSError, ValueError):  # nobody may be listening any more
+        sys.stderr.write(f"{f'[rank {rank}] ' if rank else ''}{text}\n")
+        sys.stderr.flush()
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+
+
+def is_under_torchrun() -> bool:
+    """Returns whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_torchrun() -> None:
+    """Has this rank end when torchrun is killed, and remove the folder that torchrun leaves behind."""
+    atexit.register(_remove_torchrun_folder)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
+
+
+def _remove_torchrun_folder() -> None:
+    """Removes torchelastic_*/RUN/attempt_*/RANK/ of the temporary folder; the last rank to leave removes the top.
+
+    torchrun never does: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/api.py
+    (DefaultLogsSpecs). Files that it was asked to write there keep their folders.
+    """
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    if len(folders) > 3 and folders[3].name.startswith("torchelastic_"):
+        with suppress(OSError):
+            for folder in folders[:4]:
+                folder.rmdir()
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process at once: tearing down a broken process group can wait for a rank that is gone."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if is_under_torchrun():
+        _remove_torchrun_folder()
+    os._exit(code)

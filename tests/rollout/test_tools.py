@@ -1,0 +1,162 @@
+"""Calls of tools: what the policy reads of them, in the order of the calls, and what happens to bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from test_client import ChatTokenizer, client
+
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.records import Prompt
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.tools import ToolWorkflow
+
+HERE = f"{__name__}:"
+PROMPT = Prompt(index=0, text="", token_ids=(9,), messages=({"role": "user", "content": "6 x 7?"},))
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def times(a: int, b: int) -> int:
+    """
+    Multiplies two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a * b
+
+
+async def slow(text: str) -> str:
+    """
+    Takes its time.
+
+    Args:
+        text: is returned
+    """
+    await asyncio.sleep(0.05)
+    return text
+
+
+def stuck() -> str:
+    """Never answers in time."""
+    time.sleep(0.4)
+    return "too late"
+
+
+def undescribed(a):  # type: ignore[no-untyped-def]
+    return a
+
+
+class Script:
+    """Says the turns of a script, each ended by <eos>."""
+
+    def __init__(self, *turns: str) -> None:
+        self._turns = iter(turns)
+
+    async def generate(self, prompt: EnginePrompt, params: SamplingParams) -> Completion:
+        ids = (*map(ord, next(self._turns)), 1)
+        return Completion(
+            request_id=0,
+            sample_index=0,
+            prompt_token_ids=prompt.token_ids,
+            output_token_ids=ids,
+            logprobs=(0.0,) * len(ids),
+            versions=(0,) * len(ids),
+            finish_reason="stop",
+        )
+
+
+def play(*turns: str, tools: Any = (HERE + "times", HERE + "slow"), **settings: Any) -> tuple[str, Episode]:
+    engine = client(Script(*turns), max_tokens=10_000, max_new_tokens=100)  # type: ignore[arg-type]
+    engine.tokenizer = ChatTokenizer(TEMPLATE)
+    episode = asyncio.run(ToolWorkflow(tools=tools, **settings).arun_episode(engine, PROMPT))
+    text = "".join("<eos>" if token == 1 else chr(token) for token in episode.ids)
+    return text, episode
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def test_a_result_is_read_and_the_last_turn_is_the_answer() -> None:
+    first = "I ask. " + call("times", '{"a": 6, "b": 7}')
+    text, episode = play(first, "42")
+    assert text == f"[times][slow]<user>6 x 7?<eos><assistant>{first}<eos><tool>42<eos><assistant>42<eos>"
+    own = "".join(
+        chr(token) if token != 1 else "<eos>"
+        for token, is_own in zip(episode.response_ids, episode._own, strict=True)
+        if is_own
+    )
+    assert own == f"{first}<eos>42<eos>"
+    assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}
+    assert episode.finish_reason == "stop"
+
+
+def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_order() -> None:
+    calls = call("slow", '{"text": "a"}') + call("slow", '{"text": "b"}') + call("times", '{"a": 2, "b": 2}')
+    started = time.perf_counter()
+    text, episode = play(calls, "done")
+    assert "<tool>a<eos><tool>b<eos><tool>4<eos><assistant>done" in text
+    assert episode.numbers["tool_calls"] == 3
+    assert time.perf_counter() - started < 5  # far more than two waits, in case of a busy machine
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("<tool_call>{oops</tool_call>", "error: this call cannot be made: {oops (JSONDecodeError"),
+        ("<tool_call>[1]</tool_call>", "error: this call cannot be made: [1] (TypeError"),
+        (call("divide", "{}"), "(KeyError: 'divide'). The tools are times, slow."),
+        (call("times", '{"a": 1}'), "(TypeError: missing a required argument: 'b')"),
+        (call("times", '{"a": "x", "b": "y"}'), "error: TypeError: can't multiply sequence"),
+        ("<tool_call>" + "[" * 3_000 + "</tool_call>", "error: this call cannot be made"),
+    ],
+)
+def test_a_bad_call_is_answered_by_its_error(said: str, answer: str) -> None:
+    text, episode = play(said, "42")
+    assert answer in text.partition("<tool>")[2]
+    assert episode.numbers == {"tool_calls": 1, "tool_errors": 1}
+
+
+def test_a_tool_that_is_late_is_answered_for() -> None:
+    text, _ = play(call("stuck", "{}"), "42", tools=HERE + "stuck", timeout_s=0.05)
+    assert "<tool>error: no result after 0.05 s<eos>" in text
+
+
+def test_a_long_result_is_cut() -> None:
+    text, _ = play(call("slow", '{"text": "' + "x" * 50 + '"}'), "42", max_result_chars=10)
+    assert f"<tool>{'x' * 10}<eos>" in text
+
+
+def test_limits_end_the_episode() -> None:
+    again = call("times", '{"a": 1, "b": 1}')
+    _, episode = play(*[again] * 4)
+    assert len(episode.turns) == 4  # max_turns
+    assert episode.finish_reason == "turns"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"tools": HERE + "undescribed"}, "cannot be described to the policy"),
+        ({"tools": ()}, "give at least one function"),
+        ({"tools": (HERE + "times", HERE + "times")}, "each name once"),
+        ({"tools": HERE + "times", "timeout_s": 0}, "both must be above 0"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ToolWorkflow(**settings)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    engine = client(Script("42"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no chat template, which describes the tools"):
+        asyncio.run(ToolWorkflow(tools=HERE + "times").arun_episode(engine, PROMPT))
