@@ -29,6 +29,7 @@ from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
+from lightrl.strategy.user_batch import evaluate_on_dict
 
 
 class ForeignNames(ABC):
@@ -140,13 +141,15 @@ class ForeignNames(ABC):
 
     def eval_batch(
         self: Native,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
         model: nn.Module | None = None,
     ) -> float:
         """Returns the loss that train_batch would report, without training."""
+        if isinstance(data, Mapping):
+            return evaluate_on_dict(self, data, loss_fn, loss_weight_fn, model)
         outputs = self.forward(data, model=model)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
         losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]

@@ -20,6 +20,7 @@ from lightrl.data.packing import unpack
 from lightrl.engines.base import WeightSyncError
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.strategy.base import StrategyBase
+from lightrl.testing.skipped_updates import check_updates_that_are_not_made
 from lightrl.testing.tiny_training import (
     EVERYTHING,
     counted_reductions,
@@ -423,6 +424,7 @@ CHECKS: list[Callable[[StrategyBase], None]] = [
     check_state_dict_modes,
     check_global_norm_and_clipping,
     check_nan_on_one_rank,
+    check_updates_that_are_not_made,
     check_accumulation_by_calls,
     check_forward_restores_order,
     check_eval_batch,

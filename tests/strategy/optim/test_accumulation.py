@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightrl.comm import Comm
 from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps, known_world
 from lightrl.strategy.single import SingleStrategy
 
@@ -14,13 +15,22 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
     accumulation = accumulation_of(first)
     assert accumulation.is_boundary()  # gradients from elsewhere
-    accumulation.count(4)
+    accumulation.count(4, torch.zeros(()))
     assert accumulation_of(first) is accumulation
     assert not accumulation.is_boundary()
     assert accumulation.gradient_divisor() == 0.25  # one of four: an early update undoes the division by 4
     assert accumulation_of(second).is_boundary()
     accumulation.after_update(first, is_finite=False)
     assert (accumulation.is_boundary(), accumulation.gradient_divisor()) == (True, 1.0)
+
+
+def test_one_loss_that_is_not_finite_spoils_the_update_that_it_belongs_to() -> None:
+    accumulation = accumulation_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    for value in (1.0, float("nan"), 2.0):
+        accumulation.count(3, torch.tensor(value))
+    assert not accumulation.may_update(Comm())
+    accumulation.after_update(torch.optim.SGD([torch.zeros(1)], lr=1.0), is_finite=False)
+    assert accumulation.may_update(Comm())
 
 
 def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
