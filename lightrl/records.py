@@ -136,11 +136,6 @@ class Experience:
         return self.sample.key
 
     @property
-    def num_trained(self) -> int:
-        """Number of response tokens that count in a loss."""
-        return self.sample.num_own if self.is_trained else 0
-
-    @property
     def label(self) -> str:
         """Subject of a message about the sample."""
         return f"A sample of prompt {self.sample.prompt.index}"

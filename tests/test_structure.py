@@ -32,6 +32,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "testing/engine_contract.py": "engines/native/test_native_contract.py",
     "testing/spmd.py": "test_comm.py",
     "trainers/loss_terms.py": "trainers/test_objective.py",
+    "testing/skipped_updates.py": "strategy/test_single_strategy.py",
     "testing/strategy_checks.py": "strategy/test_single_strategy.py",
     "testing/strategy_contract.py": "strategy/test_single_strategy.py",
     "testing/strategy_parity.py": "strategy/test_single_strategy.py",

@@ -17,6 +17,7 @@ from lightrl.algorithms.losses import (
     PolicyTokens,
     TokenLoss,
     clipped_terms,
+    k3,
     require_bool_mask,
     require_same_shape,
     token_loss,
@@ -199,7 +200,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_coef: NotNegative = 1.0) -> TokenLoss:
     KL(old policy || policy).
     """
     selected, log_ratio = _selected(tokens, "kl_cov"), tokens.log_ratio
-    penalty = torch.where(selected, torch.expm1(log_ratio) - log_ratio, 0.0)
+    penalty = torch.where(selected, k3(log_ratio), 0.0)
     terms = -torch.exp(log_ratio) * tokens.masked_advantages + kl_coef * penalty
     return token_loss(terms, log_ratio, selected, tokens.mask)
 

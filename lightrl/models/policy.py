@@ -33,6 +33,7 @@ from lightrl.models.multimodal import (
     sequence_positions,
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.per_sequence import run_per_sequence
 from lightrl.models.randomness import refuse_randomness, remove_randomness
 from lightrl.models.thresholds import thresholds_in_reach
 from lightrl.models.token_split import SequenceGroup, apply_to_split
@@ -122,9 +123,9 @@ class Policy(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self._takes_images = hf_model.config.model_type in FAMILIES
         text_config = hf_model.config.get_text_config()
-        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self._softcap = _softcap(text_config)
         self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
-        use_packed_attention(hf_model.get_decoder())
+        prepare_decoder(hf_model)
         remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
@@ -172,6 +173,18 @@ class Policy(nn.Module):
         return decoder_inputs(self.hf, batch.input_ids[None], vision)
 
 
+def prepare_decoder(model: PreTrainedModel) -> None:
+    """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
+    if not use_packed_attention(model.get_decoder()):
+        run_per_sequence(model)
+
+
+def _softcap(text_config: Any) -> float | None:
+    """Returns the cap on the logits: most configs call it final_logit_softcapping."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((float(cap) for name in names if (cap := getattr(text_config, name, None))), None)
+
+
 def _logit_scale(text_config: Any, model_type: str) -> float:
     """Returns what the logits are multiplied by: Cohere and HyperCLOVA X name a factor, Granite a divisor."""
     scale = getattr(text_config, "logit_scale", None) or 1.0
@@ -211,9 +224,13 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:
     """Returns how many tokens of prompt and response together the model takes; reads its config only."""
-    config = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return int(length) if length else 1 << 30
+    return stated_context(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
+
+
+def stated_context(text_config: Any) -> int:
+    """Returns how many positions a language model has; 2^30 if its config names no limit, as for recurrent models."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((int(length) for name in names if (length := getattr(text_config, name, None))), 1 << 30)
 
 
 def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
@@ -343,11 +360,13 @@ def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[En
     decoder.set_attn_implementation("eager")
     try:
         for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
-            if encoded is None:
-                more = {"position_ids": batch.position_ids[None, start:end]} if batch.position_ids[start] else {}
+            ids, first = batch.input_ids[start:end], int(batch.position_ids[..., start].max())
+            if encoded is None:  # one token more, which the others do not see in a causal model
+                ids = torch.cat([ids, ids[:1]])
+                more = {"position_ids": torch.arange(first, first + len(ids), device=ids.device)[None]} if first else {}
             else:
-                more = _image_inputs(encoded[index], end - start, batch.input_ids.device)
-            rows.append(model(input_ids=batch.input_ids[None, start:end], use_cache=False, **more).logits[0])
+                more = _image_inputs(encoded[index], end - start, ids.device)
+            rows.append(model(input_ids=ids[None], use_cache=False, **more).logits[0, : end - start])
     finally:
         decoder.set_attn_implementation(packed)
     return torch.cat(rows).float()

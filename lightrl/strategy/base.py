@@ -6,11 +6,12 @@ optimizers), `saver` (training state on disk), `residency` (what is on the devic
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -33,7 +34,7 @@ from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.accumulation import accumulation_steps
+from lightrl.strategy.optim.accumulation import accumulation_steps, known_world
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
@@ -41,6 +42,8 @@ from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
+from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
@@ -63,10 +66,8 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self.accumulation_steps = 1  # train_batch takes any sizes; accumulation by calls needs sizes that fit
-        if not self.options.exact_batches:
-            group_size = self.options.tp_size * self.options.sp_size
-            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, group_size)
+        self._assumed_world = known_world()
+        self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
@@ -153,6 +154,8 @@ class StrategyBase(ForeignNames, ABC):
             _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
+        if world != self._assumed_world:
+            self.accumulation_steps = self._accumulation_steps(world)
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
@@ -160,6 +163,13 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
+
+    def _accumulation_steps(self, world: int) -> int:
+        """Returns 1 where train_batch takes any sizes; accumulation by calls needs sizes that fit."""
+        if self.options.exact_batches:
+            return 1
+        ranks_apart = max(1, world // (self.options.tp_size * self.options.sp_size))
+        return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
 
     def prepare_trained(
         self,
@@ -232,7 +242,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def train_batch(
         self,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
@@ -242,8 +252,12 @@ class StrategyBase(ForeignNames, ABC):
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
-        trained tokens, however they are split. backward() scales the loss by its weight / W.
+        trained tokens, however they are split. backward() scales the loss by its weight / W. The update is skipped on
+        all ranks if W is 0, or if the loss or the norm of its gradient is not finite. A dictionary of tensors is split
+        and packed here, and loss_fn gets logits: docs/user_batches.md.
         """
+        if isinstance(data, Mapping):
+            return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
         trained = self.trained.entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
@@ -251,30 +265,39 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
+        if not 0 < total < math.inf:
+            return nothing_to_train(self, trained, total)
         num_micro_batches = _equal_count(self.comm, len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
             # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
             micro_batch = batches[min(index, len(batches) - 1)]
-            weight = weights[index] / total if index < len(batches) and total > 0 else 0.0
+            weight = weights[index] / total if index < len(batches) else 0.0
             with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=weight)
             loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
-        step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
-        return TrainBatchResult(
-            loss=self.comm.all_reduce(loss_sum, "sum"),
+        loss_sum = self.comm.all_reduce(loss_sum, "sum")
+        if math.isfinite(loss_sum):
+            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+        else:
+            step = drop_update(self, trained.optimizer, trained.model)
+        result = TrainBatchResult(
+            loss=loss_sum,
             grad_norm=step.grad_norm,
             lr=step.lr_list[0],
             skipped=step.skipped,
             total_weight=total,
             num_micro_batches=num_micro_batches,
         )
+        return explained(self, result, trained.model, data) if result.skipped else result
 
     @torch.no_grad()
-    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
+    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each micro-batch, without gradients, in order."""
+        if isinstance(data, Mapping):
+            return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
         was_training = chosen.training
         chosen.eval()

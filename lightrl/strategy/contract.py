@@ -22,13 +22,14 @@ from torch.utils.data import DataLoader
 from lightrl import comm as comm_module
 from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine
-from lightrl.metrics import report_memory
+from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
 from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
+from lightrl.strategy.user_batch import evaluate_on_dict
 
 
 class ForeignNames(ABC):
@@ -140,13 +141,15 @@ class ForeignNames(ABC):
 
     def eval_batch(
         self: Native,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
         model: nn.Module | None = None,
     ) -> float:
         """Returns the loss that train_batch would report, without training."""
+        if isinstance(data, Mapping):
+            return evaluate_on_dict(self, data, loss_fn, loss_weight_fn, model)
         outputs = self.forward(data, model=model)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
         losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
@@ -155,10 +158,12 @@ class ForeignNames(ABC):
         return total["loss"] / total["weight"] if total["weight"] else 0.0
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
-        """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self.trained.entry(model).scheduler
-        if scheduler is not None:
-            scheduler.step()
+        """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
+        trained = self.trained.entry(model)
+        if trained.optimizer in self.trained.scheduled:
+            self.trained.scheduled.remove(trained.optimizer)
+        elif trained.scheduler is not None:
+            trained.scheduler.step()
 
     # ---- Communication -----------------------------------------------------------------------------------------
 
@@ -188,14 +193,16 @@ class ForeignNames(ABC):
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
-        return report_memory(comm_module.current(), prefix)
+        """Returns the GB that this rank uses and prints them on rank 0; no other rank need call it."""
+        used = memory_in_use()
+        cls.print(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
+        return used
 
     @contextmanager
     def init_model_context(self: Native) -> Iterator[None]:
         """Wraps the construction of a model and reports the memory after it."""
         yield
-        report_memory(self.comm, "model built")
+        self.report_memory("model built")
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.models.per_sequence import RUNS_APART
 from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.zero import ENGINE, DataclassOutputs, ParametersToPartition, ZeroLayout
@@ -88,6 +89,9 @@ class DeepSpeedStrategy(TorchStrategy):
         whole = ParametersToPartition(model, self.device)
         self._deepspeed.zero.Init(module=whole, config_dict_or_path=self._config())  # rank 0's, broadcast
         broadcast_buffers(model, self.device, self.comm)
+        for module in model.modules():
+            if RUNS_APART in module.__dict__:  # it calls its parts a different number of times on each rank
+                self._deepspeed.utils.set_z3_leaf_module(module, True)
         model.__dict__[_OUTPUTS] = DataclassOutputs(model)
         self._start_engine(model, None)  # it may have to run before it has an optimizer, or never get one
         return model

@@ -244,8 +244,8 @@ def load_and_try(
     given = {key: value for key, value in (given or {}).items() if value is not None}
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)
-    function = load(kind, name, {**parameters, **given})
     try:
+        function = load(kind, name, {**parameters, **given})
         function(*trial)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error

@@ -222,14 +222,14 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
         ({"loss": "policy_gradient", "clip_high": 0.1}, "'policy_gradient' has no parameter clip_high"),
         (
             {"correction": "mis", "correction_args": ("level=word",)},
-            "--algorithm.correction_args: Unknown level 'word'",
+            "--algorithm.correction_args: .*level is 'word'",
         ),
         (
             {"aggregation": "sequence_mean_token_sum_norm", "aggregation_args": ("length=0",)},
             "--algorithm.aggregation_args: length is 0",
         ),
-        ({"advantage": "cpgd", "advantage_args": ("weight=all",)}, "--algorithm.advantage_args: Unknown weight 'all'"),
-        ({"advantage": "pass_at_k", "advantage_args": ("k=2.5",)}, "--algorithm.advantage_args: k is 2.5"),
+        ({"advantage": "cpgd", "advantage_args": ("weight=all",)}, "--algorithm.advantage_args: .*weight is 'all'"),
+        ({"advantage": "pass_at_k", "advantage_args": ("k=2.5",)}, "--algorithm.advantage_args: .*k is 2.5"),
         ({"advantage": "pass_at_k"}, "draws k=4 of --group_size 3"),
     ],
 )

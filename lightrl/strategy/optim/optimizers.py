@@ -46,6 +46,7 @@ class TrainedModels:
         self.seen: list[TrainedModel] = []  # known only from their updates
         self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
         self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
+        self.scheduled: set[Optimizer] = set()  # whose last update took care of the schedule
         self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
 
     def add(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:

@@ -110,7 +110,7 @@ class ColocatedServing:
         try:
             if engine.needs_weights and self._model is not None:  # after sleep level 2; the same on every rank
                 with comm.phase("generate"):
-                    self.sync_weights(self._model)
+                    self.sync_weights(self._model, is_new=False)
             with comm.phase("generate", local=True):
                 self.wake()
             yield engine
@@ -129,18 +129,20 @@ class ColocatedServing:
         start = sum(counts[: self.group.rank])
         return completions[start : start + counts[self.group.rank]]
 
-    def sync_weights(self, model: nn.Module) -> SyncReport:
+    def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.
 
-        A sleeping engine wakes up to hold weights only. Where the canary is due it generates, and is awake after that.
+        Where nobody sets the step, the syncs of new weights are counted. A sleeping engine wakes up to hold weights
+        only. Where the canary is due it generates, and is awake after that.
         """
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self._trainer.weight_fingerprints(model, dtype)
         weights = self._trainer.full_parameters(model, dtype)
+        version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         error: WeightSyncError | None = None
         try:
-            report = engine.update_weights(weights, self._trainer.global_step, expected=expected)
+            report = engine.update_weights(weights, version, expected=expected)
         except WeightSyncError as raised:  # after all pairs were consumed, so the ranks are still in step
             error = raised
         with comm.phase("weight sync", local=True):
@@ -195,11 +197,11 @@ class OffloadingServing(ColocatedServing):
         if self.engine is not None:
             self._residency.return_to_device()
 
-    def sync_weights(self, model: nn.Module) -> SyncReport:
+    def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Brings the trainer back, whose weights are read now."""
         self.require_engine()
         self._residency.return_to_device()
-        return super().sync_weights(model)
+        return super().sync_weights(model, is_new=is_new)
 
 
 # ---- The canary --------------------------------------------------------------------------------------------------
