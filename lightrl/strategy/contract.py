@@ -229,8 +229,10 @@ class ForeignNames(ABC):
     ) -> None:
         """Writes model, optimizer, scheduler, random states, counters and client_state atomically.
 
-        companions: models saved with their optimizers in the same checkpoint, such as a critic. max_num and max_mem
-        (MB, 0 = no limit) bound what is kept; the newest always stays.
+        companions: models saved with their optimizers in the same checkpoint, such as a critic. A tag names one
+        checkpoint; without one, folders are named by the step, or counted where set_global_step is never called.
+        max_num and max_mem (MB, 0 = no limit) bound what is kept, tags and steps apart; the newest always stays, and so
+        does the newest that was saved with save_latest, which a load without a tag reads.
         """
 
     @abstractmethod
