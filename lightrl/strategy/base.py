@@ -34,7 +34,7 @@ from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.accumulation import accumulation_steps, known_world
+from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
@@ -66,7 +66,7 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self._assumed_world = known_world()
+        self._assumed_world = comm_module.known_world()
         self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
         self.comm = Comm()
