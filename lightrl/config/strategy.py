@@ -134,6 +134,29 @@ class NativeEngineConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RoutingConfig:
+    """The routers of a mixture of experts (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3 and others)."""
+
+    replay: bool = False
+    """Let the trainer use the experts that the engine chose for each token (R3), with weights of its own router.
+    Engines native and vllm."""
+    balance_coef: float = option(0.0, at_least=0)
+    """Weight in the loss of how unevenly each sequence uses the experts; 0.001 is usual."""
+    z_coef: float = option(0.0, at_least=0)
+    """Weight in the loss of the squared logsumexp of the router's logits, which keeps them small; 0.001 is usual."""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a loss of the routers is added to the policy's."""
+        return bool(self.balance_coef or self.z_coef)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the trainer watches the routers at all."""
+        return self.replay or self.has_losses
+
+
+@dataclass(kw_only=True, slots=True)
 class DistributedConfig:
     """Processes and devices."""
 
@@ -231,6 +254,7 @@ class EngineConfig:
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
     native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
+    routing: RoutingConfig = section(RoutingConfig)
 
     def check(self) -> None:
         """Raises ValueError for engine_args that cannot be read."""
@@ -268,12 +292,29 @@ class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, Traini
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        if self.routing.is_on:
+            _check_routing(self)
         if self.compile and self.tp_size > 1:
             raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
         if self.optim.min_lr > self.lr:
             raise ValueError(
                 f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}, at which the schedule begins."
             )
+
+
+def _check_routing(options: StrategyOptions) -> None:
+    if options.routing.replay and options.engine == "sglang":
+        raise ValueError(
+            "--routing.replay True needs the experts that the engine chose, which lightrl does not get from SGLang. "
+            "Use --engine native or vllm, or leave the option out."
+        )
+    if options.routing.has_losses and options.sp_size > 1:
+        raise ValueError(
+            f"--routing.balance_coef and --routing.z_coef are of whole sequences, which --sp_size {options.sp_size} "
+            "splits. Use --sp_size 1, or leave them out."
+        )
+    if options.compile:
+        raise ValueError("--compile does not go with --routing.*, which changes what a router returns. Leave one out.")
 
 
 # Names that other SPMD trainers give to our options, so that their argparse.Namespace works as it is.

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.comm import Comm
@@ -25,6 +27,10 @@ BUILTIN_ENGINES = {
     "native": "lightrl.engines.native.engine:build_native_engine",
     "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
     "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
+}
+RECORDING_ENGINES = {  # in place of those, where --routing.replay asks for the experts that an engine chose
+    "native": "lightrl.engines.native.recording:build_recording_engine",
+    "vllm": "lightrl.engines.vllm.recording:build_recording_engine",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
@@ -121,6 +127,7 @@ class Completion:
     logprobs: tuple[float, ...]  # of the distribution sampled from: after temperature, top-k and top-p
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
+    routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
 
 
 class InferenceEngine(ABC):
@@ -135,6 +142,7 @@ class InferenceEngine(ABC):
     image_token_id: int | None = None  # placeholder of an image in a prompt; None: takes no images
     video_token_id: int | None = None
     sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
+    returns_routing = False  # True: completions of a mixture of experts have the experts that were chosen
     wake_hint: str = ""  # the option to lower when there is no memory to wake up
 
     @abstractmethod
@@ -211,6 +219,18 @@ def create_engine(
     engine = factory(source=source, tokenizer=tokenizer, options=options, device=device, group=group or EngineGroup())
     if not isinstance(engine, InferenceEngine):
         raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
+    return engine
+
+
+def create_recording_engine(name: str, **parts: Any) -> InferenceEngine:
+    """Makes an engine, by the arguments of create_engine, that returns the experts which it chose."""
+    engine = create_engine(RECORDING_ENGINES.get(name, name), **parts)
+    if not engine.returns_routing:
+        engine.close()
+        raise ValueError(
+            f"--routing.replay True needs an engine that returns the experts that it chose, and {name!r} does not. Use "
+            f"--engine {' or '.join(RECORDING_ENGINES)}, or leave the option out."
+        )
     return engine
 
 

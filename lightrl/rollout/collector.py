@@ -123,6 +123,7 @@ class Collector(Scorer):
             finish_reason=completion.finish_reason,
             text=tokenizer.decode(list(token_ids), skip_special_tokens=True),
             prompt_ids=completion.prompt_token_ids,
+            routing=completion.routing,
         )
 
     def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:

@@ -49,8 +49,12 @@ def build_native_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[NativeEngine] | None = None,
 ) -> NativeEngine:
-    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync."""
+    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
+
+    kind: a subclass to make; None makes a NativeEngine.
+    """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
     if options.engine_args:
@@ -62,7 +66,7 @@ def build_native_engine(
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    return NativeEngine(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+    return (kind or NativeEngine)(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
 @torch.no_grad()

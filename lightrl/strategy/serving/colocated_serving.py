@@ -21,6 +21,7 @@ from lightrl.engines.base import (
     WeightSyncError,
     check_engine_name,
     create_engine,
+    create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
 from lightrl.engines.weights.account import Fingerprint
@@ -76,9 +77,8 @@ class ColocatedServing:
         source = self._trainer.unwrap_model(model) if model is not None else None
         self.close()
         device = self.group.comm.device
-        engine = create_engine(
-            engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group
-        )
+        make = create_recording_engine if options.routing.replay else create_engine
+        engine = make(engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group)
         self.engine, self._model, self.num_syncs = ColocatedEngine(engine), None, 0
         if model is not None:
             self.sync_weights(model)
