@@ -98,11 +98,34 @@ class SamplingParams:
     first_token: int = 0  # index t of the first draw: above 0 where a sample goes on that was stopped half way
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # texts that end a sample; the tokens that complete one are its last
+    min_new_tokens: int = 0  # no end token comes before as many
+    presence_penalty: float = 0.0  # taken from the logit of every token that was generated before
+    frequency_penalty: float = 0.0  # the same for each time that it was
+    repetition_penalty: float = (
+        1.0  # divides a positive logit of a token of prompt or response, multiplies a negative one
+    )
 
     def __post_init__(self) -> None:
-        in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k) >= 0
-        if not in_range or not 0 < self.top_p <= 1:
+        in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k, self.min_new_tokens) >= 0
+        if not in_range or not 0 < self.top_p <= 1 or self.repetition_penalty <= 0:
             self._refuse()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that came before change what comes next."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def require_trainable(self) -> None:
+        """Raises ValueError if a trainer, which knows only a temperature, computes other logprobs for the tokens."""
+        changes = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        fields = type(self).__dataclass_fields__
+        given = [f"{name}={getattr(self, name)}" for name in changes if getattr(self, name) != fields[name].default]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn "
+                "from another distribution cannot be trained on. Leave these out, or use them for evaluation only."
+            )
 
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:
@@ -113,6 +136,10 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1.")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: it must be 0 (off) or above.")
+        if self.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: it must be 0 or above.")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off.")
         raise ValueError(f"n is {self.n}: it must be at least 1.")
 
 

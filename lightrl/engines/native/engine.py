@@ -26,6 +26,7 @@ from lightrl.engines.base import (
     eos_ids,
 )
 from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
@@ -262,6 +263,8 @@ class NativeEngine(InferenceEngine):
         """Draws a token for each row from first_row on; returns the samples that it ends."""
         rows, running = self._scheduler.rows, slice(first_row, self._scheduler.num_running)
         uniforms = uniform_array(rows.seed_state[running], rows.first_draw[running] + rows.num_produced[running])
+        if rows.is_constrained[running].any():
+            logits = constrain(logits, rows, first_row, self._scheduler.eos_table)
         drawn = sample(logits, self._put(uniforms), plan)
         tokens, logprobs = (column.cpu().numpy() for column in drawn)
         if np.isnan(logprobs).any():
