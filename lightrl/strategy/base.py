@@ -266,9 +266,9 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
+        num_micro_batches = _equal_count(self.comm, len(batches))
         if not 0 < total < math.inf:
             return nothing_to_train(self, trained, total)
-        num_micro_batches = _equal_count(self.comm, len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
