@@ -230,7 +230,7 @@ class Comm:
         return reduced
 
     def all_gather(self, data: T) -> T:
-        """Concatenates along dim 0 in rank order; lengths may differ. Numbers become a tensor [world]."""
+        """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""
         if isinstance(data, Mapping):
             gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
             return cast(T, {key: gathered_by_key[key] for key in data})
@@ -238,7 +238,10 @@ class Comm:
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         if self.world == 1:
             return cast(T, tensor.clone())
-        lengths = self.all_gather_object(tensor.shape[0])
+        kinds = self.all_gather_object((tensor.dtype, *tensor.shape))
+        if len({(kind[0], kind[2:]) for kind in kinds}) > 1:
+            raise ValueError(_describe_unequal(kinds))
+        lengths = [kind[1] for kind in kinds]
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         gathered = padded.new_empty((self.world * max(lengths), *tensor.shape[1:]))
@@ -384,6 +387,14 @@ def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, int | float):
         raise TypeError(f"all_reduce takes tensors, numbers and dicts of them, not {type(leaf).__name__}.")
     return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+
+
+def _describe_unequal(kinds: Sequence[tuple[Any, ...]]) -> str:
+    given = "; ".join(f"rank {rank}: {kind[0]} {list(kind[1:])}" for rank, kind in enumerate(kinds))
+    return (
+        "all_gather concatenates along the first dimension, so types and all other dimensions must be equal on all "
+        f"ranks. Given: {given}. Pad the tensors to the same width first."
+    )
 
 
 def _leaves(data: Any) -> list[Any]:

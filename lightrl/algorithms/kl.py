@@ -95,7 +95,8 @@ def add_kl(terms: Tensor, kl: Tensor, *, coef: float) -> Tensor:
 def next_kl_coef(coef: float, *, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:
     """Raises the coefficient while the KL is above its target: coef (1 + e num_samples / horizon) (arXiv:1909.08593).
 
-    The error e = kl / target - 1 is clipped to [-0.2, 0.2].
+    The error e = kl / target - 1 is clipped to [-0.2, 0.2]. The paper's factor is 0.1 for every step; num_samples /
+    horizon is TRL's.
 
     Args:
         coef: The coefficient of this step.

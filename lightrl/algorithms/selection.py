@@ -185,6 +185,7 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """Computes ppo_clip with 0 for the selected tokens (Clip-Cov, arXiv:2505.22617).
 
+    The paper's formula has no clip of the ratio; its code has.
     A few tokens are selected at random among those whose log probability and advantage have a large covariance.
     """
     selected, log_ratio = _selected(tokens, "clip_cov"), tokens.log_ratio

@@ -30,7 +30,8 @@ _PYTHON = os.path.realpath(sys.executable)
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _GRACE_S = 30.0  # to start, kill and clean up on a busy machine
 _FIRST_UID, _NUM_UIDS = 200_000, 1 << 30  # above those that people have
-_MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
+_FEW_UIDS = 10_000
+_CHANGE_USER, _MANAGE_SYSTEM = 1 << 6 | 1 << 7, 1 << 21  # CAP_SETGID and CAP_SETUID, CAP_SYS_ADMIN
 _SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -89,12 +90,17 @@ def run_tests(
 @lru_cache
 def choose_confinement(unsafe: bool = False) -> Confinement:
     """Returns the strongest confinement that works here; raises SandboxUnavailableError if none does."""
+    if sys.platform != "linux":
+        raise SandboxUnavailableError("Programs of responses can run in a sandbox on Linux only.")
     reasons = []
     for confinement in CONFINEMENTS:
         try:
-            _supervised("pass", SandboxLimits(), confinement, stdins=[""])
+            (run,) = _supervised("import decimal, json", SandboxLimits(), confinement, stdins=[""])["runs"]
         except RuntimeError as error:
             reasons.append(f"{confinement}: {error}")
+            continue
+        if run["exit_code"]:
+            reasons.append(f"{confinement}: Python does not work in it: {run['stderr'][-300:]}")
             continue
         logger.info("Programs run in a sandbox by %s.", confinement)
         return confinement
@@ -121,6 +127,7 @@ def _supervised(
 ) -> dict[str, Any]:
     """Starts a supervisor and returns its report."""
     paths = _paths_of_python()
+    uid = _own_uid(confinement, paths)
     request = {
         "confinement": confinement,
         "source": source,
@@ -132,11 +139,11 @@ def _supervised(
         "max_output_bytes": limits.max_output_bytes,
         "paths": paths,
         "packages": _package_folders(),
-        "uid": _own_uid(confinement, paths),
+        "uid": uid,
     }
     command = [_PYTHON, "-I", "-S", str(_INSIDE / "launcher.py")]
     if confinement == "bubblewrap":
-        command = [*_bubblewrap(paths), *command]
+        command = [*_bubblewrap(paths, as_root=uid is not None), *command]
     # Not in the request: the supervisor, from which the program's process is forked, must not hold the tests.
     tests_file = os.memfd_create("tests")
     try:
@@ -180,14 +187,14 @@ def _launch(command: Sequence[str], request: Mapping[str, Any], timeout_s: float
     return report
 
 
-def _bubblewrap(paths: Sequence[str]) -> list[str]:
+def _bubblewrap(paths: Sequence[str], *, as_root: bool) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise RuntimeError("bwrap is not installed")
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     command += ["--cap-add", "CAP_SETPCAP"]  # the supervisor's, which lays them down in each process of a program
-    if os.geteuid() == 0:  # it gives the programs a user id of their own
+    if as_root:  # it gives the programs a user id of their own
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -222,20 +229,21 @@ def _package_folders() -> list[str]:
 
 def _own_uid(confinement: Confinement, paths: Sequence[str]) -> int | None:
     """Returns a user id that nobody has, so that root's programs are not root; None if none can be taken."""
-    if os.geteuid() != 0 or not _may_change_user():
+    has_own_root = confinement in ("bubblewrap", "namespaces")
+    if os.geteuid() != 0 or not _may(_CHANGE_USER | (_MANAGE_SYSTEM if has_own_root else 0)):
         return None
-    if confinement in ("landlock", "none") and not all(_is_open_to_all(path) for path in paths):
+    if not has_own_root and not all(_is_open_to_all(path) for path in paths):
         return None  # a Python in root's home, which only root can enter: its programs keep the id without its powers
-    counts = [int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    if counts[0] > _FIRST_UID + _NUM_UIDS:
+    count = int(Path("/proc/self/uid_map").read_text().split()[2])
+    if count > _FIRST_UID + _NUM_UIDS:
         return _FIRST_UID + secrets.randbelow(_NUM_UIDS)
-    return counts[0] - 2 - secrets.randbelow(1000)  # in a container with few ids
+    return count - 2 - secrets.randbelow(1000) if count > _FEW_UIDS else None  # in a container that has its own ids
 
 
-def _may_change_user() -> bool:
+def _may(capabilities: int) -> bool:
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff"))
-    return effective & _MAY_CHANGE_USER == _MAY_CHANGE_USER
+    return effective & capabilities == capabilities
 
 
 def _is_open_to_all(path: str) -> bool:

@@ -30,10 +30,11 @@ from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, Sampling
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.account import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
+from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
-from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps, known_world
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
@@ -82,9 +83,9 @@ class StrategyBase(ForeignNames, ABC):
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
-    @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Places (and shards) the model; every rank ends with the weights of rank 0."""
+        """Places (and shards) the model; every rank ends with the weights of rank 0. By default it stays whole."""
+        return foreign_steps.place_whole(self, model)
 
     @abstractmethod
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
@@ -104,9 +105,9 @@ class StrategyBase(ForeignNames, ABC):
     ) -> OptimizerStep:
         """Updates at the end of an accumulation, or now with is_boundary=True; all ranks decide alike."""
 
-    @abstractmethod
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
+        return foreign_steps.whole_parameters(self, model, dtype)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
         """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
@@ -217,7 +218,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def unwrap_model(self, model: Any) -> nn.Module:
         """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
-        return _unwrapped(model)
+        return innermost(model)
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
@@ -280,7 +281,9 @@ class StrategyBase(ForeignNames, ABC):
             loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
         loss_sum = self.comm.all_reduce(loss_sum, "sum")
         if math.isfinite(loss_sum):
-            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+            step = self.optimizer_step(
+                trained.optimizer, trained.model, trained.scheduler, is_boundary=True
+            ) or foreign_steps.unreported_step(trained.optimizer)
         else:
             step = drop_update(self, trained.optimizer, trained.model)
         result = TrainBatchResult(
@@ -385,18 +388,6 @@ def _refuse_to_split(strategy: StrategyBase) -> None:
         f"--{name} {getattr(strategy.options, name)} needs --strategy fsdp; {type(strategy).__name__} does not split a "
         f"model or its tokens. Use --strategy fsdp, or --{name} 1."
     )
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    for attribute in ("hf", "module", "_orig_mod"):
-        inner = getattr(model, attribute, None)
-        if isinstance(inner, nn.Module):
-            return _unwrapped(inner)
-    get_base_model = getattr(model, "get_base_model", None)  # PEFT
-    if callable(get_base_model):
-        return _unwrapped(get_base_model())
-    module: nn.Module = model
-    return module
 
 
 def _equal_count(comm: Comm, count: int) -> int:

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from easydict import EasyDict
@@ -21,14 +22,25 @@ from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
 from lightrl.data.sampler import ResumableSampler
-from lightrl.engines.base import InferenceEngine
+from lightrl.engines.base import InferenceEngine, check_engine_name
 from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
-from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
+from lightrl.strategy import foreign_data
+from lightrl.strategy.foreign_models import (
+    Native,
+    options_of,
+    prepare_frozen_models,
+    prepare_item,
+    prepare_slot,
+    refuse_attribute,
+    require_world,
+)
+from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
+from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
 from lightrl.strategy.user_batch import evaluate_on_dict
 
 
@@ -38,6 +50,12 @@ class ForeignNames(ABC):
     grad_scaler: GradScaler | None = None
     num_generations: int = 0  # calls of engine_generate_local and gather_and_generate; checkpoints keep it
 
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Is called for what the object lacks: mostly what setup_distributed() would have made."""
+            refuse_attribute(self, name)
+
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 
     def prepare(self: Native, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
@@ -46,6 +64,7 @@ class ForeignNames(ABC):
         A single item is returned as a single item. is_rlhf: a lone module is a reference or reward model, so it is
         frozen and put in evaluation mode.
         """
+        require_world(self.comm, "prepare()")
         prepared = [prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -55,9 +74,10 @@ class ForeignNames(ABC):
         """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
 
         A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
-        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
-        or None) and initial_model may be None.
+        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list
+        or a dict of them, a ModuleList) and initial_model may be None.
         """
+        require_world(self.comm, "prepare_models_and_optimizers()")
         options = options_of(self, args)
         if actor is not None or (
             critic is not None and not self.trained.entries
@@ -65,14 +85,10 @@ class ForeignNames(ABC):
             check_lr_scales([actor, critic], options.optim)
         if actor is not None:
             actor.is_actor = True
-        several = isinstance(reward_models, list | tuple)
-        frozen = [
-            prepare_item(self, item, freeze_lone=True) for item in (reward_models if several else [reward_models])
-        ]
         return (
             prepare_slot(self, actor, options, options.lr, max_steps),
             prepare_slot(self, critic, options, options.critic_lr, max_steps),
-            frozen if several else frozen[0],
+            prepare_frozen_models(self, reward_models),
             prepare_item(self, initial_model, freeze_lone=True),
         )
 
@@ -116,10 +132,12 @@ class ForeignNames(ABC):
     ) -> DataLoader[Any]:
         """Returns a loader of this rank's samples; consumed_samples counts over all ranks, to resume at any world size.
 
-        drop_last=False gives every sample exactly once, without padding, so ranks may differ by a batch.
+        drop_last=False gives every sample once, in as many batches on every rank, of which the last may be smaller.
         """
+        require_world(self.comm, "setup_dataloader()")
+        pin_memory = pin_memory and torch.cuda.is_available()
         if sampler is None:
-            sampler = ResumableSampler(
+            own = ResumableSampler(
                 len(replay_buffer),
                 rank=self.comm.rank,
                 world=self.comm.world,
@@ -128,13 +146,21 @@ class ForeignNames(ABC):
                 drop_last=drop_last,
                 consumed_samples=consumed_samples,
             )
+            return foreign_data.rank_loader(
+                replay_buffer,
+                own,
+                batch_size=batch_size,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                pin_memory=pin_memory,
+            )
         return DataLoader(
             replay_buffer,
             batch_size=batch_size,
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory,
         )
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -168,12 +194,17 @@ class ForeignNames(ABC):
     # ---- Communication -----------------------------------------------------------------------------------------
 
     def all_reduce(self: Native, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
-        return self.comm.all_reduce(data, op)
+        """Reduces a tensor, a number, a NumPy value, or a list or dict of them by op: mean, sum, max or min.
+
+        The result has the format of the input, which is left as it was.
+        """
+        require_world(self.comm, "all_reduce()")
+        return foreign_data.reduced(self.comm, data, op)
 
     def all_gather(self: Native, data: Any) -> Any:
-        """Concatenates along dim 0 over the ranks; lengths may differ."""
-        return self.comm.all_gather(data)
+        """Concatenates along dim 0 over the ranks; lengths may differ, other dimensions may not."""
+        require_world(self.comm, "all_gather()")
+        return foreign_data.gathered(self.comm, data)
 
     @classmethod
     def print(cls, *msg: Any) -> None:
@@ -229,8 +260,10 @@ class ForeignNames(ABC):
     ) -> None:
         """Writes model, optimizer, scheduler, random states, counters and client_state atomically.
 
-        companions: models saved with their optimizers in the same checkpoint, such as a critic. max_num and max_mem
-        (MB, 0 = no limit) bound what is kept; the newest always stays.
+        companions: models saved with their optimizers in the same checkpoint, such as a critic. A tag names one
+        checkpoint; without one, folders are named by the step, or counted where set_global_step is never called.
+        max_num and max_mem (MB, 0 = no limit) bound what is kept, tags and steps apart; the newest always stays, and so
+        does the newest that was saved with save_latest, which a load without a tag reads.
         """
 
     @abstractmethod
@@ -274,9 +307,13 @@ class ForeignNames(ABC):
     def setup_inference_engine(
         self: Native, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None
     ) -> InferenceEngine:
-        """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        options = options_of(self, args)
-        return self.serving.start(engine_type, model=actor, tokenizer=self.tokenizer, options=options)
+        """Builds the engine beside the trainer and gives it the actor's weights.
+
+        Without an actor they are those of the model that trains, or of the folder that args name (pretrain, model).
+        """
+        check_engine_name(engine_type)
+        options, model = options_of(self, args), first_model(self, args) if actor is None else actor
+        return self.serving.start(engine_type, model=model, tokenizer=self.tokenizer, options=options)
 
     def engine_generate_local(
         self: Native,
@@ -285,7 +322,9 @@ class ForeignNames(ABC):
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:
         """Runs this rank's engine on exactly one kind of input; returns n items per prompt, flattened in order."""
-        return foreign_inputs.generate_local(self, sampling_params, prompt_token_ids, multi_modal_inputs)
+        return foreign_inputs.generate_local(
+            self, sampling_params, prompt_token_ids, multi_modal_inputs, partial(find_tokenizer, self)
+        )
 
     def gather_and_generate(
         self: Native,
@@ -300,7 +339,8 @@ class ForeignNames(ABC):
     ) -> list[EasyDict]:
         """Samples this rank's prompts (any number, also none) on the engine that its group shares.
 
-        Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
+        Images and videos go with texts or with token ids that hold one placeholder for each. Where both are given, a
+        prompt with images or videos is its text, any other its token ids. Shared sampling_params
         draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
         SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
         on all.
@@ -312,13 +352,14 @@ class ForeignNames(ABC):
             texts=all_prompts,
             media=(all_images, images_num, all_videos, videos_num),
             sleep_engine=sleep_engine,
+            find_tokenizer=partial(find_tokenizer, self),
         )
 
     @classmethod
     def _build_multimodal_inputs(
         cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
     ) -> list[dict[str, Any]]:
-        return foreign_inputs.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+        return build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def update_engine_weights(self: Native, actor: nn.Module) -> None:
         """Does what sync_weights does."""

@@ -35,6 +35,7 @@ class DeepSpeedStrategy(TorchStrategy):
     """Trains at the stage of --deepspeed.zero_stage; a model gets its engine when its optimizer is registered."""
 
     steps_whole_matrices = False
+    _deepspeed: Any  # the package, which only a joined world can import
 
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
@@ -189,7 +190,7 @@ class DeepSpeedStrategy(TorchStrategy):
             return super().apply_gradients(optimizer, model, divisor)
         engine = _engine_of(model)
         zero = engine.optimizer
-        zero.clip_grad = self.max_norm
+        zero.clip_grad = self.max_norm or 0.0
         zero.override_loss_scale(divisor)  # what the gradients are divided by
         engine.step()  # skips on every rank, and clears up, if the norm over all ranks is not finite
         zero.override_loss_scale(1.0)  # it would also multiply the next loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,11 @@ class TorchStrategy(StrategyBase):
 
     steps_whole_matrices: ClassVar[bool] = True  # False where an optimizer sees a shard of each parameter
 
-    # ---- What a subclass may write -----------------------------------------------------------------------------
+    # ---- What a subclass writes, and what it may write ---------------------------------------------------------------
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Places (and shards) the model; every rank ends with the weights of rank 0."""
 
     @property
     def averaging_ranks(self) -> int:

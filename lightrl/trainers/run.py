@@ -34,6 +34,7 @@ from lightrl.models.policy import (
     load_policy,
     load_tokenizer,
 )
+from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
@@ -146,6 +147,8 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
         fix_for_run(run, policy)
     if run.config.lora.is_on and not is_reference:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
+    if run.config.routing.is_on and not is_reference:
+        attach_replay(policy, keeps_logits=run.config.routing.has_losses)
     if materialize and not is_reference:
         check_scores(policy, next(policy.parameters()).device)
     return policy

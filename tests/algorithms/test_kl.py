@@ -178,6 +178,11 @@ def test_kl_coefficient_follows_its_target(kl: float, coef: float) -> None:
     assert next_kl_coef(0.2, kl=kl, target=6.0, num_samples=500) == pytest.approx(coef, abs=1e-12)
 
 
+def test_a_horizon_of_ten_steps_is_the_factor_of_the_paper() -> None:
+    # arXiv:1909.08593, sec. 2.2: coef (1 + 0.1 e), here with e = 1.1 - 1 = 0.1.
+    assert next_kl_coef(0.2, kl=1.1, target=1.0, num_samples=64, horizon=640) == pytest.approx(0.202, abs=1e-12)
+
+
 def test_a_horizon_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="target is 6.0 and horizon 0: both must be more than 0"):
         next_kl_coef(0.2, kl=1.0, target=6.0, num_samples=1, horizon=0)

@@ -56,6 +56,17 @@ def test_a_program_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_python("import sys; sys.exit('a reason')").stderr.endswith("a reason\n")
 
 
+def test_a_program_ends_as_python_ends_it() -> None:
+    source = (
+        "import atexit, io, os, sys, threading, time\nout = io.BytesIO()\n"
+        "atexit.register(lambda: os.write(1, out.getvalue()))\n"
+        "def main():\n    time.sleep(0.2)\n    out.write(open(0, 'rb').read()[::-1])\n"
+        "threading.Thread(target=main).start()"
+    )
+    result = run_python(source, stdin="olleh")
+    assert (result.stdout, result.exit_code) == ("hello", 0)
+
+
 @pytest.mark.parametrize("confinement", sandbox.CONFINEMENTS)
 class TestEachConfinement:
     def test_each_run_has_a_process_and_a_folder_of_its_own(self, confinement: Confinement) -> None:

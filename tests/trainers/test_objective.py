@@ -66,6 +66,22 @@ def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
     assert [item.advantage for item in made] == pytest.approx([0.75, -0.25], abs=1e-6)
 
 
+def test_a_response_that_is_not_trained_counts_in_the_mean_of_rewards_but_in_no_mean_of_tokens() -> None:
+    rewards = [1.0, 3.0, 2.0, 2.0]  # two groups of two; the first response is cut off
+
+    def found(name: str) -> list[float]:
+        made = PolicyObjective(AlgorithmConfig(advantage=name))
+        items = made.advantages(samples_of([1, 3, 2, 2]), rewards, Comm(), is_trained=[False, True, True, True])
+        return [item.advantage for item in items]
+
+    assert found("dr_grpo") == [-1.0, 1.0, 0.0, 0.0]
+    assert found("opo") == [-2.0, 0.0, 0.0, 0.0]  # the baseline of the first group is the other reward alone
+    # Whitened over 3, 2 and 2 tokens: mean (9 + 4 + 4) / 7 = 17 / 7, deviation sqrt((27 + 8 + 8) / 7 - (17 / 7)^2).
+    mean, std = 17 / 7, (43 / 7 - (17 / 7) ** 2) ** 0.5
+    wanted = [(reward - mean) / std for reward in rewards]
+    assert found("reinforce_plus_plus") == pytest.approx(wanted, abs=1e-6)
+
+
 def test_a_plain_loss_has_no_optional_terms() -> None:
     assert PolicyObjective(AlgorithmConfig())._terms == []
     every = AlgorithmConfig(entropy_fraction=0.5, correction="tis", kl_coef=0.1, entropy_coef=0.1)

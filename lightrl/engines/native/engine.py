@@ -26,6 +26,7 @@ from lightrl.engines.base import (
     eos_ids,
 )
 from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
@@ -49,8 +50,12 @@ def build_native_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[NativeEngine] | None = None,
 ) -> NativeEngine:
-    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync."""
+    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
+
+    kind: a subclass to make; None makes a NativeEngine.
+    """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
     if options.engine_args:
@@ -62,7 +67,7 @@ def build_native_engine(
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    return NativeEngine(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+    return (kind or NativeEngine)(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
 @torch.no_grad()
@@ -258,6 +263,8 @@ class NativeEngine(InferenceEngine):
         """Draws a token for each row from first_row on; returns the samples that it ends."""
         rows, running = self._scheduler.rows, slice(first_row, self._scheduler.num_running)
         uniforms = uniform_array(rows.seed_state[running], rows.first_draw[running] + rows.num_produced[running])
+        if rows.is_constrained[running].any():
+            logits = constrain(logits, rows, first_row, self._scheduler.eos_table)
         drawn = sample(logits, self._put(uniforms), plan)
         tokens, logprobs = (column.cpu().numpy() for column in drawn)
         if np.isnan(logprobs).any():

@@ -32,6 +32,7 @@ def build_vllm_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
     """Makes an engine with the source's architecture; every rank of the world must do so at the same point."""
     if source is None:
@@ -61,7 +62,7 @@ def build_vllm_engine(
         if varies:
             limit_vllm(source, arguments)
         with host.buffers_kept_from_dummy_loader():
-            engine = VLLMEngine(
+            engine = kind(
                 arguments,
                 source=source,
                 eos_token_ids=eos_ids(source, tokenizer),

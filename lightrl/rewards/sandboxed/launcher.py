@@ -48,7 +48,7 @@ def main() -> None:
 
 def _in_namespaces(request: Mapping[str, Any]) -> dict[str, Any] | None:
     """Supervises from the first process of new namespaces, whose end is the end of all in them."""
-    leave_the_system(request["paths"])
+    leave_the_system(request["paths"], as_root=request["uid"] is not None)
     first = os.fork()
     if first == 0:
         die_with_parent()

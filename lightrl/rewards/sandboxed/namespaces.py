@@ -21,13 +21,15 @@ _UID = 1000  # in the user namespace of an ordinary user
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def leave_the_system(paths: Sequence[str]) -> None:
-    """Enters new namespaces in which nothing but the paths exists; the first child is process 1 of them."""
+def leave_the_system(paths: Sequence[str], *, as_root: bool) -> None:
+    """Enters new namespaces in which nothing but the paths exists; the first child is process 1 of them.
+
+    Root needs no user namespace for that, and gives the programs a user id of their own, which it could not in one.
+    """
     flags = _NEW_MOUNTS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_CGROUP
     uid, gid = os.geteuid(), os.getegid()
-    # Root needs no user namespace, and takes a user id of its own later, which it could not do in one.
-    _check(_libc.unshare(flags if uid == 0 else flags | _NEW_USER), "unshare")
-    if uid != 0:
+    _check(_libc.unshare(flags if as_root else flags | _NEW_USER), "unshare")
+    if not as_root:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{_UID} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{_UID} {gid} 1")

@@ -111,8 +111,8 @@ class Peer:
         if type(target).__module__ != TEST_MODULE:
             if operation not in (_OF_ITERATORS if hasattr(type(target), "__next__") else _OF_FUNCTIONS):
                 raise AttributeError(f"a program cannot use {operation} on this")
-        elif operation in ("getattr", "setattr") and str(args[1]).startswith("_"):
-            raise AttributeError(args[1])
+        elif operation in ("getattr", "setattr"):
+            _check_name(type(target), str(args[1]), is_set=operation == "setattr")
         return OPERATIONS[operation](*args, **named)
 
     # ---- Values --------------------------------------------------------------------------------------------------
@@ -131,14 +131,13 @@ class Peer:
             number = self._numbers[id(value)] = len(self._own)
             self._own.append(value)
         described: dict[str, Any] = {"mine": number}
-        if self._names is not None:
-            if isinstance(value, type) and issubclass(value, BaseException):
-                described["error"] = lineage(value)
-            if type(value).__name__ == "coroutine":
-                described["coroutine"] = True
-            for base in (int, float, str, tuple, list, dict):
-                if isinstance(value, base):  # an enumeration or a named tuple: compared by what it contains
-                    described["content"] = pack_data(_as_base(value, base), self._pack_object)
+        for base in (int, float, str, tuple, list, dict):
+            if isinstance(value, base):  # an enumeration or a named tuple: compared by what it contains
+                described["content"] = pack_data(_as_base(value, base), self._pack_object)
+        if self._names is not None and isinstance(value, type) and issubclass(value, BaseException):
+            described["error"] = lineage(value)
+        if self._names is not None and type(value).__name__ == "coroutine":
+            described["coroutine"] = True
         return described
 
     def _unpack_object(self, data: Mapping[str, Any]) -> Any:
@@ -222,6 +221,12 @@ def _readline() -> str:
 
 
 _INPUT = builtins.input
+
+
+def _check_name(kind: type, name: str, *, is_set: bool) -> None:
+    """Refuses private names, and to replace a method, which the test may ask later."""
+    if name.startswith("_") or (is_set and callable(getattr(kind, name, None))):
+        raise AttributeError(name)
 
 
 def _pack_plain(value: Any) -> Any:

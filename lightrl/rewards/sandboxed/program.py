@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import sys
+import threading
 from types import ModuleType
 
 from lightrl.rewards.sandboxed.peer import AskedStdin, Peer
@@ -20,7 +22,17 @@ def run_program(source: str) -> int:
             return request.code or 0
         sys.stderr.write(f"{request.code}\n")
         return 1
+    finally:
+        _finish()
     return 0
+
+
+def _finish() -> None:
+    """Does what Python does at the end of a program, since the process is ended without it."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
 
 
 def serve_program(source: str, reader: int, writer: int) -> int:

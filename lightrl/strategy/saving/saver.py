@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
+from lightrl.checkpoint import open_directory, resolve_checkpoint
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
@@ -86,7 +86,9 @@ class TrainingStateSaver:
     ) -> None:
         """Writes a checkpoint that counts when all ranks have written it.
 
-        A tag is a folder of its own under save_dir, of which max_num are kept. A companion is a folder in the
+        A tag is a folder of its own under save_dir, and saving it again replaces it. max_num and max_megabytes bound
+        what is kept of the tags, and apart from them of the untagged; the newest and the one that a run would resume
+        from always stay. Where nobody sets the step, every save makes a folder. A companion is a folder in the
         checkpoint. In the background, this returns when the state is copied to host memory; the checkpoint then counts
         after a later update, finish(), the next save or the end of the run.
         """
@@ -94,10 +96,11 @@ class TrainingStateSaver:
         for item in (model, *(companions or {}).values()):
             self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
-        directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
+        directory = open_directory(save_dir, tag, keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
         with comm.phase("checkpoint", local=True):
             client_state = client_state or {}
             _check_loadable(client_state, "client_state[{!r}]")
+            step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
         folder = comm.broadcast_object(path)
         assert folder is not None
@@ -110,8 +113,6 @@ class TrainingStateSaver:
 
         def commit() -> None:
             directory.commit(step, is_latest=is_latest)
-            if tag:
-                drop_old_tags(save_dir, max_num)
 
         if self.in_background:
             self.pending = BackgroundSave(jobs, commit)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
@@ -21,6 +22,7 @@ from lightrl.engines.base import (
     WeightSyncError,
     check_engine_name,
     create_engine,
+    create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
 from lightrl.engines.weights.account import Fingerprint
@@ -76,10 +78,9 @@ class ColocatedServing:
         source = self._trainer.unwrap_model(model) if model is not None else None
         self.close()
         device = self.group.comm.device
-        engine = create_engine(
-            engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group
-        )
-        self.engine, self._model, self.num_syncs = ColocatedEngine(engine), None, 0
+        make = create_recording_engine if options.routing.replay else create_engine
+        engine = make(engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group)
+        self.engine, self._model, self.num_syncs = ColocatedEngine(engine, tokenizer), None, 0
         if model is not None:
             self.sync_weights(model)
         return engine
@@ -150,7 +151,7 @@ class ColocatedServing:
                 raise error
         self._model = model
         every = self._options.canary_every
-        if every and self.num_syncs % every == 0:
+        if every and self.num_syncs % every == 0 and can_score(model):
             with comm.phase("canary", local=True):
                 engine.wake()
             difference = self.canary.check(engine, self._trainer, model, dtype=dtype, comm=comm)
@@ -161,7 +162,7 @@ class ColocatedServing:
 
     def sleep(self) -> None:
         """Frees the engine's memory as far as --engine_sleep_level says; without an engine it does nothing."""
-        if self.engine is not None:
+        if self.engine is not None and self._options.engine_sleep_level:
             self.engine.sleep(self._options.engine_sleep_level)
 
     def wake(self) -> None:
@@ -243,6 +244,11 @@ class Canary:
                 "as the trainer has it: the engine serves a cache of older weights, or computes something else."
             )
         return largest
+
+
+def can_score(model: nn.Module) -> bool:
+    """Returns whether the trainer can compute logprobs with a model: it has lightrl's or transformers' forward."""
+    return isinstance(model, Policy | PreTrainedModel) or hasattr(model, "get_base_model")  # the last is PEFT's
 
 
 def made_up_prompts(engine: InferenceEngine) -> list[EnginePrompt]:

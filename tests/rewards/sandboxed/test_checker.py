@@ -121,6 +121,13 @@ def test_the_program_never_holds_the_tests() -> None:
     assert run_tests(spy, ["assert not double(2), 'fortytwo'", "assert double(2) == 'fortytwo'"]) == [True, False]
 
 
+def test_a_program_cannot_replace_what_a_test_asks_later() -> None:
+    box = "class Box:\n    count = 0\n    def is_full(self): return self.count > 3\n"
+    box += "b = Box()\nfill(b)\nassert b.is_full()"
+    assert run_tests("def fill(b): b.is_full = lambda: True", [box]) == [False]
+    assert run_tests("def fill(b):\n    b.count, b.other = 4, [1]", [f"{box} and b.other == [1]"]) == [True]
+
+
 OBJECTS = """
 from collections import Counter, deque, namedtuple, OrderedDict
 from decimal import Decimal
@@ -177,6 +184,7 @@ def greet(): print('hello', input())
 def big(): return 10 ** 5000
 def power(x): return Level.LOW, Color.RED
 def first(items): return next(iter(items))
+def area(pair): return pair[0] * pair.y + pair.x * 0 + len(pair)
 """
 HONEST_TESTS = [
     "s = Stack(1)\nassert len(s.push(2)) == 2 and s.pop() == 2 and s.items == [1]\n"
@@ -202,6 +210,7 @@ HONEST_TESTS = [
     "root = Node(1, Node(2, Node(3)))\nassert depth(root) == 3 and flip(root) is root and root.right.value == 2",
     "from collections import Counter, deque\nfrom decimal import Decimal\nassert kinds() == "
     "[(1, 2), {1, 2}, frozenset([3]), b'x', 1j, Decimal('1.5'), deque([1]), Counter('aab'), range(3)]",
+    "from collections import namedtuple\nPair = namedtuple('Pair', 'x y')\nassert area(Pair(2, 3)) == 8",
     "import datetime\nassert day() == datetime.date(2020, 1, 2) and big() == 10 ** 5000",
     "import contextlib, io, unittest.mock\nout = io.StringIO()\nwith contextlib.redirect_stdout(out), "
     "unittest.mock.patch('builtins.input', return_value='you'):\n    greet()\nassert out.getvalue() == 'hello you\\n'",
