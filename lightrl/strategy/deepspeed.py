@@ -239,9 +239,9 @@ def _stop_engine(model: nn.Module) -> None:
 
 
 def _cannot_gather(model: nn.Module) -> ValueError:
-    """Returns the error for a model whose layers run a different number of times on each rank, which would then wait."""
+    """Returns the error for a model whose layers run a different number of times on each rank; some would wait."""
     return ValueError(
-        f"--deepspeed.zero_stage 3 gathers the weights of each layer when it runs, and {type(model).__name__} has layers "
+        f"--deepspeed.zero_stage 3 gathers the weights of a layer when it runs, and {type(model).__name__} has layers "
         "that run once for each sequence of a pack. Use --deepspeed.zero_stage 2, or --strategy fsdp, which shards too."
     )
 
