@@ -23,7 +23,7 @@ from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
-from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
 
 _MEGABYTE = 1 << 20
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
@@ -213,7 +213,7 @@ class TrainingStateSaver:
     def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
         """Reads what _write wrote; returns the client_state."""
         trainer = self._trainer
-        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+        state = load_object(path / "state.pt")
         must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
         trained = self._trained(model, must_train=must_train)
         owner = model if trained is None else trained.model
@@ -233,7 +233,7 @@ class TrainingStateSaver:
         trainer.num_generations = state.get("num_generations", 0)
         random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
         if random_states.exists():  # at another world size the ranks' streams differ anyway
-            _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
+            _set_random_state(load_object(random_states))
         return state["client_state"]
 
     def _read_model(self, path: Path, model: nn.Module, owner: nn.Module, *, strict: bool) -> None:
