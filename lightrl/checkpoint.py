@@ -166,7 +166,11 @@ class CheckpointDirectory:
 
 
 def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) -> CheckpointDirectory:
-    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others."""
+    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others.
+
+    The limits count the tags, and apart from them the untagged. The newest and the one that a run would resume from
+    always stay.
+    """
     if not tag:
         return CheckpointDirectory(root, keep, max_bytes)
     return TaggedCheckpoint(root / _checked_tag(tag), keep, max_bytes)

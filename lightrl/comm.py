@@ -57,6 +57,12 @@ def current() -> Comm:
     return _current or Comm()
 
 
+def known_world() -> int:
+    """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
+    is_joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class Comm:
     """The rank of this process, and every collective that lightrl uses outside a model's own."""
 
