@@ -7,6 +7,7 @@ every rank wait after begin and before commit.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -134,7 +136,7 @@ class CheckpointDirectory:
             if _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
                 try:
                     complete.append(_read_checkpoint(path))
-                except (OSError, ValueError, TypeError, KeyError) as error:
+                except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
                     if warn:
                         _warn_of_skipped(path, error)
         complete.sort(key=lambda checkpoint: checkpoint.serial)
@@ -164,7 +166,11 @@ class CheckpointDirectory:
 
 
 def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) -> CheckpointDirectory:
-    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others."""
+    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others.
+
+    The limits count the tags, and apart from them the untagged. The newest and the one that a run would resume from
+    always stay.
+    """
     if not tag:
         return CheckpointDirectory(root, keep, max_bytes)
     return TaggedCheckpoint(root / _checked_tag(tag), keep, max_bytes)
@@ -260,8 +266,11 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Reads what save_json wrote."""
-    return json.loads(path.read_bytes())
+    """Reads what save_json wrote; raises ValueError for anything else."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({str(error) or type(error).__name__}).") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -269,9 +278,27 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
     temporary.touch()
     mode = temporary.stat().st_mode  # safetensors gives its files 0600, whatever the umask
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    except SafetensorError as error:
+        raise _disk_error(error, temporary) from error
     temporary.chmod(mode)
     _put_in_place(temporary, path)
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def describe_disk_error(error: OSError) -> str:
+    """Returns what a disk that takes no more wrote back, and for which file."""
+    where = f" for {error.filename}" if error.filename else ""
+    return f"the disk takes no more ({error.strerror}){where}: what was written before is kept"
+
+
+def _disk_error(error: SafetensorError, path: Path) -> Exception:
+    """Returns the operating system's error that safetensors wraps into a text, such as `(os error 28)`."""
+    code = re.search(r"os error (\d+)", str(error))
+    return error if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(path))
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
@@ -318,7 +345,7 @@ def _warn_of_skipped(path: Path, error: Exception) -> None:
         reason = str(error)
     elif not isinstance(error, OSError):
         reason = f"its {MARKER_NAME} marker is damaged"
-    elif Path(error.filename).name == MARKER_NAME:
+    elif not error.filename or Path(error.filename).name == MARKER_NAME:
         reason = f"its {MARKER_NAME} marker cannot be read ({error.strerror})"
     else:
         reason = f"its file {Path(error.filename).relative_to(path)} is missing"

@@ -40,8 +40,13 @@ class UnknownReductionError(ValueError, AssertionError):
     """An all_reduce operation that does not exist; also an AssertionError for code that expects one."""
 
 
+MISTAKES = (ValueError, OSError, ImportError, SyntaxError)  # what a user can cause, and correct, before training
+
+
 class RankError(RuntimeError):
     """Another rank failed; the message holds its traceback."""
+
+    mistake = ""  # the sentence about what a user can correct, if the failure was one of MISTAKES
 
 
 _current: Comm | None = None
@@ -50,6 +55,12 @@ _current: Comm | None = None
 def current() -> Comm:
     """Returns the world that this process has joined, or a world of one."""
     return _current or Comm()
+
+
+def known_world() -> int:
+    """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
+    is_joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Comm:
@@ -127,11 +138,14 @@ class Comm:
             raise error from lost
         if not has_failed:
             return
-        text = None if error is None else describe(error)
-        errors = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
+        text = None if error is None else (describe(error), str(error) if isinstance(error, MISTAKES) else "")
+        reports = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
         if error is not None:
             raise error
-        raise RankError(board.describe_errors(errors))
+        failure = RankError(board.describe_errors({rank: report for rank, (report, _) in reports.items()}))
+        if all(mistake for _, mistake in reports.values()):
+            failure.mistake = f"rank {min(reports)}: {reports[min(reports)][1]}"
+        raise failure
 
     def _publish_or_explain(self, board: RankBoard, error: Exception) -> None:
         """Posts why this rank leaves, or raises with what the others posted if they left first."""
@@ -338,12 +352,7 @@ def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
 
 
 def _join(device: torch.device, timeout: timedelta) -> Store:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
-            "or set them all; without any of them lightrl runs as one process."
-        )
+    check_environment()
     # Sub-groups of a device mesh take this default and would otherwise wait 30 minutes whatever was asked.
     dist.distributed_c10d.default_pg_timeout = timeout
     meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
@@ -361,6 +370,24 @@ def _join(device: torch.device, timeout: timedelta) -> Store:
         **options,
     )
     return store
+
+
+def check_environment() -> None:
+    """Raises ValueError unless the variables that torchrun sets describe a rank of a world."""
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
+            "or set them all; without any of them lightrl runs as one process."
+        )
+    for name in (*(name for name in _TORCHRUN_VARIABLES if name != "MASTER_ADDR"), "LOCAL_RANK"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ValueError(f"The environment variable {name} is {os.environ[name]!r}: it must be a whole number.")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world:
+        raise ValueError(
+            f"The environment variable RANK is {rank}: with WORLD_SIZE {world} it must be 0 to {world - 1}."
+        )
 
 
 def backend_for(device: torch.device) -> str:

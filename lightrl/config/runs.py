@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -184,7 +183,7 @@ class RewardConfig:
 
 def _is_finite_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        return abs(float(text)) <= 1e30  # neither NaN nor infinity is
     except ValueError:
         return False
 
@@ -201,9 +200,9 @@ class SamplingConfig:
 
     __slots__ = ()
 
-    num_prompts: int = option(16, at_least=1)
+    num_prompts: int = option(16, at_least=1, at_most=1_000_000)
     """Prompts per step, over all ranks."""
-    group_size: int = option(16, at_least=1)
+    group_size: int = option(16, at_least=1, at_most=1_000_000)
     """Samples per prompt."""
     num_minibatches: int = option(1, at_least=1)
     """Optimizer steps per pass over a step's samples. The prompts are split evenly among them."""

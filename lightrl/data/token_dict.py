@@ -87,6 +87,24 @@ class TokenPack:
     indices: tuple[int, ...]  # of the sequences; none for a dummy
     vision: None = None
 
+    # What names the sample where an update is not finite:
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Names of the sequences; none for a dummy."""
+        return tuple((index, 0) for index in self.indices)
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """[T] int64, the sequence of each token."""
+        lengths = torch.tensor(self.cu_seqlens, device=self.input_ids.device).diff()
+        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[T] bool: the data's own mask, or all tokens."""
+        return self.data.get("loss_mask", torch.ones_like(self.input_ids)).bool()
+
     def to(self, device: torch.device) -> TokenPack:
         """Copies the tensors to a device."""
         return replace(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from lightrl.models.hub import require_reachable
 from lightrl.models.logprobs import chosen_logprobs
 from lightrl.models.multimodal import (
     FAMILIES,
@@ -202,6 +203,7 @@ def check_model_folder(path: str, option: str = "--model") -> None:
     if not path or (":" in path and not folder.exists()):
         raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
     if not looks_local:
+        require_reachable(path, option)
         return
     if not folder.is_dir():
         raise FileNotFoundError(f"{option} {path}: there is no such folder.")
@@ -213,13 +215,27 @@ def check_model_folder(path: str, option: str = "--model") -> None:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder or Hugging Face name."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with _explained(path, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Loads the transformers config of a folder or Hugging Face name."""
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with _explained(path, "config"):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _explained(path: str, what: str) -> Iterator[None]:
+    """Turns whatever a library says about a file that it cannot use into one sentence that names the model."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:600] or type(error).__name__
+        raise ValueError(f"--model {path}: its {what} cannot be read ({reason}).") from error
 
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:
@@ -242,16 +258,27 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     config = load_config(path, trust_remote_code=trust_remote_code)
     loader = model_loader(config)
     if materialize:
-        try:
-            model = loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        except SafetensorError as error:
-            raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
+        with _explained(path, "weights"):
+            model, found = loader.from_pretrained(
+                path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+        if found["missing_keys"]:
+            raise _missing_weights(path, found["missing_keys"])
     else:
-        model = _empty_model(loader, config, path, trust_remote_code)
+        with _explained(path, "config"):
+            model = _empty_model(loader, config, path, trust_remote_code)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
     return policy
+
+
+def _missing_weights(path: str, names: Iterable[str]) -> ValueError:
+    names = sorted(names)
+    return ValueError(
+        f"--model {path}: its files lack {len(names)} of the weights that its config describes, such as {names[0]}; "
+        "they would be random. Copy the files anew."
+    )
 
 
 def load_teacher(

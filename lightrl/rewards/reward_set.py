@@ -284,8 +284,8 @@ def _split_weight(text: str) -> tuple[str, float]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not name or not math.isfinite(value) or value == 0:
-        raise ValueError(f"--reward {text!r}: behind = there must be a weight, a number other than 0.")
+    if not name or not 0 < abs(value) <= 1e30:
+        raise ValueError(f"--reward {text!r}: behind = there must be a weight, a number other than 0, at most 1e30.")
     return name, value
 
 

@@ -35,7 +35,7 @@ from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout, innermost
-from lightrl.strategy.optim.accumulation import accumulation_steps, known_world
+from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
@@ -67,7 +67,7 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self._assumed_world = known_world()
+        self._assumed_world = comm_module.known_world()
         self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
         self.comm = Comm()
@@ -266,9 +266,9 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
+        num_micro_batches = _equal_count(self.comm, len(batches))
         if not 0 < total < math.inf:
             return nothing_to_train(self, trained, total)
-        num_micro_batches = _equal_count(self.comm, len(batches))
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):

@@ -186,9 +186,10 @@ class ForeignNames(ABC):
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
         """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
         trained = self.trained.entry(model)
-        if trained.optimizer in self.trained.scheduled:
-            self.trained.scheduled.remove(trained.optimizer)
-        elif trained.scheduler is not None:
+        has_updated = trained.optimizer in self.trained.scheduled
+        self.trained.scheduled.discard(trained.optimizer)
+        is_counted = has_updated and self.options.optim.schedule_unit == "optimizer_step"
+        if trained.scheduler is not None and not is_counted:
             trained.scheduler.step()
 
     # ---- Communication -----------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from torch import nn
 
+from lightrl.comm import known_world
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.accumulation import known_world
 from lightrl.strategy.torch_native import TorchStrategy
 
 

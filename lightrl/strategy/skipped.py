@@ -42,6 +42,7 @@ def nothing_to_train(strategy: Skipping, trained: TrainedModel, total: float) ->
     """Returns the result of an update without a weight: even a gradient of 0 would move weights, by momentum."""
     reason = f"There is nothing to train: the weights of all micro-batches of all ranks add up to {total:g}."
     _warn(strategy.comm, reason)
+    strategy.trained.scheduled.add(trained.optimizer)
     rates = reported_rates(trained.optimizer, strategy.trained.hooks_of(trained.optimizer))
     return TrainBatchResult(
         loss=0.0, grad_norm=0.0, lr=rates[0], skipped=True, total_weight=total, num_micro_batches=0, reason=reason
@@ -52,6 +53,7 @@ def drop_update(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> O
     """Forgets the gradients of an update whose loss is not finite, as if their norm were not."""
     optimizer.zero_grad(set_to_none=True)
     strategy.layout.drop_gradients(model)
+    strategy.trained.scheduled.add(optimizer)  # such updates do not count in a schedule
     hooks = strategy.trained.hooks_of(optimizer)
     for hook in hooks:
         hook.after_update(optimizer, is_finite=False)

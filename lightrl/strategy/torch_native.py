@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.checkpoint import open_directory
 from lightrl.engines.weights.account import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
@@ -226,16 +227,8 @@ class TorchStrategy(StrategyBase):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes a checkpoint of everything that the run needs to continue; see TrainingStateSaver.save."""
-        self.saver.save(
-            model,
-            Path(save_dir),
-            tag=tag,
-            max_num=max_num,
-            max_megabytes=max_mem,
-            client_state=client_state,
-            is_latest=save_latest,
-            companions=companions,
-        )
+        directory = open_directory(Path(save_dir), tag, keep=max_num, max_bytes=max_mem << 20)
+        self.saver.save(model, directory, client_state=client_state, is_latest=save_latest, companions=companions)
 
     def load_ckpt(
         self,

@@ -14,7 +14,7 @@ from lightrl.strategy.single import SingleStrategy
 from lightrl.strategy.user_batch import UserBatch, gather_logprobs, next_token
 from lightrl.testing import run_spmd
 from lightrl.testing.spmd import run_program
-from lightrl.testing.tiny_training import fresh
+from lightrl.testing.tiny_training import fresh, parameters, same
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "user_batch_program.py"
 ZERO_3 = ("--deepspeed.zero_stage", "3", "--deepspeed.param_persistence_threshold", "0")
@@ -76,3 +76,20 @@ def test_a_batch_without_sequences_is_refused() -> None:
     fresh(strategy)
     with pytest.raises(ValueError, match="No rank has a sequence"):
         strategy.train_batch({name: value[:0] for name, value in _batch().items()}, _loss, lambda data: 1)
+
+
+def test_an_update_that_is_not_finite_or_empty_is_skipped_and_names_the_sequence() -> None:
+    strategy = _strategy()
+    policy, _ = fresh(strategy)
+    before = parameters(strategy, policy)
+    weight = lambda data: data["loss_mask"].count_nonzero()  # noqa: E731
+    scale = torch.ones(3, 3)
+    scale[1, 2] = float("nan")
+    bad = strategy.train_batch(
+        _batch(scale=scale), lambda logits, data: _loss(logits, data) * data["scale"].mean(), weight
+    )
+    assert bad.skipped
+    assert "scale is nan at response token 2 of sample (1, 0)" in bad.reason
+    empty = strategy.train_batch(_batch(loss_mask=torch.zeros(3, 3)), _loss, weight)
+    assert empty.skipped
+    same(parameters(strategy, policy), before)

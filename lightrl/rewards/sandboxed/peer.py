@@ -23,7 +23,8 @@ from lightrl.rewards.sandboxed.remote import OPERATIONS, Remote, number_of
 TEST_MODULE = "tests"
 _MAX_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
-_MUTABLE = (list, dict, set, bytearray)
+_MUTABLE = {("builtins", name) for name in ("list", "dict", "set", "bytearray")} | {("numpy", "ndarray")}
+_MUTABLE |= {("collections", name) for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
 
 # What a program may do with what a test gives it: objects of the test's own classes, iterators, and all else.
 _OF_OBJECTS = {"call", "getattr", "setattr", "getitem", "setitem", "len", "iter", "next", "bool", "hash", "eq", "lt"}
@@ -91,7 +92,7 @@ class Peer:
 
     def _contents(self, values: list[Any]) -> list[Any]:
         """Packs what a call can change in place."""
-        return [self._pack(value) if type(value) in _MUTABLE else None for value in values]
+        return [self._pack(value) if _is_mutable(value) else None for value in values]
 
     def _carry_out(self, operation: str, args: list[Any], named: dict[str, Any]) -> Any:
         if self._names is None:
@@ -241,11 +242,19 @@ def _as_base(value: Any, base: Any) -> Any:
     return dict(value.items()) if base is dict else base.__new__(base, value) if base in (int, float) else base(value)
 
 
+def _is_mutable(value: Any) -> bool:
+    kind = type(value)
+    return (kind.__module__, kind.__name__) in _MUTABLE
+
+
 def _replace_content(original: Any, changed: Any) -> None:
     if type(original) is not type(changed):
         return
-    if isinstance(original, list | bytearray):
-        original[:] = changed
-    elif isinstance(original, set | dict):
+    if isinstance(original, set | dict):
         original.clear()
         original.update(changed)
+    elif type(original).__name__ == "deque":
+        original.clear()
+        original.extend(changed)
+    elif _is_mutable(original):
+        original[:] = changed

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -57,12 +55,6 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
         attached.append(AccumulationByCalls())
         attach(optimizer, attached[0])
     return attached[0]
-
-
-def known_world() -> int:
-    """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
-    is_joined = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, *, world_size: int) -> int:

@@ -105,7 +105,7 @@ HONEST = "def double(x): return x + x"
 
 
 def test_an_honest_program_passes() -> None:
-    assert run_tests(HONEST, TESTS) == [True] * len(TESTS)
+    assert run_tests(HONEST, TESTS, limits=SandboxLimits(timeout_s=100)) == [True] * len(TESTS)
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -163,6 +163,7 @@ def inc():
     count += 1
 def reverse(items): items.reverse()
 def fill(d, s): d['k'] = [1]; s.add(2)
+def rotate(q, a): q.rotate(1); a += 1
 def apply(f, *args, **named): return f(*args, **named)
 def gen(n): yield from range(n)
 def memo(f):
@@ -200,6 +201,8 @@ HONEST_TESTS = [
     "inc()\ninc()\nassert count == 2 and TOTAL == 7",
     "items = [1, 2]\nd, s = {}, set()\nreverse(items)\nfill(d, s)\n"
     "assert items == [2, 1] and d == {'k': [1]} and s == {2}",
+    "import numpy as np\nfrom collections import deque\nq, a = deque([1, 2]), np.zeros(2)\n"
+    "rotate(q, a)\nassert list(q) == [2, 1] and a.sum() == 2",
     "assert apply(lambda a, *, b: a + b, 1, b=2) == 3 and apply(len, [1]) == 1 and apply(int, '3') == 3",
     "assert list(gen(3)) == [0, 1, 2] and next(gen(2)) == 0 and first(x for x in [5]) == 5",
     "calls = []\n@memo\ndef f(x):\n    calls.append(x)\n    return x + 1\n"
@@ -218,7 +221,7 @@ HONEST_TESTS = [
 
 
 def test_what_honest_tests_do() -> None:
-    passed = run_tests(OBJECTS, HONEST_TESTS)
+    passed = run_tests(OBJECTS, HONEST_TESTS, limits=SandboxLimits(timeout_s=100))
     assert [test for test, is_passed in zip(HONEST_TESTS, passed, strict=True) if not is_passed] == []
     wrong = ["assert Point(1, 2) == (1, 3)", "assert Stack(1) == [1]", "assert Color.RED == 1"]
     assert run_tests(OBJECTS, wrong) == [False] * len(wrong)
@@ -247,7 +250,7 @@ def test_each_test_has_a_fresh_program_and_a_slow_one_costs_those_behind_it() ->
         "count = 0\ndef inc():\n    global count\n    count += 1\n    return count\ndef stuck():\n    while True: pass"
     )
     tests = ["assert inc() == 1", "assert inc() == 1 and inc() == 2", "stuck()", "assert inc() == 1"]
-    assert run_tests(program, tests, limits=SandboxLimits(timeout_s=2)) == [True, True, False, False]
+    assert run_tests(program, tests, limits=SandboxLimits(timeout_s=4)) == [True, True, False, False]
     assert run_tests("raise KeyError", ["pass"]) == [False]
     assert run_tests("def deep():\n    a = []\n    for _ in range(10**5): a = [a]\n    return a", ["deep()"]) == [False]
     assert run_tests("def much(): return 'x' * (1 << 26)", ["much()"]) == [False]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.comm import Comm
-from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps, known_world
+from lightrl.comm import Comm, known_world
+from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
 from lightrl.strategy.single import SingleStrategy
 
 
