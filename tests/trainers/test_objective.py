@@ -46,6 +46,23 @@ def test_one_update_is_the_plain_policy_gradient() -> None:
     assert_close(logprobs.grad, torch.tensor([-1.0, 0.5, 0.0]), atol=1e-6, rtol=0)
 
 
+def test_the_metrics_of_a_loss_are_means_over_trained_tokens() -> None:
+    # Ratios 1.5 (A 1: clipped at 1.2), 1.1 and 0.5; then 2.0 (A -1: not clipped) alone. What is masked is not read.
+    # (1.5 + 1.1 + 0.5 + 2) / 4 = 1.275; entropies (0.2 + 0.4 + 0.6 + 0.8) / 4 = 0.5.
+    nan, statistics = float("nan"), Statistics()
+    objective = PolicyObjective(AlgorithmConfig())
+    for ratios, entropy in (([1.5, 1.1, 0.5, nan], [0.2, 0.4, 0.6, nan]), ([2.0], [0.8])):
+        old = torch.full((len(ratios),), 0.25).log()
+        batch = batch_of(
+            [1.0 if len(ratios) > 1 else -1.0] * len(ratios), [ratio == ratio for ratio in ratios], old_logprobs=old
+        )
+        scores = TokenScores(logprobs=old + torch.tensor(ratios).log(), entropy=torch.tensor(entropy))
+        objective.loss(scores, batch, statistics)
+    found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    wanted = {"clip_fraction": 0.25, "ratio/mean": 1.275, "ratio/max": 2.0, "entropy": 0.5, "kl": 0.0}
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
 def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
     """OPO's baseline is the mean of the rewards by length: (1 x 1 + 0 x 3) / 4 = 0.25."""
     samples = [
