@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from lightrl.environment import check_environment
 from lightrl.rank_board import RankBoard, describe
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old name warns at every call.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPERATIONS = ("mean", "sum", "max", "min")
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PEER_LOST = (
     "Connection closed",
     "Connection reset",
@@ -370,24 +370,6 @@ def _join(device: torch.device, timeout: timedelta) -> Store:
         **options,
     )
     return store
-
-
-def check_environment() -> None:
-    """Raises ValueError unless the variables that torchrun sets describe a rank of a world."""
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
-            "or set them all; without any of them lightrl runs as one process."
-        )
-    for name in (*(name for name in _TORCHRUN_VARIABLES if name != "MASTER_ADDR"), "LOCAL_RANK"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise ValueError(f"The environment variable {name} is {os.environ[name]!r}: it must be a whole number.")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank >= world:
-        raise ValueError(
-            f"The environment variable RANK is {rank}: with WORLD_SIZE {world} it must be 0 to {world - 1}."
-        )
 
 
 def backend_for(device: torch.device) -> str:
