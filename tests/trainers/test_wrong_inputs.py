@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrl.builtin.model import builtin_tokenizer
-from lightrl.comm import check_environment
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_types, own_fields
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.data.prompts import build_prompts, load_records
 from lightrl.models.policy import check_model_folder, load_config, load_policy, load_tokenizer
+from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
