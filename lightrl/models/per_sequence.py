@@ -45,7 +45,8 @@ def run_per_sequence(model: PreTrainedModel) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     has_no_attention = bool(layer_types) and layer_types <= {"linear_attention", "conv", "moe", "mlp"}
     packs_rest = config._attn_implementation == ATTENTION_NAME or has_no_attention
-    mixers = _mixers(decoder) if packs_rest and layer_types <= _STATEFUL_TYPES else []
+    is_known = bool(layer_types - LAYER_TYPES) and layer_types <= _STATEFUL_TYPES and config.model_type != "zaya"
+    mixers = _mixers(decoder) if packs_rest and (is_known or config.model_type == "recurrent_gemma") else []
     for mixer in mixers:
         mixer.forward = MethodType(_mix_apart, mixer)
         mixer.__dict__[RUNS_APART] = True

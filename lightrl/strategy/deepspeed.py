@@ -87,12 +87,11 @@ class DeepSpeedStrategy(TorchStrategy):
         if self.stage < 3:
             broadcast_from_main(model, self.device, self.comm)
             return model
+        if any(RUNS_APART in module.__dict__ for module in model.modules()):
+            raise _cannot_gather(model)
         whole = ParametersToPartition(model, self.device)
         self._deepspeed.zero.Init(module=whole, config_dict_or_path=self._config())  # rank 0's, broadcast
         broadcast_buffers(model, self.device, self.comm)
-        for module in model.modules():
-            if RUNS_APART in module.__dict__:  # it calls its parts a different number of times on each rank
-                self._deepspeed.utils.set_z3_leaf_module(module, True)
         model.__dict__[_OUTPUTS] = DataclassOutputs(model)
         self._start_engine(model, None)  # it may have to run before it has an optimizer, or never get one
         return model
@@ -237,6 +236,14 @@ def _stop_engine(model: nn.Module) -> None:
 
 
 # ---- Critic warm-up: its groups must neither move nor count in the norm, which ZeRO takes of all gradients -------
+
+
+def _cannot_gather(model: nn.Module) -> ValueError:
+    """Returns the error for a model whose layers run a different number of times on each rank; some would wait."""
+    return ValueError(
+        f"--deepspeed.zero_stage 3 gathers the weights of a layer when it runs, and {type(model).__name__} has layers "
+        "that run once for each sequence of a pack. Use --deepspeed.zero_stage 2, or --strategy fsdp, which shards too."
+    )
 
 
 def _zero_in_warmup(group: dict[str, Any], gradient: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-VOCAB = 61
+VOCAB = 98  # as in lightrl.testing.tiny_training
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -130,7 +130,17 @@ APART: dict[str, Callable[[], Any]] = {
     "rwkv": _config("RwkvConfig", **SHORT, attention_hidden_size=32, context_length=64),
     "bloom": _config("BloomConfig", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     "falcon": _config("FalconConfig", **SHORT, num_attention_heads=4, new_decoder_architecture=True, num_kv_heads=2),
-    "gptj": _config("GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+    "gptj": _config(
+        "GPTJConfig",
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        rotary_dim=4,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "llama4_text": _config(
         "Llama4TextConfig",
         **SHAPE,

@@ -46,6 +46,39 @@ def test_one_update_is_the_plain_policy_gradient() -> None:
     assert_close(logprobs.grad, torch.tensor([-1.0, 0.5, 0.0]), atol=1e-6, rtol=0)
 
 
+def test_the_metrics_of_a_loss_are_means_over_trained_tokens() -> None:
+    # Ratios 1.5 (A 1: clipped at 1.2), 1.1 and 0.5; then 2.0 (A -1: not clipped) alone. What is masked is not read.
+    # (1.5 + 1.1 + 0.5 + 2) / 4 = 1.275; entropies (0.2 + 0.4 + 0.6 + 0.8) / 4 = 0.5.
+    nan, statistics = float("nan"), Statistics()
+    objective = PolicyObjective(AlgorithmConfig())
+    for ratios, entropy in (([1.5, 1.1, 0.5, nan], [0.2, 0.4, 0.6, nan]), ([2.0], [0.8])):
+        old = torch.full((len(ratios),), 0.25).log()
+        batch = batch_of(
+            [1.0 if len(ratios) > 1 else -1.0] * len(ratios), [ratio == ratio for ratio in ratios], old_logprobs=old
+        )
+        scores = TokenScores(logprobs=old + torch.tensor(ratios).log(), entropy=torch.tensor(entropy))
+        objective.loss(scores, batch, statistics)
+    found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    wanted = {"clip_fraction": 0.25, "ratio/mean": 1.275, "ratio/max": 2.0, "entropy": 0.5, "kl": 0.0}
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["advantage", "loss"])
+def test_a_teacher_by_hand(kind: str) -> None:
+    # Policy 1/2, teacher 1/4: d = log 2 = 0.6931472. A 2 weighs 0.5: 1, from which the teacher takes 3 d = 2.0794415,
+    # or adds that to the loss. Both ways -(1 - 2.0794415) = 1.0794415, which is the slope as well. Masked: not read.
+    logprobs = torch.tensor([0.5, float("nan")]).log().requires_grad_()
+    batch = batch_of([2.0, 1.0], [True, False], teacher_logprobs=torch.tensor([0.25, float("nan")]).log())
+    teacher = DistillationConfig(kind=kind, coef=3.0, reward_weight=0.5)  # type: ignore[arg-type]
+    objective, statistics = PolicyObjective(AlgorithmConfig(), distillation=teacher), Statistics()
+    loss = objective.loss(TokenScores(logprobs=logprobs, entropy=torch.zeros(2)), batch, statistics)
+    (slope,) = torch.autograd.grad(loss, logprobs)
+    assert float(loss.detach()) == pytest.approx(1.0794415, abs=1e-6)
+    assert_close(slope, torch.tensor([1.0794415, 0.0]), atol=1e-6, rtol=0)
+    found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    assert found["distillation/reverse_kl"] == pytest.approx(0.6931472, abs=1e-6)
+
+
 def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
     """OPO's baseline is the mean of the rewards by length: (1 x 1 + 0 x 3) / 4 = 0.25."""
     samples = [
