@@ -15,10 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightrl.environment import check_environment
+from lightrl.process_group import control_group, join
 from lightrl.rank_board import RankBoard, describe
 
 T = TypeVar("T")
@@ -59,8 +58,9 @@ def current() -> Comm:
 
 def known_world() -> int:
     """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
+    described = os.environ.get("WORLD_SIZE", "1")
     is_joined = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if is_joined else int(described) if described.isdecimal() else 1
 
 
 class Comm:
@@ -346,40 +346,9 @@ def connect(device: torch.device, timeout: timedelta) -> Comm:
 def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
     owns_group = not dist.is_initialized()
     # torch has no public name for the store of a group that exists.
-    store = _join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
-    group = _control_group(timeout)
+    store = join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
+    group = control_group(timeout)
     return Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
-
-
-def _join(device: torch.device, timeout: timedelta) -> Store:
-    check_environment()
-    # Sub-groups of a device mesh take this default and would otherwise wait 30 minutes whatever was asked.
-    dist.distributed_c10d.default_pg_timeout = timeout
-    meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
-    store, rank, world = next(iter(meeting))
-    store.set_timeout(timeout)
-    # After an elastic restart the agent's store still holds the addresses of the ranks that died.
-    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(
-        backend_for(device),
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-        **options,
-    )
-    return store
-
-
-def backend_for(device: torch.device) -> str:
-    """Returns the process group's back ends; on a GPU both, as FSDP's collectives are of CPU tensors in an offload."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def _control_group(timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
-    return group
 
 
 def _reduce_op(op: str) -> Any:

@@ -26,8 +26,8 @@ from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_types, own_fields
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.data.prompts import build_prompts, load_records
-from lightrl.environment import check_environment
 from lightrl.models.policy import check_model_folder, load_config, load_policy, load_tokenizer
+from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
