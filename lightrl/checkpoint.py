@@ -7,16 +7,19 @@ every rank wait after begin and before commit.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -94,19 +97,25 @@ class CheckpointDirectory:
     def _superfluous(self) -> list[_Checkpoint]:
         """Returns the oldest beyond the limits, but never the one that a run would resume from."""
         oldest_first = self._complete()
-        num_kept, num_bytes = 0, 0
-        for checkpoint in reversed(oldest_first[-self.keep :]):
-            num_bytes += checkpoint.num_bytes
-            if num_kept == 0 or not self.max_bytes or num_bytes <= self.max_bytes:
-                num_kept += 1
+        num_kept = self._num_kept([checkpoint.num_bytes for checkpoint in reversed(oldest_first)])
         resumable = [checkpoint for checkpoint in oldest_first if checkpoint.is_latest][-1:]
         beyond = oldest_first[: len(oldest_first) - num_kept]
         return [checkpoint for checkpoint in beyond if checkpoint not in resumable]
+
+    def _num_kept(self, sizes: Sequence[int]) -> int:
+        """Returns how many are within the limits, given the bytes of the newest first; at least 1."""
+        totals = [*accumulate(sizes[: self.keep])]
+        return max(1, sum(not self.max_bytes or total <= self.max_bytes for total in totals))
 
     def latest(self) -> Path | None:
         """Returns the complete checkpoint that was committed last; after a rewind it need not have the highest step."""
         eligible = [checkpoint for checkpoint in self._complete(warn=True) if checkpoint.is_latest]
         return eligible[-1].path if eligible else None
+
+    def next_step(self) -> int:
+        """Returns a step that no folder has; for a run that counts no steps."""
+        names = [_STEP_NAME.fullmatch(path.name) for path in self.root.glob("step-*")]
+        return max((int(name[1]) + 1 for name in names if name), default=0)
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the oldest first."""
@@ -127,7 +136,7 @@ class CheckpointDirectory:
             if _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
                 try:
                     complete.append(_read_checkpoint(path))
-                except (OSError, ValueError, TypeError, KeyError) as error:
+                except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
                     if warn:
                         _warn_of_skipped(path, error)
         complete.sort(key=lambda checkpoint: checkpoint.serial)
@@ -156,16 +165,60 @@ class CheckpointDirectory:
 # ---- Tags: folders of checkpoints under names of their own ---------------------------------------------------------
 
 
+def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) -> CheckpointDirectory:
+    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others.
+
+    The limits count the tags, and apart from them the untagged. The newest and the one that a run would resume from
+    always stay.
+    """
+    if not tag:
+        return CheckpointDirectory(root, keep, max_bytes)
+    return TaggedCheckpoint(root / _checked_tag(tag), keep, max_bytes)
+
+
+@dataclass
+class TaggedCheckpoint(CheckpointDirectory):
+    """The checkpoint of one tag, which replaces the tag's last. The limits count the tags of the folder above."""
+
+    def commit(self, step: int, *, is_latest: bool = True) -> Path:
+        """Makes the step's files the tag's checkpoint and only then deletes the oldest tags."""
+        final = super().commit(step, is_latest=is_latest)
+        folders = _tag_folders(self.root.parent)
+        num_kept = self._num_kept([sum(item.num_bytes for item in folder._complete()) for folder in reversed(folders)])
+        resumable = resolve_checkpoint(self.root.parent, None)
+        for folder in folders[: len(folders) - num_kept]:
+            if resumable is None or resumable.parent != folder.root:
+                folder._delete_all()
+        return final
+
+    def _superfluous(self) -> list[_Checkpoint]:
+        *older, _ = self._complete()
+        resumable = self.latest()
+        return [checkpoint for checkpoint in older if checkpoint.path != resumable]
+
+    def newest(self) -> Path | None:
+        """Returns the complete checkpoint that was committed last, also one that no run resumes from."""
+        complete = self._complete(warn=True)
+        return complete[-1].path if complete else None
+
+    def _delete_all(self) -> None:
+        """Deletes the checkpoints, and the folder unless someone keeps other files there."""
+        for checkpoint in self._complete():
+            self._delete(checkpoint.path)
+        (self.root / LATEST_NAME).unlink(missing_ok=True)
+        if not any(self.root.iterdir()):
+            self.root.rmdir()
+
+
 def resolve_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
     """Returns the newest complete checkpoint of a tag; the tag may also be the name of one step's folder.
 
-    Without a tag it returns the newest of all, or None if there is none.
+    Without a tag it returns the newest of all that a run may resume from, or None if there is none.
     """
     if tag is None:
-        untagged = CheckpointDirectory(load_dir, keep=1).latest()
-        candidates = [*([untagged] if untagged else []), *_tagged_checkpoints(load_dir)]
-        return max(candidates, key=_commit_time, default=None)
-    path = CheckpointDirectory(load_dir / tag, keep=1).latest()
+        latest = [folder.latest() for folder in (CheckpointDirectory(load_dir, keep=1), *_tag_folders(load_dir))]
+        return max((path for path in latest if path is not None), key=_commit_time, default=None)
+    path = TaggedCheckpoint(load_dir / tag, keep=1).newest()
     if path is not None:
         return path
     if tag.startswith("step-") and tag.removeprefix("step-").isdigit():
@@ -173,18 +226,24 @@ def resolve_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
     raise FileNotFoundError(f"{load_dir} holds no complete checkpoint of the tag {tag!r}.")
 
 
-def drop_old_tags(root: Path, num_kept: int) -> None:
-    """Deletes the tags whose checkpoints are the oldest, beyond num_kept tags."""
-    for checkpoint in _tagged_checkpoints(root)[:-num_kept]:
-        shutil.rmtree(checkpoint.parent)
+def _checked_tag(tag: str) -> str:
+    name = str(tag)
+    is_taken = name in (LATEST_NAME, MARKER_NAME) or name.startswith(".") or _STEP_NAME.fullmatch(name)
+    if is_taken or Path(name).name != tag:
+        raise ValueError(
+            f"The tag {tag!r} cannot name a folder beside the checkpoints. Give a name such as 'best', without a slash "
+            f"or a leading dot; {LATEST_NAME!r}, {MARKER_NAME!r} and names like 'step-000001' are taken."
+        )
+    return tag
 
 
-def _tagged_checkpoints(root: Path) -> list[Path]:
-    """Returns the newest complete checkpoint of every tag, the oldest first."""
+def _tag_folders(root: Path) -> list[TaggedCheckpoint]:
+    """Returns the folder of every tag that has a complete checkpoint, the oldest first."""
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
-    tags = [folder for folder in folders if not folder.name.startswith(("step-", "."))]
-    latest = [CheckpointDirectory(folder, keep=1).latest() for folder in tags]
-    return sorted((path for path in latest if path is not None), key=_commit_time)
+    names = [path for path in folders if not path.name.startswith(".") and not _STEP_NAME.fullmatch(path.name)]
+    newest = [(folder.newest(), folder) for folder in (TaggedCheckpoint(path, keep=1) for path in names)]
+    complete = [(_commit_time(path), folder) for path, folder in newest if path is not None]
+    return [folder for _, folder in sorted(complete, key=lambda item: item[0])]
 
 
 def _commit_time(checkpoint: Path) -> int:
@@ -207,8 +266,11 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Reads what save_json wrote."""
-    return json.loads(path.read_bytes())
+    """Reads what save_json wrote; raises ValueError for anything else."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({str(error) or type(error).__name__}).") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -216,9 +278,27 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
     temporary.touch()
     mode = temporary.stat().st_mode  # safetensors gives its files 0600, whatever the umask
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    except SafetensorError as error:
+        raise _disk_error(error, temporary) from error
     temporary.chmod(mode)
     _put_in_place(temporary, path)
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def describe_disk_error(error: OSError) -> str:
+    """Returns what a disk that takes no more wrote back, and for which file."""
+    where = f" for {error.filename}" if error.filename else ""
+    return f"the disk takes no more ({error.strerror}){where}: what was written before is kept"
+
+
+def _disk_error(error: SafetensorError, path: Path) -> Exception:
+    """Returns the operating system's error that safetensors wraps into a text, such as `(os error 28)`."""
+    code = re.search(r"os error (\d+)", str(error))
+    return error if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(path))
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
@@ -265,7 +345,7 @@ def _warn_of_skipped(path: Path, error: Exception) -> None:
         reason = str(error)
     elif not isinstance(error, OSError):
         reason = f"its {MARKER_NAME} marker is damaged"
-    elif Path(error.filename).name == MARKER_NAME:
+    elif not error.filename or Path(error.filename).name == MARKER_NAME:
         reason = f"its {MARKER_NAME} marker cannot be read ({error.strerror})"
     else:
         reason = f"its file {Path(error.filename).relative_to(path)} is missing"

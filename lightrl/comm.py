@@ -15,16 +15,15 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lightrl.process_group import control_group, join
 from lightrl.rank_board import RankBoard, describe
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old name warns at every call.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPERATIONS = ("mean", "sum", "max", "min")
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PEER_LOST = (
     "Connection closed",
     "Connection reset",
@@ -40,8 +39,13 @@ class UnknownReductionError(ValueError, AssertionError):
     """An all_reduce operation that does not exist; also an AssertionError for code that expects one."""
 
 
+MISTAKES = (ValueError, OSError, ImportError, SyntaxError)  # what a user can cause, and correct, before training
+
+
 class RankError(RuntimeError):
     """Another rank failed; the message holds its traceback."""
+
+    mistake = ""  # the sentence about what a user can correct, if the failure was one of MISTAKES
 
 
 _current: Comm | None = None
@@ -50,6 +54,13 @@ _current: Comm | None = None
 def current() -> Comm:
     """Returns the world that this process has joined, or a world of one."""
     return _current or Comm()
+
+
+def known_world() -> int:
+    """Returns the number of ranks: of the group that exists, or of the one that torchrun describes."""
+    described = os.environ.get("WORLD_SIZE", "1")
+    is_joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_joined else int(described) if described.isdecimal() else 1
 
 
 class Comm:
@@ -127,11 +138,14 @@ class Comm:
             raise error from lost
         if not has_failed:
             return
-        text = None if error is None else describe(error)
-        errors = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
+        text = None if error is None else (describe(error), str(error) if isinstance(error, MISTAKES) else "")
+        reports = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
         if error is not None:
             raise error
-        raise RankError(board.describe_errors(errors))
+        failure = RankError(board.describe_errors({rank: report for rank, (report, _) in reports.items()}))
+        if all(mistake for _, mistake in reports.values()):
+            failure.mistake = f"rank {min(reports)}: {reports[min(reports)][1]}"
+        raise failure
 
     def _publish_or_explain(self, board: RankBoard, error: Exception) -> None:
         """Posts why this rank leaves, or raises with what the others posted if they left first."""
@@ -230,7 +244,7 @@ class Comm:
         return reduced
 
     def all_gather(self, data: T) -> T:
-        """Concatenates along dim 0 in rank order; lengths may differ. Numbers become a tensor [world]."""
+        """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""
         if isinstance(data, Mapping):
             gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
             return cast(T, {key: gathered_by_key[key] for key in data})
@@ -238,7 +252,10 @@ class Comm:
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         if self.world == 1:
             return cast(T, tensor.clone())
-        lengths = self.all_gather_object(tensor.shape[0])
+        kinds = self.all_gather_object((tensor.dtype, *tensor.shape))
+        if len({(kind[0], kind[2:]) for kind in kinds}) > 1:
+            raise ValueError(_describe_unequal(kinds))
+        lengths = [kind[1] for kind in kinds]
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         gathered = padded.new_empty((self.world * max(lengths), *tensor.shape[1:]))
@@ -329,45 +346,9 @@ def connect(device: torch.device, timeout: timedelta) -> Comm:
 def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
     owns_group = not dist.is_initialized()
     # torch has no public name for the store of a group that exists.
-    store = _join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
-    group = _control_group(timeout)
+    store = join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
+    group = control_group(timeout)
     return Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
-
-
-def _join(device: torch.device, timeout: timedelta) -> Store:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"Environment variables missing for a distributed run: {', '.join(missing)}. Start it with torchrun "
-            "or set them all; without any of them lightrl runs as one process."
-        )
-    # Sub-groups of a device mesh take this default and would otherwise wait 30 minutes whatever was asked.
-    dist.distributed_c10d.default_pg_timeout = timeout
-    meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
-    store, rank, world = next(iter(meeting))
-    store.set_timeout(timeout)
-    # After an elastic restart the agent's store still holds the addresses of the ranks that died.
-    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(
-        backend_for(device),
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-        **options,
-    )
-    return store
-
-
-def backend_for(device: torch.device) -> str:
-    """Returns the process group's back ends; on a GPU both, as FSDP's collectives are of CPU tensors in an offload."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def _control_group(timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
-    return group
 
 
 def _reduce_op(op: str) -> Any:
@@ -384,6 +365,14 @@ def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, int | float):
         raise TypeError(f"all_reduce takes tensors, numbers and dicts of them, not {type(leaf).__name__}.")
     return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+
+
+def _describe_unequal(kinds: Sequence[tuple[Any, ...]]) -> str:
+    given = "; ".join(f"rank {rank}: {kind[0]} {list(kind[1:])}" for rank, kind in enumerate(kinds))
+    return (
+        "all_gather concatenates along the first dimension, so types and all other dimensions must be equal on all "
+        f"ranks. Given: {given}. Pad the tensors to the same width first."
+    )
 
 
 def _leaves(data: Any) -> list[Any]:

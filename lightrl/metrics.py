@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 _GB = 1e9
 
@@ -92,25 +89,6 @@ def memory_in_use() -> dict[str, float]:
         used["memory/device_gb"] = torch.cuda.memory_allocated() / _GB
         used["memory/device_reserved_gb"] = torch.cuda.memory_reserved() / _GB
     return used
-
-
-class MemoryReducer(Protocol):
-    """The collective that a report of the memory needs."""
-
-    @property
-    def is_main(self) -> bool: ...
-
-    def all_reduce(self, data: dict[str, float], op: str) -> dict[str, float]: ...
-
-
-def report_memory(comm: MemoryReducer, title: str) -> dict[str, float]:
-    """Returns memory_in_use() as min, mean and max over the ranks, and logs the maxima; every rank must call it."""
-    used = memory_in_use()
-    report = {f"{name}/{op}": comm.all_reduce(dict(used), op)[name] for name in used for op in ("min", "mean", "max")}
-    if comm.is_main:
-        text = ", ".join(f"{name} {value:.2f} GB" for name, value in report.items() if name.endswith("max"))
-        logger.info("memory %s: %s", title, text)
-    return report
 
 
 def _resident_bytes() -> int:

@@ -12,7 +12,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "turns", "context"]
@@ -60,6 +62,9 @@ class Sample:
     text: str  # response_ids decoded, special tokens skipped
     prompt_ids: tuple[int, ...] = ()  # as the engine saw them, with images expanded; default: prompt.token_ids
     own: tuple[bool, ...] = ()  # one per response token, True = the policy chose it; empty: it chose all of them
+    routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)
+    """[tokens, layers, k] of a mixture of experts: the k experts that the engine chose for each token of prompt and
+    response, in each layer that has a router. None unless --routing.replay asks for them."""
     turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
     reward: float | None = None  # that the workflow gave; --reward episode reads it
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
@@ -134,11 +139,6 @@ class Experience:
     def key(self) -> tuple[int, int]:
         """Names the sample: Sample.key."""
         return self.sample.key
-
-    @property
-    def num_trained(self) -> int:
-        """Number of response tokens that count in a loss."""
-        return self.sample.num_own if self.is_trained else 0
 
     @property
     def label(self) -> str:
@@ -238,6 +238,7 @@ class PackedBatch:
     teacher_logprobs: Tensor | None = None  # [N] float32, of the teacher that is distilled
     selected: Tensor | None = None  # [N] bool, tokens that the loss treats differently; None: no token
     in_policy_loss: Tensor | None = None  # [N] bool, tokens whose policy loss counts; None: all trained tokens
+    routing: Tensor | None = None  # [T, layers, k] int16: the experts to use for each token, -1 for the router's own
 
     def to(self, device: torch.device) -> PackedBatch:
         """Copies the tensors to a device."""
@@ -251,6 +252,20 @@ class TokenScores:
 
     logprobs: Tensor  # [N] float32, at the batch's temperature
     entropy: Tensor  # [N] float32, of the same distribution
+    routing: RoutingScores | None = None  # None unless --routing.* asks for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingScores:
+    """What the routers of a mixture of experts did in a forward."""
+
+    logits: tuple[Tensor, ...]  # [T, E] of each router; empty without router losses
+    experts: tuple[Tensor, ...]  # [T, k] that were used; as many
+    is_sigmoid: bool  # an expert's probability is its share of the sigmoids, not a softmax
+    num_layers: int  # that have a router
+    num_routed: int  # tokens of which the engine's experts are known
+    num_tokens_differ: int  # of these, tokens for which the trainer would have chosen other experts in some layer
+    num_choices_differ: int  # pairs of such a token and a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -16,7 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from lightrl.checkpoint import CheckpointDirectory, load_json, save_json, save_tensors
+from lightrl.checkpoint import (
+    DISK_ERRORS,
+    CheckpointDirectory,
+    describe_disk_error,
+    load_json,
+    save_json,
+    save_tensors,
+)
 
 
 def save(directory: CheckpointDirectory, step: int, generation: int | None = None) -> Path:
@@ -354,3 +362,15 @@ def test_the_newest_complete_one_loads_after_a_kill_at_any_moment(tmp_path: Path
 
 def last_logged(log: Path) -> int:
     return int(log.read_text().split()[-1])
+
+
+def test_a_full_disk_is_an_error_of_the_system_whatever_writes(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            save_tensors(tmp_path / "tensors", {"weight": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.errno in DISK_ERRORS
+    assert describe_disk_error(error.value).startswith("the disk takes no more (File too large) for /")

@@ -35,7 +35,7 @@ def test_variables_of_a_half_made_launch_are_named(monkeypatch: pytest.MonkeyPat
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="missing for a distributed run: RANK, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(ValueError, match="missing for a distributed run: RANK, MASTER_ADDR, MASTER_PORT"):
         connect(torch.device("cpu"), timedelta(seconds=5))
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from lightrl.algorithms.losses import (
     MAX_LOG_RATIO,
     TokenLoss,
+    k3,
+    masked_difference,
     require_bool_mask,
     require_same_shape,
     require_sequence_index,
@@ -47,7 +49,7 @@ class OffPolicyTokens:
     @torch.no_grad()
     def log_ratio(self, level: Level) -> Tensor:
         """Returns log(trainer / sampler), [N]: the token's, its sequence's sum, or its sequence's mean per token."""
-        token = torch.where(self.mask, self.logprobs - self.sampler_logprobs, 0.0)
+        token = masked_difference(self.logprobs, self.sampler_logprobs, self.mask)
         if level == "token":
             return token
         if level == "sequence":
@@ -89,7 +91,7 @@ def rejected(tokens: OffPolicyTokens, *, level: Level = "geometric", low: float 
     """Weighs by 1 where the ratio is within [low, high], else by 0."""
     ratio = _ratio(tokens, level)
     is_outside = _outside(ratio, low, high)
-    return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, torch.ones_like(ratio)))
+    return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, 1 + 0 * ratio))  # NaN stays NaN
 
 
 def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
@@ -146,7 +148,7 @@ def _correction(tokens: OffPolicyTokens, ratio: Tensor, is_outside: Tensor, weig
             "ratio_sum": trained_ratio.sum(),
             "ratio_max": trained_ratio.max() if trained_ratio.numel() else trained_ratio.sum(),
             "outside_count": (is_outside & mask).sum(),
-            "k3_sum": (torch.expm1(log_ratio) - log_ratio).sum(),  # of KL(sampler || trainer), by token at any level
+            "k3_sum": k3(log_ratio).sum(),  # of KL(sampler || trainer), by token at any level
             "count": mask.sum(),
         },
     )

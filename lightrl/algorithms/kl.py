@@ -4,7 +4,8 @@ The estimates are those of http://joschu.net/blog/kl-approx.html. The value of a
 things. With d = policy - reference, in log probabilities, and averaged over the policy's own samples:
 - k1 = d has the KL as its value and no gradient at all: good in a reward, useless in a loss.
 - k2 = d^2 / 2 has a biased value and the KL's gradient, d times that of the log probability.
-- k3 = exp(-d) - 1 + d has the KL as its value, never negative, and the gradient of KL(reference || policy).
+- k3 = exp(-d) - 1 + d has the KL as its value, never negative, and the gradient of KL(reference || policy). Where the
+  reference finds a token more than e^30 = 1e13 times likelier than the policy, d is held at -30, without a gradient.
 `kl_terms(gradient="kl")` takes the value of any of them and the gradient of the KL.
 """
 
@@ -15,7 +16,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.losses import masked_log_ratio, require_bool_mask, require_same_shape
+from lightrl.algorithms.losses import (
+    k3,
+    masked_difference,
+    masked_log_ratio,
+    nan_unless_finite,
+    require_bool_mask,
+    require_same_shape,
+)
 
 KLKind = Literal["k1", "k2", "k3"]
 KLGradient = Literal["own", "kl"]
@@ -25,7 +33,8 @@ def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
     """Estimates KL(policy || reference) at each token from the log probabilities that the two give it.
 
     With d = policy - reference: k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, small variance), and
-    k3 = exp(-d) - 1 + d (unbiased, never negative; GRPO's). No gradient flows to the reference.
+    k3 = exp(-d) - 1 + d (unbiased, never negative; GRPO's), with d held at -30 or above. No gradient flows to the
+    reference. Where d is not finite, the estimate is NaN.
 
     Args:
         policy: Log probabilities, any shape, an entry per token.
@@ -33,19 +42,14 @@ def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
         kind: The estimate.
     """
     require_same_shape(policy=policy, reference=reference)
-    log_ratio = policy - reference.detach()
+    log_ratio = nan_unless_finite(policy - reference.detach())
     if kind == "k1":
         return log_ratio
     if kind == "k2":
         return 0.5 * log_ratio.square()
     if kind == "k3":
-        return _k3(log_ratio)
+        return k3(-log_ratio)
     raise ValueError(f"Unknown KL estimate {kind!r}. Choose one of {', '.join(get_args(KLKind))}.")
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    # expm1, since exp(-d) - 1 in float32 keeps no correct digit of d^2 / 2 for |d| below 3e-4.
-    return torch.expm1(-log_ratio) + log_ratio
 
 
 def kl_terms(
@@ -91,7 +95,8 @@ def add_kl(terms: Tensor, kl: Tensor, *, coef: float) -> Tensor:
 def next_kl_coef(coef: float, *, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:
     """Raises the coefficient while the KL is above its target: coef (1 + e num_samples / horizon) (arXiv:1909.08593).
 
-    The error e = kl / target - 1 is clipped to [-0.2, 0.2].
+    The error e = kl / target - 1 is clipped to [-0.2, 0.2]. The paper's factor is 0.1 for every step; num_samples /
+    horizon is TRL's.
 
     Args:
         coef: The coefficient of this step.
@@ -124,7 +129,7 @@ def distillation_advantages(
     """
     require_same_shape(old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     require_bool_mask(mask)
-    return torch.where(mask, coef * (teacher_logprobs - old_logprobs), 0.0).detach()
+    return coef * masked_difference(teacher_logprobs, old_logprobs, mask).detach()
 
 
 def distillation_terms(

@@ -28,6 +28,9 @@ MAX_LOG_RATIO = 20.0
 """Ratios, of a token or of a sequence, beyond e^20 = 4.9e8 are too large to train on: they are held there, without a
 gradient."""
 
+MAX_K3_LOG_RATIO = 30.0
+"""k3 grows with the ratio itself: beyond e^30 = 1.1e13 it is held there, without a gradient."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
@@ -90,7 +93,22 @@ def masked_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
 
     The mask is applied before any exp or product, since 0 * NaN in a backward is NaN.
     """
-    return torch.where(mask, logprobs - others.detach(), 0.0)
+    return nan_unless_finite(torch.where(mask, logprobs - others.detach(), 0.0))
+
+
+def nan_unless_finite(values: Tensor) -> Tensor:
+    """Returns the values with NaN for infinities: a clip would make them finite, and so hide them from the loss."""
+    return values + 0 * values.detach()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Returns r - 1 - log r, never negative: the k3 estimate of KL(p || q) where p has sampled and r is q / p.
+
+    The log is held at MAX_K3_LOG_RATIO, without a gradient.
+    """
+    held = log_ratio.clamp(max=MAX_K3_LOG_RATIO)
+    # expm1, since exp(x) - 1 in float32 keeps no correct digit of x^2 / 2 for |x| below 3e-4.
+    return torch.expm1(held) - held
 
 
 def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> TokenLoss:
@@ -355,7 +373,7 @@ def mismatch_statistics(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[
     return {
         "max_abs": difference.max() if difference.numel() else difference.sum(),
         "sum_abs": difference.sum(),
-        "sum_k3": (torch.expm1(trainer - sampler) + (sampler - trainer)).sum(),
+        "sum_k3": k3(trainer - sampler).sum(),
         "count": mask.sum(),
     }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightrl.algorithms.losses import require_flat, sequence_means, sequence_sums
+from lightrl.algorithms.losses import masked_difference, nan_unless_finite, require_flat, sequence_means, sequence_sums
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 
@@ -37,7 +37,7 @@ def answer_log_ratios(
         num_sequences: How many answers there are.
         length_normalized: Take the mean instead of the sum.
     """
-    ratios = torch.where(mask, logprobs - ref_logprobs.detach(), 0.0)
+    ratios = masked_difference(logprobs, ref_logprobs, mask)
     if length_normalized:
         return sequence_means(ratios, mask, sequence_index, num_sequences)
     return sequence_sums(ratios, sequence_index, num_sequences)
@@ -81,7 +81,7 @@ def bradley_terry_terms(
         centring_coef: Weight of the second term.
     """
     require_flat(chosen=chosen, rejected=rejected, margins=margins)
-    difference = chosen - rejected
+    difference = nan_unless_finite(chosen - rejected)
     terms = -F.logsigmoid(difference if margins is None else difference - margins)
     return terms + centring_coef * (chosen + rejected).square() if centring_coef else terms
 

@@ -17,6 +17,7 @@ from lightrl.algorithms.losses import (
     PolicyTokens,
     TokenLoss,
     clipped_terms,
+    k3,
     require_bool_mask,
     require_same_shape,
     token_loss,
@@ -184,6 +185,7 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """Computes ppo_clip with 0 for the selected tokens (Clip-Cov, arXiv:2505.22617).
 
+    The paper's formula has no clip of the ratio; its code has.
     A few tokens are selected at random among those whose log probability and advantage have a large covariance.
     """
     selected, log_ratio = _selected(tokens, "clip_cov"), tokens.log_ratio
@@ -199,7 +201,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_coef: NotNegative = 1.0) -> TokenLoss:
     KL(old policy || policy).
     """
     selected, log_ratio = _selected(tokens, "kl_cov"), tokens.log_ratio
-    penalty = torch.where(selected, torch.expm1(log_ratio) - log_ratio, 0.0)
+    penalty = torch.where(selected, k3(log_ratio), 0.0)
     terms = -torch.exp(log_ratio) * tokens.masked_advantages + kl_coef * penalty
     return token_loss(terms, log_ratio, selected, tokens.mask)
 

@@ -14,7 +14,8 @@ from lightrl.algorithms.losses import MAX_LOG_RATIO, PolicyTokens, TokenLoss, cl
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """Computes -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), A the sequence's mean (arXiv:2507.18071, eq. 5).
 
-    Under sequence_mean the gradient with respect to a token's log probability is -s A / length.
+    The paper's A is one per sequence. Under sequence_mean the gradient with respect to a token's log probability is
+    -s A / length.
     """
     terms, is_clipped = clipped_terms(
         tokens.per_sequence(tokens.full_log_ratio).clamp(max=MAX_LOG_RATIO),

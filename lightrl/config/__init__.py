@@ -37,6 +37,7 @@ from lightrl.config.runs import (
 )
 from lightrl.config.sections import (
     AlgorithmConfig,
+    CodeConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
@@ -64,6 +65,7 @@ from lightrl.config.strategy import (
     NativeEngineConfig,
     OptimConfig,
     ParallelConfig,
+    RoutingConfig,
     StrategyOptions,
     TrainingConfig,
     lr_scales,
@@ -73,6 +75,7 @@ __all__ = [
     "BUILTIN_MODEL",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CodeConfig",
     "CriticConfig",
     "CriticTrainingConfig",
     "DPOConfig",
@@ -104,6 +107,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RolloutLogConfig",
+    "RoutingConfig",
     "RunConfig",
     "SFTConfig",
     "SamplingConfig",

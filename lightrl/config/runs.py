@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
+    CodeConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
@@ -171,6 +171,7 @@ class RewardConfig:
     reward_workers: int = option(2, at_least=1, resume="free")
     """Number of processes on a rank for isolated rewards, such as math."""
     judge: JudgeConfig = section(JudgeConfig)
+    code: CodeConfig = section(CodeConfig)
 
     def check(self) -> None:
         """Raises ValueError for a bad reward_failure_value."""
@@ -182,7 +183,7 @@ class RewardConfig:
 
 def _is_finite_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        return abs(float(text)) <= 1e30  # neither NaN nor infinity is
     except ValueError:
         return False
 
@@ -199,9 +200,9 @@ class SamplingConfig:
 
     __slots__ = ()
 
-    num_prompts: int = option(16, at_least=1)
+    num_prompts: int = option(16, at_least=1, at_most=1_000_000)
     """Prompts per step, over all ranks."""
-    group_size: int = option(16, at_least=1)
+    group_size: int = option(16, at_least=1, at_most=1_000_000)
     """Samples per prompt."""
     num_minibatches: int = option(1, at_least=1)
     """Optimizer steps per pass over a step's samples. The prompts are split evenly among them."""

@@ -325,6 +325,15 @@ class JudgeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CodeConfig:
+    """How the reward code runs the programs of responses."""
+
+    unsafe: bool = option(False, resume="free")
+    """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
+    SECURITY.md says what the sandbox promises."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvalScheduleConfig:
     """When a run evaluates."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightrl.config.foreign_options import native_options
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,29 @@ class NativeEngineConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RoutingConfig:
+    """The routers of a mixture of experts (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3 and others)."""
+
+    replay: bool = False
+    """Let the trainer use the experts that the engine chose for each token (R3), with weights of its own router.
+    Engines native and vllm."""
+    balance_coef: float = option(0.0, at_least=0)
+    """Weight in the loss of how unevenly each sequence uses the experts; 0.001 is usual."""
+    z_coef: float = option(0.0, at_least=0)
+    """Weight in the loss of the squared logsumexp of the router's logits, which keeps them small; 0.001 is usual."""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a loss of the routers is added to the policy's."""
+        return bool(self.balance_coef or self.z_coef)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the trainer watches the routers at all."""
+        return self.replay or self.has_losses
+
+
+@dataclass(kw_only=True, slots=True)
 class DistributedConfig:
     """Processes and devices."""
 
@@ -219,9 +243,9 @@ class EngineConfig:
     """Share of a GPU's memory for the engine's weights and KV cache while it is awake. Engines vllm and sglang."""
     engine_args: tuple[str, ...] = ()
     """Further arguments of the engine as name=value: those of LLM() for vllm, of Engine() for sglang."""
-    engine_sleep_level: Literal[1, 2] = option(1, resume="free")
-    """What the engine gives up while the model trains. 1: the KV cache; vllm also moves its weights to host memory. 2:
-    the weights too, which the next weight sync restores."""
+    engine_sleep_level: Literal[0, 1, 2] = option(1, resume="free")
+    """What the engine gives up while the model trains. 0: nothing, it never sleeps. 1: the KV cache; vllm also moves
+    its weights to host memory. 2: the weights too, which the next weight sync restores."""
     sync_bucket_mb: int = option(512, at_least=1, resume="free")
     """Megabytes of whole weights that a weight sync holds at a time, besides those of trainer and engine."""
     canary_every: int = option(50, at_least=0, resume="free")
@@ -231,6 +255,7 @@ class EngineConfig:
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
     native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
+    routing: RoutingConfig = section(RoutingConfig)
 
     def check(self) -> None:
         """Raises ValueError for engine_args that cannot be read."""
@@ -268,6 +293,8 @@ class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, Traini
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        if self.routing.is_on:
+            _check_routing(self)
         if self.compile and self.tp_size > 1:
             raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
         if self.optim.min_lr > self.lr:
@@ -276,41 +303,40 @@ class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, Traini
             )
 
 
-# Names that other SPMD trainers give to our options, so that their argparse.Namespace works as it is.
-_FOREIGN_NAMES = {
-    "actor_learning_rate": "lr",
-    "critic_learning_rate": "critic_lr",
-    "adam_betas": "optim.betas",
-    "betas": "optim.betas",
-    "l2": "optim.weight_decay",
-    "weight_decay": "optim.weight_decay",
-    "lr_warmup_ratio": "optim.warmup_ratio",
-    "lr_warmup_steps": "optim.warmup_steps",
-    "lr_scheduler": "optim.schedule",
-    "engine_type": "engine",
-}
+def _check_routing(options: StrategyOptions) -> None:
+    if options.routing.replay and options.engine == "sglang":
+        raise ValueError(
+            "--routing.replay True needs the experts that the engine chose, which lightrl does not get from SGLang. "
+            "Use --engine native or vllm, or leave the option out."
+        )
+    if options.routing.has_losses and options.sp_size > 1:
+        raise ValueError(
+            f"--routing.balance_coef and --routing.z_coef are of whole sequences, which --sp_size {options.sp_size} "
+            "splits. Use --sp_size 1, or leave them out."
+        )
+    if options.compile:
+        raise ValueError("--compile does not go with --routing.*, which changes what a router returns. Leave one out.")
 
 
 def _from_foreign(args: Any) -> StrategyOptions:
     options = StrategyOptions()
-    unknown = [name for name, value in _as_mapping(args).items() if not _set_option(options, name, value)]
+    unknown = [
+        name for name, value in native_options(_as_mapping(args)).items() if not _set_option(options, name, value)
+    ]
     if unknown:
         logger.warning("Strategy options that lightrl does not read: %s.", ", ".join(sorted(unknown)))
     check_values(options)
     return options
 
 
-def _set_option(options: StrategyOptions, name: str, value: Any) -> bool:
-    """Sets an option by its own, its dotted, or a foreign name; returns False if none takes the value."""
-    path = _FOREIGN_NAMES.get(name, name)
+def _set_option(options: StrategyOptions, path: str, value: Any) -> bool:
+    """Sets an option by its own or its dotted name; returns False if there is none that takes the value."""
     if path not in {*option_names(StrategyOptions), *(item.name for item in dataclasses.fields(options))}:
         return False
     *sections, last = path.split(".")
     target: Any = options
     for name_of_section in sections:
         target = getattr(target, name_of_section)
-    if path == "optim.schedule":
-        value = _schedule_name(value)
     current = getattr(target, last)
     if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
         value = dataclasses.replace(current, **value)  # type: ignore[type-var]
@@ -328,12 +354,3 @@ def _as_mapping(args: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(args):
         return {item.name: getattr(args, item.name) for item in dataclasses.fields(args)}
     return dict(vars(args))
-
-
-def _schedule_name(name: str) -> str:
-    """Returns our name of a schedule, also for the name that transformers gives to the same curve."""
-    known = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    known |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-    if name not in known:
-        raise ValueError(f"Unknown learning-rate schedule {name!r}. Choose one of {', '.join(known)}.")
-    return known[name]

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, Record, require_message, tokenize_raw
+from lightrl.data.json_records import Record
+from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, require_message, shorten, tokenize_raw
 from lightrl.records import Answer, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[Record]
+_MAX_CHARACTERS = 5_000_000  # of an example: more than a million tokens, which take minutes to find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,12 @@ class ExampleBuilder:
 
     def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
         """Tokenises parts of which every second one is trained; adds an end token unless the template ends with one."""
-        pieces = self._tokens_of_parts(parts, tokenize)
+        if sum(map(len, parts)) > _MAX_CHARACTERS:
+            raise _too_many_characters(parts, where)
+        try:
+            pieces = self._tokens_of_parts(parts, tokenize)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise _no_tokens(parts, where, error) from error
         end = self._tokenizer.eos_token_id
         if end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
             pieces[-1].append(end)
@@ -190,6 +197,17 @@ class ExampleBuilder:
             pieces.append(so_far[done:])
             done = len(so_far)
         return [*pieces, whole[done:]]
+
+
+def _too_many_characters(parts: Sequence[str], where: str) -> ValueError:
+    return ValueError(
+        f"{where}: prompt and answer have {sum(map(len, parts)):,} characters, and there is room for "
+        f"{_MAX_CHARACTERS:,}. Shorten it."
+    )
+
+
+def _no_tokens(parts: Sequence[str], where: str, error: Exception) -> ValueError:
+    return ValueError(f"{where}: the tokenizer cannot read the text {shorten(''.join(parts))!r} ({error}).")
 
 
 def keep_fitting(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from lightrl.data.expert_routing import join_routing
 from lightrl.models.policy import response_batch
 from lightrl.records import EncodedPrompt, Experience, PackedBatch, Prompt, Sample
 
@@ -94,6 +95,8 @@ def pack(
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
         "loss_mask": trained & given.pop("loss_mask") if "loss_mask" in given else trained,
     }
+    if any(sample.routing is not None for sample in samples):
+        tensors["routing"] = join_routing(samples)
     return replace(batch, **(tensors | given))
 
 

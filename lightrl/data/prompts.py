@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
+from lightrl.data.json_records import Record, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
@@ -16,7 +16,7 @@ from lightrl.records import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Record = dict[str, Any]
+_MANY_CHARACTERS = 100_000  # of a prompt, from which on it is worth a look before it is tokenised
 LocatedRecord = tuple[Record, str]  # the record and its file and line, for error messages
 ChatTemplateUse = Literal["auto", "always", "never"]
 
@@ -96,9 +96,11 @@ def build_prompts(
         field, value = _find_prompt(record, where, prompt_field)
         if renders_text or not isinstance(value, str):
             text = _render(value, where, field, renderer, takes_parts=renderer is not tokenizer)
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            text, token_ids = value, tokenize_raw(value, tokenizer)
+            text = value
+        if len(text) > _MANY_CHARACTERS:
+            _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
+        token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
         if not token_ids:
             raise ValueError(f"{where}: {field!r} has no tokens. It must hold text that the tokenizer knows.")
         prompt = Prompt(
@@ -145,20 +147,14 @@ def _load_json_lines(path: Path) -> list[LocatedRecord]:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            try:
-                value = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise ValueError(f"{where}: not valid JSON ({error}). Each line must be one JSON object.") from error
-            records.append((_require_object(value, where), where))
+            value = parse_json(line, where, "Each line must be one JSON object.")
+            records.append((require_object(value, where), where))
     return records
 
 
 def _load_json_array(path: Path) -> list[LocatedRecord]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}). It must be an array of objects.") from error
-    return _locate((_require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
+    values = parse_json(path.read_bytes(), str(path), "It must be an array of objects.")
+    return _locate((require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
 
 
 def _load_parquet(path: Path) -> list[LocatedRecord]:
@@ -168,7 +164,7 @@ def _load_parquet(path: Path) -> list[LocatedRecord]:
         raise ImportError(f'Reading {path} needs pyarrow: pip install "lightrl[datasets]".') from error
     try:
         table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
     return _locate(table.to_pylist(), path)
 
@@ -220,14 +216,6 @@ def _train_split(loaded: Any, path: Path) -> Iterable[Record]:
 
 def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:
     return [(dict(record), f"{source}: row {row}") for row, record in enumerate(records, start=1)]
-
-
-def _require_object(value: Any, where: str) -> Record:
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
-        )
-    return value
 
 
 def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, Any]:
@@ -300,6 +288,29 @@ def _render(value: Any, where: str, field: str, renderer: Any, *, takes_parts: b
         return str(renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
+
+
+def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_raw: bool) -> list[int]:
+    """Returns the token ids; raises ValueError for text that the tokenizer has no tokens for."""
+    try:
+        return tokenize_raw(text, tokenizer) if is_raw else list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}).") from error
+
+
+def shorten(text: str) -> str:
+    """Cuts a long text for an error."""
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _refuse_too_long(text: str, where: str, max_prompt_tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a text that is too long whatever its tokens are, which would take minutes to find."""
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    if len(text) > max(max_prompt_tokens, 0) * longest:
+        raise ValueError(
+            f"{where}: the prompt has {len(text):,} characters, and there is room for {max_prompt_tokens} tokens. "
+            "Shorten it, or use a model with a longer context."
+        )
 
 
 def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -102,14 +102,10 @@ class ResumableSampler(Sampler[int]):
         consumed_samples: int = 0,
     ) -> None:
         _check_rank(rank, world)
-        if not 0 <= consumed_samples <= data_source_len:
-            raise ValueError(
-                f"consumed_samples is {consumed_samples}: it counts samples of one epoch over all ranks, so it must be "
-                f"between 0 and the {data_source_len} of the data. Subtract the complete epochs."
-            )
+        _check_consumed(consumed_samples, data_source_len)
         self._data_source_len = data_source_len
         self._rank = rank
-        self._world = world
+        self.world = world
         self._shuffle = shuffle
         self._seed = seed
         self._drop_last = drop_last
@@ -117,27 +113,50 @@ class ResumableSampler(Sampler[int]):
         self._epoch = 0
         self._is_started = False
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass; every rank must set the same."""
-        if self._is_started and epoch != self._epoch:
+    def set_epoch(self, epoch: int, consumed_samples: int | None = None) -> None:
+        """Sets the epoch of the next pass, and how much of it is done already; every rank must set the same."""
+        if consumed_samples is not None:
+            _check_consumed(consumed_samples, self._data_source_len)
+            self._consumed_samples = consumed_samples
+        elif self._is_started and epoch != self._epoch:
             self._consumed_samples = 0
         self._epoch = epoch
         self._is_started = True
 
     def __iter__(self) -> Iterator[int]:
         self._is_started = True
-        order: Sequence[int] = range(self._data_source_len)
-        if self._shuffle:
-            order = permutation(self._data_source_len, self._seed, self._epoch)
-        return iter(order[self._consumed_samples + self._rank : self._end : self._world])
+        return iter(self._order()[self._consumed_samples + self._rank : self._end : self.world])
 
     def __len__(self) -> int:
-        return len(range(self._consumed_samples + self._rank, self._end, self._world))
+        return len(range(self._consumed_samples + self._rank, self._end, self.world))
+
+    @property
+    def most_samples(self) -> int:
+        """The number of samples of the rank that has most."""
+        return len(range(self._consumed_samples, self._end, self.world))
+
+    @property
+    def first_sample(self) -> int:
+        """The sample that comes first of what is left, over all ranks."""
+        return self._order()[self._consumed_samples]
+
+    def _order(self) -> Sequence[int]:
+        if self._shuffle:
+            return permutation(self._data_source_len, self._seed, self._epoch)
+        return range(self._data_source_len)
 
     @property
     def _end(self) -> int:
         remaining = self._data_source_len - self._consumed_samples
-        return self._data_source_len - (remaining % self._world if self._drop_last else 0)
+        return self._data_source_len - (remaining % self.world if self._drop_last else 0)
+
+
+def _check_consumed(consumed_samples: int, data_source_len: int) -> None:
+    if not 0 <= consumed_samples <= data_source_len:
+        raise ValueError(
+            f"consumed_samples is {consumed_samples}: it counts samples of one epoch over all ranks, so it must be "
+            f"between 0 and the {data_source_len} of the data. Subtract the complete epochs."
+        )
 
 
 def _check_rank(rank: int, world: int) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.comm import Comm
@@ -25,6 +27,10 @@ BUILTIN_ENGINES = {
     "native": "lightrl.engines.native.engine:build_native_engine",
     "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
     "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
+}
+RECORDING_ENGINES = {  # in place of those, where --routing.replay asks for the experts that an engine chose
+    "native": "lightrl.engines.native.recording:build_recording_engine",
+    "vllm": "lightrl.engines.vllm.recording:build_recording_engine",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
@@ -92,11 +98,34 @@ class SamplingParams:
     first_token: int = 0  # index t of the first draw: above 0 where a sample goes on that was stopped half way
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # texts that end a sample; the tokens that complete one are its last
+    min_new_tokens: int = 0  # no end token comes before as many
+    presence_penalty: float = 0.0  # taken from the logit of every token that was generated before
+    frequency_penalty: float = 0.0  # the same for each time that it was
+    repetition_penalty: float = (
+        1.0  # divides a positive logit of a token of prompt or response, multiplies a negative one
+    )
 
     def __post_init__(self) -> None:
-        in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k) >= 0
-        if not in_range or not 0 < self.top_p <= 1:
+        in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k, self.min_new_tokens) >= 0
+        if not in_range or not 0 < self.top_p <= 1 or self.repetition_penalty <= 0:
             self._refuse()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that came before change what comes next."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def require_trainable(self) -> None:
+        """Raises ValueError if a trainer, which knows only a temperature, computes other logprobs for the tokens."""
+        changes = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        fields = type(self).__dataclass_fields__
+        given = [f"{name}={getattr(self, name)}" for name in changes if getattr(self, name) != fields[name].default]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn "
+                "from another distribution cannot be trained on. Leave these out, or use them for evaluation only."
+            )
 
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:
@@ -107,6 +136,10 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1.")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: it must be 0 (off) or above.")
+        if self.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: it must be 0 or above.")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off.")
         raise ValueError(f"n is {self.n}: it must be at least 1.")
 
 
@@ -121,6 +154,7 @@ class Completion:
     logprobs: tuple[float, ...]  # of the distribution sampled from: after temperature, top-k and top-p
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
+    routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
 
 
 class InferenceEngine(ABC):
@@ -135,6 +169,7 @@ class InferenceEngine(ABC):
     image_token_id: int | None = None  # placeholder of an image in a prompt; None: takes no images
     video_token_id: int | None = None
     sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
+    returns_routing = False  # True: completions of a mixture of experts have the experts that were chosen
     wake_hint: str = ""  # the option to lower when there is no memory to wake up
 
     @abstractmethod
@@ -211,6 +246,18 @@ def create_engine(
     engine = factory(source=source, tokenizer=tokenizer, options=options, device=device, group=group or EngineGroup())
     if not isinstance(engine, InferenceEngine):
         raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
+    return engine
+
+
+def create_recording_engine(name: str, **parts: Any) -> InferenceEngine:
+    """Makes an engine, by the arguments of create_engine, that returns the experts which it chose."""
+    engine = create_engine(RECORDING_ENGINES.get(name, name), **parts)
+    if not engine.returns_routing:
+        engine.close()
+        raise ValueError(
+            f"--routing.replay True needs an engine that returns the experts that it chose, and {name!r} does not. Use "
+            f"--engine {' or '.join(RECORDING_ENGINES)}, or leave the option out."
+        )
     return engine
 
 

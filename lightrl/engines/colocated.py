@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
+from lightrl.engines.stop_strings import check_stop, cut_after_stop
 from lightrl.engines.weights.account import Fingerprint, WeightProof
 
 logger = logging.getLogger(__name__)
@@ -65,12 +67,15 @@ class _Request:
     def rest(self, partial: Completion) -> tuple[EnginePrompt, SamplingParams]:
         """Returns the request that makes the engine go on after the partial completion."""
         num_done = len(partial.output_token_ids)
+        if self.params.has_penalties and num_done:
+            raise ValueError("A sample with penalties cannot go on after it was stopped: they count its first tokens.")
         params = replace(
             self.params,
             n=1,
             first_sample=partial.sample_index,
             first_token=self.params.first_token + num_done,
             max_new_tokens=self.params.max_new_tokens - num_done,
+            min_new_tokens=max(0, self.params.min_new_tokens - num_done),
         )
         return replace(self.prompt, token_ids=self.prompt.token_ids + partial.output_token_ids), params
 
@@ -78,8 +83,9 @@ class _Request:
 class ColocatedEngine:
     """An engine beside the trainer in one process. Transitions are idempotent; a failure leaves it resumable."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: InferenceEngine, tokenizer: Any = None) -> None:
         self.engine = engine
+        self.tokenizer = tokenizer  # reads what was generated, where a request has stop strings
         self.version: int | None = None  # of the weights it holds; None: it holds none that may generate
         self.freed_bytes = 0  # by the last sleep
         self._phase = _Phase.AWAKE
@@ -187,7 +193,8 @@ class ColocatedEngine:
         item = replace(item, request_id=request.request_id)
         if self._placeholder_ids:
             item = _cut_before(self._placeholder_ids, item)
-        return item if request.partial is None else _joined(request.partial, item)
+        item = item if request.partial is None else _joined(request.partial, item)
+        return item if not request.params.stop else cut_after_stop(item, request.params.stop, self.tokenizer)
 
     # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
 
@@ -203,6 +210,8 @@ class ColocatedEngine:
         if prompt.images or prompt.videos or self._placeholder_ids:
             _check_media(name, "image", prompt.images, ids, engine.image_token_id)
             _check_media(name, "video", prompt.videos, ids, engine.video_token_id)
+        if params.stop:
+            check_stop(params.stop, self.tokenizer)
         length = engine.num_prompt_tokens(prompt)
         if length + params.max_new_tokens > engine.max_model_len:
             raise ValueError(_describe_too_long(name, length, params.max_new_tokens, engine.max_model_len))

@@ -22,26 +22,15 @@ def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
     if original is None:
         _refuse_growth(source, longest, "vllm")
         return
-    given = arguments.get("max_model_len") or -1
-    if longest <= original:
-        if int(given) > original:
-            raise ValueError(
-                f"--engine_args max_model_len={given} makes vLLM take the long rope factors of "
-                f"{source.config.model_type}, and the trainer takes the short ones, since no sequence of this run is "
-                f"longer than {longest} tokens. Give at most {original}, or leave it out."
-            )
-        arguments["max_model_len"] = longest if int(given) < 0 else given
-
-
-def check_vllm(source: PreTrainedModel, max_model_len: int) -> None:
-    """Raises ValueError if vLLM, as it was built, has the short factors of `longrope` and the trainer the long ones."""
-    longest, original = _lengths(source)
-    if original is not None and longest > original >= max_model_len:
+    given = int(arguments.get("max_model_len") or -1)
+    if given < 0:  # vLLM would hold the original length, whatever the trainer has chosen
+        arguments["max_model_len"] = longest
+    elif (given > original) != (longest > original):
+        theirs, ours = ("long", "short") if given > original else ("short", "long")
         raise ValueError(
-            f"Sequences of this run may have {longest} tokens, so the trainer takes the long rope factors of "
-            f"{source.config.model_type}. vLLM holds {max_model_len} tokens and takes the short ones, which are for up "
-            f"to {original}. Give --engine_args max_model_len={longest}, with a KV cache that holds it, or allow "
-            "shorter prompts and responses."
+            f"--engine_args max_model_len={given} makes vLLM take the {theirs} rope factors of "
+            f"{source.config.model_type}, which change at {original} tokens. The trainer takes the {ours} ones, since "
+            f"the longest sequence of this run has {longest} tokens. Give max_model_len={longest}, or leave it out."
         )
 
 

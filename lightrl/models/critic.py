@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
-from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
-from lightrl.models.policy import Policy
+from lightrl.models.packed_attention import packed_hidden_states
+from lightrl.models.policy import Policy, prepare_decoder
 from lightrl.models.randomness import remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
@@ -58,7 +58,7 @@ class Critic(nn.Module):
         self.value_head = value_head
         self.sequence_group: SequenceGroup | None = None
         self._takes_images = body.config.model_type in FAMILIES
-        use_packed_attention(body.get_decoder())
+        prepare_decoder(body)
         remove_randomness(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:

@@ -17,6 +17,8 @@ from torch import Tensor
 _CPU_TILE = (1024, 4096)
 _ACCELERATOR_TILE = (2048, 16384)
 
+_LOWEST_BIAS = -1e20  # e to this is 0 as well, but an excluded token's -inf would make p log p and its gradient NaN
+
 
 def chosen_logprobs(
     hidden: Tensor,
@@ -38,7 +40,7 @@ def chosen_logprobs(
         hidden: [N, H].
         weight: [V, H].
         targets: [N] int64 in [0, V).
-        bias: [V].
+        bias: [V]; -inf excludes a token, which then adds nothing to the entropy and to any gradient.
         softcap: largest absolute logit; None: no cap.
         with_entropy: False leaves the entropy NaN, so that nothing can take it for a value.
 
@@ -54,11 +56,13 @@ def chosen_logprobs(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     transform = _LogitTransform(scale=logit_scale, softcap=softcap, temperature=temperature)
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if bias is None else bias.to(dtype)
-        result: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden.to(dtype), weight.to(dtype), bias, targets, transform, with_entropy
+        held = None if bias is None else bias.to(dtype).clamp(min=_LOWEST_BIAS)
+        logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden.to(dtype), weight.to(dtype), held, targets, transform, with_entropy
         )
-    return result
+    if bias is not None and softcap is None:  # a capped logit excludes no token
+        logprobs = logprobs.masked_fill(bias[targets].isneginf(), float("-inf"))
+    return logprobs, entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

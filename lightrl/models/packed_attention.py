@@ -25,8 +25,27 @@ from lightrl.models.fixed_rope import fix_frequencies, varies_with_length
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
 ATTENTION_NAME = "lightrl_packed"
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-_LAYOUT_KEYWORD = "packed_layout"
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+LAYOUT_KEYWORD = "packed_layout"
+# Model types that mix tokens in a way that neither the types of their layers nor their attention shows.
+MIXES_TOKENS = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "biogpt",
+        "blenderbot",
+        "blenderbot-small",
+        "deepseek_v32",
+        "doge",
+        "glm_moe_dsa",
+        "inkling_text",
+        "marian",
+        "mbart",
+        "pegasus",
+        "plbart",
+        "recurrent_gemma",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +68,7 @@ class PackedLayout:
         return max(length for _, length in self.runs)
 
 
-_CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
+CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
 def packed_layout(
@@ -65,28 +84,19 @@ def packed_layout(
     )
 
 
-def use_packed_attention(decoder: PreTrainedModel) -> None:
-    """Makes a decoder run on packs; raises ValueError if its layers would mix the sequences."""
+def use_packed_attention(decoder: PreTrainedModel) -> bool:
+    """Makes the attention of a decoder take packs; returns whether a pack can then run through it whole."""
     config = decoder.config
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if not unknown:
-        decoder.set_attn_implementation(ATTENTION_NAME)
-    if unknown or decoder.config._attn_implementation != ATTENTION_NAME:
-        raise _cannot_pack(config.model_type, unknown)
+    decoder.set_attn_implementation(ATTENTION_NAME)
     if varies_with_length(config):
         fix_frequencies(decoder)
+    return config._attn_implementation == ATTENTION_NAME and mixes_by_attention(config)
 
 
-def _cannot_pack(model_type: str, layer_types: list[str]) -> ValueError:
-    if layer_types:
-        return ValueError(
-            f"{model_type} has layers of type {', '.join(layer_types)}, which would mix the sequences of a pack. "
-            "Choose a model whose layers are full or sliding-window attention."
-        )
-    return ValueError(
-        f"{model_type} does not let its attention be replaced (transformers' AttentionInterface), so it cannot be "
-        "trained on packed sequences. Choose a model that uses the interface."
-    )
+def mixes_by_attention(config: Any) -> bool:
+    """Returns whether nothing but attention, of a kind that takes packs, mixes the tokens of a model."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    return layer_types <= LAYER_TYPES and config.model_type not in MIXES_TOKENS
 
 
 def packed_hidden_states(
@@ -108,12 +118,12 @@ def packed_hidden_states(
     layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device, group)
     inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embeddings is None else dict(embeddings)
     if _takes_any_keyword(decoder):
-        inputs[_LAYOUT_KEYWORD] = layout
-    token = _CURRENT_LAYOUT.set(layout)
+        inputs[LAYOUT_KEYWORD] = layout
+    token = CURRENT_LAYOUT.set(layout)
     try:
         output = decoder(position_ids=tokens.position_ids.unsqueeze(-2), use_cache=False, **inputs)
     finally:
-        _CURRENT_LAYOUT.reset(token)
+        CURRENT_LAYOUT.reset(token)
     hidden: Tensor = output[0]
     return hidden.squeeze(0)
 
@@ -143,7 +153,7 @@ def packed_attention(
     Returns:
         The output, [1, T, num_heads, head_dim], and no attention weights.
     """
-    layout = kwargs.get(_LAYOUT_KEYWORD) or _CURRENT_LAYOUT.get()
+    layout = kwargs.get(LAYOUT_KEYWORD) or CURRENT_LAYOUT.get()
     if layout is None:
         raise _no_layout(module)
     if layout.group is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from lightrl.models.hub import require_reachable
 from lightrl.models.logprobs import chosen_logprobs
 from lightrl.models.multimodal import (
     FAMILIES,
@@ -33,6 +34,7 @@ from lightrl.models.multimodal import (
     sequence_positions,
 )
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.per_sequence import run_per_sequence
 from lightrl.models.randomness import refuse_randomness, remove_randomness
 from lightrl.models.thresholds import thresholds_in_reach
 from lightrl.models.token_split import SequenceGroup, apply_to_split
@@ -122,9 +124,9 @@ class Policy(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self._takes_images = hf_model.config.model_type in FAMILIES
         text_config = hf_model.config.get_text_config()
-        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self._softcap = _softcap(text_config)
         self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
-        use_packed_attention(hf_model.get_decoder())
+        prepare_decoder(hf_model)
         remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> TokenScores:
@@ -172,6 +174,18 @@ class Policy(nn.Module):
         return decoder_inputs(self.hf, batch.input_ids[None], vision)
 
 
+def prepare_decoder(model: PreTrainedModel) -> None:
+    """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
+    if not use_packed_attention(model.get_decoder()):
+        run_per_sequence(model)
+
+
+def _softcap(text_config: Any) -> float | None:
+    """Returns the cap on the logits: most configs call it final_logit_softcapping."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((float(cap) for name in names if (cap := getattr(text_config, name, None))), None)
+
+
 def _logit_scale(text_config: Any, model_type: str) -> float:
     """Returns what the logits are multiplied by: Cohere and HyperCLOVA X name a factor, Granite a divisor."""
     scale = getattr(text_config, "logit_scale", None) or 1.0
@@ -189,6 +203,7 @@ def check_model_folder(path: str, option: str = "--model") -> None:
     if not path or (":" in path and not folder.exists()):
         raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
     if not looks_local:
+        require_reachable(path, option)
         return
     if not folder.is_dir():
         raise FileNotFoundError(f"{option} {path}: there is no such folder.")
@@ -200,20 +215,38 @@ def check_model_folder(path: str, option: str = "--model") -> None:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder or Hugging Face name."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with _explained(path, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Loads the transformers config of a folder or Hugging Face name."""
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with _explained(path, "config"):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _explained(path: str, what: str) -> Iterator[None]:
+    """Turns whatever a library says about a file that it cannot use into one sentence that names the model."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:600] or type(error).__name__
+        raise ValueError(f"--model {path}: its {what} cannot be read ({reason}).") from error
 
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:
     """Returns how many tokens of prompt and response together the model takes; reads its config only."""
-    config = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return int(length) if length else 1 << 30
+    return stated_context(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
+
+
+def stated_context(text_config: Any) -> int:
+    """Returns how many positions a language model has; 2^30 if its config names no limit, as for recurrent models."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((int(length) for name in names if (length := getattr(text_config, name, None))), 1 << 30)
 
 
 def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:
@@ -225,16 +258,27 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     config = load_config(path, trust_remote_code=trust_remote_code)
     loader = model_loader(config)
     if materialize:
-        try:
-            model = loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        except SafetensorError as error:
-            raise ValueError(f"--model {path}: its weights cannot be read ({error}). Copy the files anew.") from error
+        with _explained(path, "weights"):
+            model, found = loader.from_pretrained(
+                path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+        if found["missing_keys"]:
+            raise _missing_weights(path, found["missing_keys"])
     else:
-        model = _empty_model(loader, config, path, trust_remote_code)
+        with _explained(path, "config"):
+            model = _empty_model(loader, config, path, trust_remote_code)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
     return policy
+
+
+def _missing_weights(path: str, names: Iterable[str]) -> ValueError:
+    names = sorted(names)
+    return ValueError(
+        f"--model {path}: its files lack {len(names)} of the weights that its config describes, such as {names[0]}; "
+        "they would be random. Copy the files anew."
+    )
 
 
 def load_teacher(
@@ -343,11 +387,13 @@ def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[En
     decoder.set_attn_implementation("eager")
     try:
         for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
-            if encoded is None:
-                more = {"position_ids": batch.position_ids[None, start:end]} if batch.position_ids[start] else {}
+            ids, first = batch.input_ids[start:end], int(batch.position_ids[..., start].max())
+            if encoded is None:  # one token more, which the others do not see in a causal model
+                ids = torch.cat([ids, ids[:1]])
+                more = {"position_ids": torch.arange(first, first + len(ids), device=ids.device)[None]} if first else {}
             else:
-                more = _image_inputs(encoded[index], end - start, batch.input_ids.device)
-            rows.append(model(input_ids=batch.input_ids[None, start:end], use_cache=False, **more).logits[0])
+                more = _image_inputs(encoded[index], end - start, ids.device)
+            rows.append(model(input_ids=ids[None], use_cache=False, **more).logits[0, : end - start])
     finally:
         decoder.set_attn_implementation(packed)
     return torch.cat(rows).float()

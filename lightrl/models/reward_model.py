@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lightrl.models.packed_attention import ATTENTION_NAME, packed_hidden_states, use_packed_attention
-from lightrl.models.policy import response_batch
+from lightrl.models.packed_attention import packed_hidden_states
+from lightrl.models.policy import prepare_decoder, response_batch
 from lightrl.models.randomness import remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
@@ -33,7 +33,7 @@ class RewardModel(nn.Module):
         self.hf: Any = hf_model
         hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
         self.sequence_group: SequenceGroup | None = None  # ranks that split the tokens of every pack
-        use_packed_attention(hf_model.get_decoder())
+        prepare_decoder(hf_model)
         remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -137,11 +137,12 @@ def check_reward_scores(model: RewardModel) -> None:
     model.eval()
     with torch.no_grad():
         ours = model(response_batch([(ids.tolist(), ()) for ids in sequences]).to(device))
+        packed = decoder.config._attn_implementation
         decoder.set_attn_implementation("eager")
         try:
             theirs = torch.cat([model.hf(input_ids=ids[None].to(device)).logits[:, 0] for ids in sequences])
         finally:
-            decoder.set_attn_implementation(ATTENTION_NAME)
+            decoder.set_attn_implementation(packed)
     model.train(is_training)
     difference = (ours - theirs).abs().max() / theirs.abs().max()
     if not difference <= 1e-3:  # a NaN fails too

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,41 +13,27 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.records import Sample
-from lightrl.rewards.sandbox import SandboxLimits, run_python
+from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-
-# The program and its tests share a process. A passed test is reported by a random word over a copy of stdout, so that a
-# program that exits early or prints "passed" passes nothing.
-_HARNESS = """
-import os
-
-def run(program, tests, word):
-    report = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    scope = {{"__name__": "solution"}}
-    exec(compile(program, "<response>", "exec"), scope)
-    for number, test in enumerate(tests):
-        try:
-            exec(compile(test, "<test>", "exec"), scope)
-        except BaseException:
-            continue
-        os.write(report, f"{{word}} {{number}}\\n".encode())
-
-run({program!r}, {tests!r}, {word!r})
-"""
 
 
 class CodeTests:
     """The fraction of the prompt's tests that the response's code passes; with all_or_nothing, 1 for all and else 0.
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
-    which run after the code, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is the
-    last fenced block of the response, or all of it.
+    which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is
+    the last fenced block of the response, or all of it.
     """
 
     def __init__(
-        self, *, field: str = "tests", timeout_s: float = 10.0, memory_mb: int = 512, all_or_nothing: bool = False
+        self,
+        *,
+        field: str = "tests",
+        timeout_s: float = 10.0,
+        memory_mb: int = 512,
+        all_or_nothing: bool = False,
+        unsafe: bool = False,
     ) -> None:
         if not timeout_s > 0 or memory_mb < 64:
             raise ValueError(
@@ -57,6 +42,8 @@ class CodeTests:
             )
         self._field = field
         self._limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb)
+        self._unsafe = unsafe
+        choose_confinement(unsafe)  # here, since a system that has none must be told of before anything expensive
         self._all_or_nothing = all_or_nothing
         # More programs at a time than there are cores would make each other time out.
         self.max_concurrency = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -73,24 +60,21 @@ class CodeTests:
 
     def _count_passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> int:
         """Counts the passed tests. All tests together have timeout_s; tests that are not reached count as failed."""
-        deadline = time.monotonic() + self._limits.timeout_s
+        started = time.monotonic()
         statements = [test for test in tests if isinstance(test, str)]
-        passed = self._run_statements(program, statements) if statements else 0
-        for test in tests:
-            left_s = deadline - time.monotonic()
-            if isinstance(test, Mapping) and left_s > 0:
-                passed += self._run_program(program, test, replace(self._limits, timeout_s=left_s))
-        return passed
+        pairs = [test for test in tests if isinstance(test, Mapping)]
+        passed = sum(run_tests(program, statements, limits=self._limits, unsafe=self._unsafe)) if statements else 0
+        left_s = self._limits.timeout_s - (time.monotonic() - started)
+        if not pairs or left_s <= 0:
+            return passed
+        limits = replace(self._limits, timeout_s=left_s)
+        results = run_inputs(program, [pair["stdin"] for pair in pairs], limits=limits, unsafe=self._unsafe)
+        # What a program should print is compared here, in a process that the program is not in.
+        return passed + sum(_is_right(result, pair["stdout"]) for result, pair in zip(results, pairs, strict=True))
 
-    def _run_statements(self, program: str, statements: Sequence[str]) -> int:
-        word = secrets.token_hex(16)
-        source = _HARNESS.format(program=program, tests=list(statements), word=word)
-        lines = run_python(source, limits=self._limits).stdout.splitlines()
-        return sum(f"{word} {number}" in lines for number in range(len(statements)))
 
-    def _run_program(self, program: str, test: Mapping[str, str], limits: SandboxLimits) -> bool:
-        result = run_python(program, stdin=test["stdin"], limits=limits)
-        return result.exit_code == 0 and _lines(result.stdout) == _lines(test["stdout"])
+def _is_right(result: SandboxResult, expected: str) -> bool:
+    return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
 
 
 def extract_code(text: str) -> str:

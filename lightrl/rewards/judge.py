@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import html
 import http.client
 import ipaddress
 import json
@@ -57,6 +59,7 @@ class Judge:
         self._prompt = _template(settings.prompt)
         self._pattern = _score_pattern(settings.score_pattern)
         self._api_key = _api_key(settings.api_key_env)
+        self._key_forms = _forms_of(self._api_key)
         if self._api_key and self._url.startswith("http://") and not _is_local(self._url):
             logger.warning("--judge.url is plain http to another machine: the key of --judge.api_key_env can be read.")
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="judge")
@@ -80,14 +83,15 @@ class Judge:
     def _score(self, reply: str) -> float:
         scores = self._pattern.findall(reply)
         if not scores:
-            raise NoVerdictError(f"the judge's reply has no score: {reply[-200:]!r}")
+            raise NoVerdictError(f"the judge's reply has no score: {self._without_key(reply)[-200:]!r}")
         text = scores[-1] if isinstance(scores[-1], str) else scores[-1][0]
         try:
             score = float(text)
         except ValueError:
             score = math.nan
         if not 0 <= score <= self._settings.max_score:
-            raise NoVerdictError(f"the judge's score {text!r} is not between 0 and {self._settings.max_score:g}")
+            shown = self._without_key(text)
+            raise NoVerdictError(f"the judge's score {shown!r} is not between 0 and {self._settings.max_score:g}")
         return score / self._settings.max_score
 
     # ---- HTTP --------------------------------------------------------------------------------------------------
@@ -118,17 +122,25 @@ class Judge:
             with self._opener.open(request, timeout=self._settings.timeout_s) as response:
                 content = json.loads(response.read(_MAX_REPLY_BYTES))
         except urllib.error.HTTPError as error:
-            answer = self._without_key(error.read(500).decode(errors="replace"))
-            message = f"HTTP {error.code}: {answer}"
+            # Cut after the key is removed: half a key at the end would not be found.
+            answer = self._without_key(error.read(_MAX_REPLY_BYTES).decode(errors="replace"))
+            message = f"HTTP {error.code}: {answer[:500]}"
             if error.code in _TRANSIENT or error.code >= 500:
                 raise _TransientError(message, _retry_after(error.headers.get("Retry-After"))) from None
             raise RuntimeError(f"the judge at {self._url} refused: {message}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise _TransientError(f"{type(error).__name__}: {error}", 0.0) from None
-        return _content(content)
+            raise _TransientError(self._without_key(f"{type(error).__name__}: {error}")[:500], 0.0) from None
+        try:
+            return content["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            shown = self._without_key(str(content))[:200]
+            raise RuntimeError(f"the judge's reply is no chat completion: {shown}") from None
 
     def _without_key(self, text: str) -> str:
-        return text.replace(self._api_key, "***") if self._api_key else text
+        """Removes the key, in each form in which a server may echo it."""
+        for form in self._key_forms:
+            text = text.replace(form, "***")
+        return text
 
 
 class _TransientError(Exception):
@@ -158,14 +170,6 @@ def _text_of(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return " ".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
-
-
-def _content(reply: Any) -> str:
-    try:
-        content = reply["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise RuntimeError(f"the judge's reply is no chat completion: {str(reply)[:200]}") from None
-    return content or ""
 
 
 def _endpoint(url: str) -> str:
@@ -225,6 +229,15 @@ def _api_key(name: str) -> str:
     if not key:
         raise ValueError(f"--judge.api_key_env {name}: this environment variable is not set on this rank.")
     return key
+
+
+def _forms_of(key: str) -> list[str]:
+    """Returns the key as texts, JSON, HTML, addresses and Basic authorization write it, the longest form first."""
+    if not key:
+        return []
+    escaped = (json.dumps(key)[1:-1], repr(key)[1:-1], repr(repr(key)[1:-1])[1:-1], html.escape(key))
+    encoded = (urllib.parse.quote(key, safe=""), urllib.parse.quote_plus(key), base64.b64encode(key.encode()).decode())
+    return sorted({key, *escaped, *encoded}, key=len, reverse=True)
 
 
 def _retry_after(text: str | None) -> float:

@@ -251,7 +251,8 @@ def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:
     labels = [_label(name) for name, _ in named]
     _check_labels(labels)
     parameters = _parameters_by_label(config.reward_args, labels) if config.reward_args else {}
-    if config.judge != JudgeConfig() or config.reward_model or {"judge", "reward_model"} & set(labels):
+    has_options = config.judge != JudgeConfig() or config.reward_model or config.code.unsafe
+    if has_options or {"judge", "reward_model"} & set(labels):
         _add_options(parameters, config, labels)
     return [
         WeightedReward(label=label, weight=weight, reward=load_reward(name, parameters.get(label)))
@@ -270,6 +271,10 @@ def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, l
         own |= {"path": config.reward_model, "trust_remote_code": config.trust_remote_code}
     elif config.reward_model:
         raise ValueError(f"--reward_model {config.reward_model} is given, but reward_model is not among --reward.")
+    if config.code.unsafe and "code" not in labels:
+        raise ValueError("--code.unsafe is given, but code is not among --reward.")
+    if config.code.unsafe:
+        parameters.setdefault("code", {})["unsafe"] = True
 
 
 def _split_weight(text: str) -> tuple[str, float]:
@@ -279,8 +284,8 @@ def _split_weight(text: str) -> tuple[str, float]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not name or not math.isfinite(value) or value == 0:
-        raise ValueError(f"--reward {text!r}: behind = there must be a weight, a number other than 0.")
+    if not name or not 0 < abs(value) <= 1e30:
+        raise ValueError(f"--reward {text!r}: behind = there must be a weight, a number other than 0, at most 1e30.")
     return name, value
 
 

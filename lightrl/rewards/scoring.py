@@ -192,6 +192,9 @@ def _wrong_signature(reward: Any, scope: Scope, signature: inspect.Signature, er
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
+_LARGEST = 1e30  # its square, which the deviation of a group needs, is far from infinity
+
+
 class RewardError(RuntimeError):
     """A reward raised, hung, or returned a value that is not a finite number."""
 
@@ -305,9 +308,9 @@ class FailureBudget:
         return error
 
 
-def score_outcome(name: str, sample: Sample, value: object) -> Outcome:
+def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
     """Returns the number that a reward returned, or an error if it is no finite number."""
-    if isinstance(value, Real) and math.isfinite(value):
+    if isinstance(value, int | float | Real) and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # neither NaN nor infinity is
         return float(value)
     return not_a_number(name, sample, value)
 
@@ -330,7 +333,7 @@ def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
     """Returns the error of a value that is no finite number."""
     return _error(
         f"The reward {name!r} returned {shorten(repr(value))} ({type(value).__name__}) on "
-        f"{describe_sample(sample)}. A reward must return a finite int, float or bool.",
+        f"{describe_sample(sample)}. A reward must return a finite int, float or bool of at most {_LARGEST:g}.",
         sample,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import resource
@@ -16,11 +17,13 @@ from lightrl.rewards.messages import Reply, receive, run_file, send
 from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, time_limit
 
 _MEMORY_BYTES = 2 << 30  # beyond what the loaded reward holds
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 def serve() -> None:
     """Answers requests until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes the pipe
+    _die_with_the_owner()
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what the reward prints must not get among the replies
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor may a program that it starts read the requests
@@ -40,6 +43,12 @@ def serve() -> None:
         except EOFError:
             return
         send(replies, _answer(reward, sample, timeout_s))
+
+
+def _die_with_the_owner() -> None:
+    """Lets the kernel kill this process when its owner is gone; a reward that is stuck would not see its pipe close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def _answer(reward: Any, sample: Any, timeout_s: float) -> Reply:

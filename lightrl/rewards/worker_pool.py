@@ -71,6 +71,7 @@ class WorkerPool:
         self._num_workers = max(1, num_workers)
         self._timeout_s = min((limit for limit in (timeout_s, isolation.timeout_s) if limit), default=0.0)
         self._workers: list[_Worker] = []
+        self._threads: ThreadPoolExecutor | None = None
 
     def run(self, samples: Sequence[Sample]) -> list[Any]:
         """Returns for each sample what the reward returned, or an exception in its place."""
@@ -89,8 +90,9 @@ class WorkerPool:
             finally:
                 idle.put(worker)
 
-        with ThreadPoolExecutor(max_workers=len(self._workers)) as threads:
-            return list(threads.map(run_one, samples))
+        # Kept until close(): a worker dies with the thread that started it, so that none outlives a killed owner.
+        self._threads = self._threads or ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
+        return list(self._threads.map(run_one, samples))
 
     def _result(self, reply: Reply) -> Any:
         if not reply.error:
@@ -109,6 +111,9 @@ class WorkerPool:
         for worker in self._workers:
             worker.kill()
         self._workers = []
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads = None
 
 
 class _Worker:

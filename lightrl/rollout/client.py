@@ -95,6 +95,7 @@ class EngineClient:
             finish_reason=completion.finish_reason,
             text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
             is_trainable=params.temperature == self._temperature,
+            routing=completion.routing,
         )
 
     # ---- Texts -------------------------------------------------------------------------------------------------

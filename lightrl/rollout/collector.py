@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightrl.comm import Comm
 from lightrl.data.media import read_media
@@ -79,12 +80,20 @@ class Collector(Scorer):
     """Samples and scores this rank's prompts. Every rank calls each method, even with no prompt."""
 
     def __init__(
-        self, strategy: StrategyBase, reward: AnyReward | RewardSet, *, seed: int, max_new_tokens: int
+        self,
+        strategy: StrategyBase,
+        reward: AnyReward | RewardSet,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
     ) -> None:
+        """sampling: what else each request asks for, such as stop strings; refused if it changes the distribution."""
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
         self._seed = seed
-        self._max_new_tokens = max_new_tokens
+        self._sampling = replace(sampling or SamplingParams(), max_new_tokens=max_new_tokens)
+        self._sampling.require_trainable()
 
     def sample(
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
@@ -100,10 +109,7 @@ class Collector(Scorer):
     def _generate(
         self, prompts: Prompts, seeds: list[int], n: int, temperature: float, sleep_engine: bool = True
     ) -> list[Sample]:
-        params = [
-            SamplingParams(max_new_tokens=self._max_new_tokens, temperature=temperature, n=n, seed=seed)
-            for seed in seeds
-        ]
+        params = [replace(self._sampling, temperature=temperature, n=n, seed=seed) for seed in seeds]
         with self._comm.phase("reading images", local=True):
             requests = [_engine_prompt(prompt) for _, prompt in prompts]
         completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
@@ -123,6 +129,7 @@ class Collector(Scorer):
             finish_reason=completion.finish_reason,
             text=tokenizer.decode(list(token_ids), skip_special_tokens=True),
             prompt_ids=completion.prompt_token_ids,
+            routing=completion.routing,
         )
 
     def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:

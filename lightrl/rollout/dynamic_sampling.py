@@ -147,6 +147,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "text": sample.text,
         "own": list(sample.own),
+        "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
         "turns": list(sample.turns),
         "reward": sample.reward,
         "numbers": dict(sample.numbers),
@@ -175,6 +176,7 @@ def _group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGr
                 reward=item.get("reward"),
                 numbers=item.get("numbers", {}),
                 status=Status(item.get("status", "completed")),
+                routing=None if item.get("routing") is None else item["routing"].numpy(),
             )
             for item in state["samples"]
         ),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightrl.records import FinishReason, Prompt, Sample
 
@@ -19,6 +22,7 @@ class Turn:
     finish_reason: FinishReason
     text: str  # token_ids decoded, special tokens skipped
     is_trainable: bool = True  # False: drawn from another distribution than the trainer's, as a greedy one is
+    routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Completion.routing
 
 
 class Episode:
@@ -37,6 +41,7 @@ class Episode:
         self._own: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routing: NDArray[np.int16] | None = None  # of the prompt and the tokens so far that the engine ran
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -50,6 +55,8 @@ class Episode:
                 "A turn of another temperature than the run's cannot be trained: its logprobs are of another "
                 "distribution. Use it as a baseline or a judgement, and say() turns that generate() made by default."
             )
+        if turn.routing is not None:
+            self._add_routing(turn.routing)
         self.turns.append(len(self.response_ids))
         self._add(turn.token_ids, True, turn.logprobs, turn.versions)
         self.finish_reason = turn.finish_reason
@@ -64,6 +71,10 @@ class Episode:
         self._own += [own] * len(ids)
         self._logprobs += logprobs
         self._versions += versions
+
+    def _add_routing(self, routing: NDArray[np.int16]) -> None:
+        """Adds the experts of the tokens since the last turn; those of earlier tokens stay as they were sampled."""
+        self._routing = routing if self._routing is None else np.append(self._routing, routing[len(self._routing) :], 0)
 
     def count(self, name: str, amount: float = 1) -> None:
         """Adds to a number that the step reports as episode/NAME, summed over the samples."""
@@ -85,6 +96,7 @@ class Episode:
             turns=tuple(self.turns),
             reward=self.reward,
             numbers=dict(self.numbers),
+            routing=self._routing,
         )
 
 

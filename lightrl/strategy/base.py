@@ -6,11 +6,12 @@ optimizers), `saver` (training state on disk), `residency` (what is on the devic
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -29,10 +30,11 @@ from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, Sampling
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.account import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
+from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
-from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
@@ -41,6 +43,8 @@ from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
+from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
@@ -63,10 +67,8 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self.accumulation_steps = 1  # train_batch takes any sizes; accumulation by calls needs sizes that fit
-        if not self.options.exact_batches:
-            group_size = self.options.tp_size * self.options.sp_size
-            self.accumulation_steps = accumulation_steps(train_batch_size, micro_train_batch_size, group_size)
+        self._assumed_world = comm_module.known_world()
+        self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
         self.comm = Comm()
         self.layout = PlainLayout(self.comm)
@@ -81,9 +83,9 @@ class StrategyBase(ForeignNames, ABC):
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
-    @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Places (and shards) the model; every rank ends with the weights of rank 0."""
+        """Places (and shards) the model; every rank ends with the weights of rank 0. By default it stays whole."""
+        return foreign_steps.place_whole(self, model)
 
     @abstractmethod
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
@@ -103,9 +105,9 @@ class StrategyBase(ForeignNames, ABC):
     ) -> OptimizerStep:
         """Updates at the end of an accumulation, or now with is_boundary=True; all ranks decide alike."""
 
-    @abstractmethod
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
+        return foreign_steps.whole_parameters(self, model, dtype)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
         """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
@@ -153,6 +155,8 @@ class StrategyBase(ForeignNames, ABC):
             _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
         size, world = self.options.engine_tp_size, self.comm.world
+        if world != self._assumed_world:
+            self.accumulation_steps = self._accumulation_steps(world)
         if size < 1 or world % size:
             valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
@@ -160,6 +164,13 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
+
+    def _accumulation_steps(self, world: int) -> int:
+        """Returns 1 where train_batch takes any sizes; accumulation by calls needs sizes that fit."""
+        if self.options.exact_batches:
+            return 1
+        ranks_apart = max(1, world // (self.options.tp_size * self.options.sp_size))
+        return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
 
     def prepare_trained(
         self,
@@ -207,7 +218,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def unwrap_model(self, model: Any) -> nn.Module:
         """Returns the model underneath every wrapper (actor, DDP, compiled, PEFT), with Hugging Face names."""
-        return _unwrapped(model)
+        return innermost(model)
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer for train_batch, checkpoints and offload."""
@@ -232,7 +243,7 @@ class StrategyBase(ForeignNames, ABC):
 
     def train_batch(
         self,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
@@ -242,8 +253,12 @@ class StrategyBase(ForeignNames, ABC):
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
-        trained tokens, however they are split. backward() scales the loss by its weight / W.
+        trained tokens, however they are split. backward() scales the loss by its weight / W. The update is skipped on
+        all ranks if W is 0, or if the loss or the norm of its gradient is not finite. A dictionary of tensors is split
+        and packed here, and loss_fn gets logits: docs/user_batches.md.
         """
+        if isinstance(data, Mapping):
+            return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
         trained = self.trained.entry(model)
         if self.saver.pending is not None:
             self.saver.poll()
@@ -252,29 +267,40 @@ class StrategyBase(ForeignNames, ABC):
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
         num_micro_batches = _equal_count(self.comm, len(batches))
+        if not 0 < total < math.inf:
+            return nothing_to_train(self, trained, total)
         loss_sum = 0.0
         trained.model.train()
         for index in range(num_micro_batches):
             # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
             micro_batch = batches[min(index, len(batches) - 1)]
-            weight = weights[index] / total if index < len(batches) and total > 0 else 0.0
+            weight = weights[index] / total if index < len(batches) else 0.0
             with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=weight)
             loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
-        step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
-        return TrainBatchResult(
-            loss=self.comm.all_reduce(loss_sum, "sum"),
+        loss_sum = self.comm.all_reduce(loss_sum, "sum")
+        if math.isfinite(loss_sum):
+            step = self.optimizer_step(
+                trained.optimizer, trained.model, trained.scheduler, is_boundary=True
+            ) or foreign_steps.unreported_step(trained.optimizer)
+        else:
+            step = drop_update(self, trained.optimizer, trained.model)
+        result = TrainBatchResult(
+            loss=loss_sum,
             grad_norm=step.grad_norm,
             lr=step.lr_list[0],
             skipped=step.skipped,
             total_weight=total,
             num_micro_batches=num_micro_batches,
         )
+        return explained(self, result, trained.model, data) if result.skipped else result
 
     @torch.no_grad()
-    def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]:
+    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each micro-batch, without gradients, in order."""
+        if isinstance(data, Mapping):
+            return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
         was_training = chosen.training
         chosen.eval()
@@ -362,18 +388,6 @@ def _refuse_to_split(strategy: StrategyBase) -> None:
         f"--{name} {getattr(strategy.options, name)} needs --strategy fsdp; {type(strategy).__name__} does not split a "
         f"model or its tokens. Use --strategy fsdp, or --{name} 1."
     )
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    for attribute in ("hf", "module", "_orig_mod"):
-        inner = getattr(model, attribute, None)
-        if isinstance(inner, nn.Module):
-            return _unwrapped(inner)
-    get_base_model = getattr(model, "get_base_model", None)  # PEFT
-    if callable(get_base_model):
-        return _unwrapped(get_base_model())
-    module: nn.Module = model
-    return module
 
 
 def _equal_count(comm: Comm, count: int) -> int:

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from easydict import EasyDict
@@ -21,14 +22,26 @@ from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
 from lightrl.data.sampler import ResumableSampler
-from lightrl.engines.base import InferenceEngine
-from lightrl.metrics import report_memory
+from lightrl.engines.base import InferenceEngine, check_engine_name
+from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
-from lightrl.strategy.foreign_models import Native, options_of, prepare_item, prepare_slot
+from lightrl.strategy import foreign_data
+from lightrl.strategy.foreign_models import (
+    Native,
+    options_of,
+    prepare_frozen_models,
+    prepare_item,
+    prepare_slot,
+    refuse_attribute,
+    require_world,
+)
+from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
+from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
+from lightrl.strategy.user_batch import evaluate_on_dict
 
 
 class ForeignNames(ABC):
@@ -36,6 +49,12 @@ class ForeignNames(ABC):
 
     grad_scaler: GradScaler | None = None
     num_generations: int = 0  # calls of engine_generate_local and gather_and_generate; checkpoints keep it
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Is called for what the object lacks: mostly what setup_distributed() would have made."""
+            refuse_attribute(self, name)
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 
@@ -45,6 +64,7 @@ class ForeignNames(ABC):
         A single item is returned as a single item. is_rlhf: a lone module is a reference or reward model, so it is
         frozen and put in evaluation mode.
         """
+        require_world(self.comm, "prepare()")
         prepared = [prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -54,9 +74,10 @@ class ForeignNames(ABC):
         """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward_models, initial_model).
 
         A value head on the actor's own body learns at critic_lr; critic_warmup_steps updates train a head alone.
-        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list,
-        or None) and initial_model may be None.
+        max_steps is the length of the schedules, in units of --optim.schedule_unit. critic, reward_models (one, a list
+        or a dict of them, a ModuleList) and initial_model may be None.
         """
+        require_world(self.comm, "prepare_models_and_optimizers()")
         options = options_of(self, args)
         if actor is not None or (
             critic is not None and not self.trained.entries
@@ -64,14 +85,10 @@ class ForeignNames(ABC):
             check_lr_scales([actor, critic], options.optim)
         if actor is not None:
             actor.is_actor = True
-        several = isinstance(reward_models, list | tuple)
-        frozen = [
-            prepare_item(self, item, freeze_lone=True) for item in (reward_models if several else [reward_models])
-        ]
         return (
             prepare_slot(self, actor, options, options.lr, max_steps),
             prepare_slot(self, critic, options, options.critic_lr, max_steps),
-            frozen if several else frozen[0],
+            prepare_frozen_models(self, reward_models),
             prepare_item(self, initial_model, freeze_lone=True),
         )
 
@@ -115,10 +132,12 @@ class ForeignNames(ABC):
     ) -> DataLoader[Any]:
         """Returns a loader of this rank's samples; consumed_samples counts over all ranks, to resume at any world size.
 
-        drop_last=False gives every sample exactly once, without padding, so ranks may differ by a batch.
+        drop_last=False gives every sample once, in as many batches on every rank, of which the last may be smaller.
         """
+        require_world(self.comm, "setup_dataloader()")
+        pin_memory = pin_memory and torch.cuda.is_available()
         if sampler is None:
-            sampler = ResumableSampler(
+            own = ResumableSampler(
                 len(replay_buffer),
                 rank=self.comm.rank,
                 world=self.comm.world,
@@ -127,26 +146,36 @@ class ForeignNames(ABC):
                 drop_last=drop_last,
                 consumed_samples=consumed_samples,
             )
+            return foreign_data.rank_loader(
+                replay_buffer,
+                own,
+                batch_size=batch_size,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                pin_memory=pin_memory,
+            )
         return DataLoader(
             replay_buffer,
             batch_size=batch_size,
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory,
         )
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def eval_batch(
         self: Native,
-        data: Sequence[Any],
+        data: Sequence[Any] | Mapping[str, Any],
         loss_fn: Callable[[Any, Any], Tensor],
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
         model: nn.Module | None = None,
     ) -> float:
         """Returns the loss that train_batch would report, without training."""
+        if isinstance(data, Mapping):
+            return evaluate_on_dict(self, data, loss_fn, loss_weight_fn, model)
         outputs = self.forward(data, model=model)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
         losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
@@ -155,20 +184,28 @@ class ForeignNames(ABC):
         return total["loss"] / total["weight"] if total["weight"] else 0.0
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
-        """Steps the schedule once more; train_batch already does so after each real update."""
-        scheduler = self.trained.entry(model).scheduler
-        if scheduler is not None:
-            scheduler.step()
+        """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
+        trained = self.trained.entry(model)
+        has_updated = trained.optimizer in self.trained.scheduled
+        self.trained.scheduled.discard(trained.optimizer)
+        is_counted = has_updated and self.options.optim.schedule_unit == "optimizer_step"
+        if trained.scheduler is not None and not is_counted:
+            trained.scheduler.step()
 
     # ---- Communication -----------------------------------------------------------------------------------------
 
     def all_reduce(self: Native, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number, or a dict of them; same format out, input untouched. op: mean, sum, max, min."""
-        return self.comm.all_reduce(data, op)
+        """Reduces a tensor, a number, a NumPy value, or a list or dict of them by op: mean, sum, max or min.
+
+        The result has the format of the input, which is left as it was.
+        """
+        require_world(self.comm, "all_reduce()")
+        return foreign_data.reduced(self.comm, data, op)
 
     def all_gather(self: Native, data: Any) -> Any:
-        """Concatenates along dim 0 over the ranks; lengths may differ."""
-        return self.comm.all_gather(data)
+        """Concatenates along dim 0 over the ranks; lengths may differ, other dimensions may not."""
+        require_world(self.comm, "all_gather()")
+        return foreign_data.gathered(self.comm, data)
 
     @classmethod
     def print(cls, *msg: Any) -> None:
@@ -188,14 +225,16 @@ class ForeignNames(ABC):
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Returns the GB in use as min, mean and max over the ranks; every rank must call it."""
-        return report_memory(comm_module.current(), prefix)
+        """Returns the GB that this rank uses and prints them on rank 0; no other rank need call it."""
+        used = memory_in_use()
+        cls.print(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
+        return used
 
     @contextmanager
     def init_model_context(self: Native) -> Iterator[None]:
         """Wraps the construction of a model and reports the memory after it."""
         yield
-        report_memory(self.comm, "model built")
+        self.report_memory("model built")
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
@@ -222,8 +261,10 @@ class ForeignNames(ABC):
     ) -> None:
         """Writes model, optimizer, scheduler, random states, counters and client_state atomically.
 
-        companions: models saved with their optimizers in the same checkpoint, such as a critic. max_num and max_mem
-        (MB, 0 = no limit) bound what is kept; the newest always stays.
+        companions: models saved with their optimizers in the same checkpoint, such as a critic. A tag names one
+        checkpoint; without one, folders are named by the step, or counted where set_global_step is never called.
+        max_num and max_mem (MB, 0 = no limit) bound what is kept, tags and steps apart; the newest always stays, and so
+        does the newest that was saved with save_latest, which a load without a tag reads.
         """
 
     @abstractmethod
@@ -267,9 +308,13 @@ class ForeignNames(ABC):
     def setup_inference_engine(
         self: Native, args: Any, engine_type: str = "vllm", actor: nn.Module | None = None
     ) -> InferenceEngine:
-        """Builds the engine beside the trainer; with an actor it gets that actor's weights at once."""
-        options = options_of(self, args)
-        return self.serving.start(engine_type, model=actor, tokenizer=self.tokenizer, options=options)
+        """Builds the engine beside the trainer and gives it the actor's weights.
+
+        Without an actor they are those of the model that trains, or of the folder that args name (pretrain, model).
+        """
+        check_engine_name(engine_type)
+        options, model = options_of(self, args), first_model(self, args) if actor is None else actor
+        return self.serving.start(engine_type, model=model, tokenizer=self.tokenizer, options=options)
 
     def engine_generate_local(
         self: Native,
@@ -278,7 +323,9 @@ class ForeignNames(ABC):
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:
         """Runs this rank's engine on exactly one kind of input; returns n items per prompt, flattened in order."""
-        return foreign_inputs.generate_local(self, sampling_params, prompt_token_ids, multi_modal_inputs)
+        return foreign_inputs.generate_local(
+            self, sampling_params, prompt_token_ids, multi_modal_inputs, partial(find_tokenizer, self)
+        )
 
     def gather_and_generate(
         self: Native,
@@ -293,7 +340,8 @@ class ForeignNames(ABC):
     ) -> list[EasyDict]:
         """Samples this rank's prompts (any number, also none) on the engine that its group shares.
 
-        Images and videos go with texts or with token ids that hold one placeholder for each. Shared sampling_params
+        Images and videos go with texts or with token ids that hold one placeholder for each. Where both are given, a
+        prompt with images or videos is its text, any other its token ids. Shared sampling_params
         draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
         SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
         on all.
@@ -305,13 +353,14 @@ class ForeignNames(ABC):
             texts=all_prompts,
             media=(all_images, images_num, all_videos, videos_num),
             sleep_engine=sleep_engine,
+            find_tokenizer=partial(find_tokenizer, self),
         )
 
     @classmethod
     def _build_multimodal_inputs(
         cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
     ) -> list[dict[str, Any]]:
-        return foreign_inputs.build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
+        return build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def update_engine_weights(self: Native, actor: nn.Module) -> None:
         """Does what sync_weights does."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.models.per_sequence import RUNS_APART
 from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.zero import ENGINE, DataclassOutputs, ParametersToPartition, ZeroLayout
@@ -34,6 +35,7 @@ class DeepSpeedStrategy(TorchStrategy):
     """Trains at the stage of --deepspeed.zero_stage; a model gets its engine when its optimizer is registered."""
 
     steps_whole_matrices = False
+    _deepspeed: Any  # the package, which only a joined world can import
 
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
@@ -85,6 +87,8 @@ class DeepSpeedStrategy(TorchStrategy):
         if self.stage < 3:
             broadcast_from_main(model, self.device, self.comm)
             return model
+        if any(RUNS_APART in module.__dict__ for module in model.modules()):
+            raise _cannot_gather(model)
         whole = ParametersToPartition(model, self.device)
         self._deepspeed.zero.Init(module=whole, config_dict_or_path=self._config())  # rank 0's, broadcast
         broadcast_buffers(model, self.device, self.comm)
@@ -186,7 +190,7 @@ class DeepSpeedStrategy(TorchStrategy):
             return super().apply_gradients(optimizer, model, divisor)
         engine = _engine_of(model)
         zero = engine.optimizer
-        zero.clip_grad = self.max_norm
+        zero.clip_grad = self.max_norm or 0.0
         zero.override_loss_scale(divisor)  # what the gradients are divided by
         engine.step()  # skips on every rank, and clears up, if the norm over all ranks is not finite
         zero.override_loss_scale(1.0)  # it would also multiply the next loss
@@ -232,6 +236,14 @@ def _stop_engine(model: nn.Module) -> None:
 
 
 # ---- Critic warm-up: its groups must neither move nor count in the norm, which ZeRO takes of all gradients -------
+
+
+def _cannot_gather(model: nn.Module) -> ValueError:
+    """Returns the error for a model whose layers run a different number of times on each rank; some would wait."""
+    return ValueError(
+        f"--deepspeed.zero_stage 3 gathers the weights of a layer when it runs, and {type(model).__name__} has layers "
+        "that run once for each sequence of a pack. Use --deepspeed.zero_stage 2, or --strategy fsdp, which shards too."
+    )
 
 
 def _zero_in_warmup(group: dict[str, Any], gradient: Tensor) -> Tensor | None:

@@ -5,8 +5,9 @@ lightrl's own trainers call prepare_trained() and prepare_frozen(), and enter no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,23 @@ def is_actor(model: Any) -> bool:
     return bool(getattr(model, "is_actor", False))
 
 
+class NotSetUpError(RuntimeError, AttributeError):
+    """A member was used before setup_distributed(), which makes what it needs."""
+
+
+def require_world(comm: Comm, name: str) -> None:
+    """Raises NotSetUpError where torchrun started several ranks and this one has not joined them yet."""
+    if not comm.is_distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotSetUpError(f"{name} before setup_distributed(): the ranks do not know each other. Call that first.")
+
+
+def refuse_attribute(owner: Any, name: str) -> NoReturn:
+    """Raises NotSetUpError for what setup_distributed() makes, which a class declares; else a plain AttributeError."""
+    if any(name in vars(kind).get("__annotations__", ()) for kind in type(owner).__mro__):
+        raise NotSetUpError(f"{type(owner).__name__} was used before setup_distributed(). Call that first.")
+    raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
+
+
 class Native(Protocol):
     """The attributes and methods of StrategyBase that the foreign names stand for."""
 
@@ -51,9 +69,11 @@ class Native(Protocol):
     @property
     def residency(self) -> Residency: ...
     def prepare_model(self, model: nn.Module) -> nn.Module: ...
+    def report_memory(self, prefix: str = "") -> dict[str, float]: ...
     def prepare_frozen(self, model: nn.Module) -> nn.Module: ...
     def create_optimizer(self, model: nn.Module) -> Optimizer: ...
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None: ...
+    def unwrap_model(self, model: Any) -> nn.Module: ...
     def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]: ...
     def set_global_step(self, global_step: int) -> None: ...
@@ -92,6 +112,17 @@ def prepare_item(strategy: Native, item: Any, *, freeze_lone: bool) -> Any:
         _repoint_optimizer(optimizer, old_names, model)
         strategy.register(model, optimizer, rest[0] if rest else None)
     return (model, optimizer, *rest)
+
+
+def prepare_frozen_models(strategy: Native, models: Any) -> Any:
+    """Prepares a model that is not trained, or a list, tuple, dict, ModuleList or ModuleDict of them, as what it is."""
+    if isinstance(models, Mapping | nn.ModuleDict):
+        prepared = {name: prepare_frozen_models(strategy, model) for name, model in models.items()}
+        return nn.ModuleDict(prepared) if isinstance(models, nn.ModuleDict) else prepared
+    if isinstance(models, list | tuple | nn.ModuleList):
+        several = [prepare_frozen_models(strategy, model) for model in models]
+        return nn.ModuleList(several) if isinstance(models, nn.ModuleList) else several
+    return prepare_item(strategy, models, freeze_lone=True)
 
 
 def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from lightrl.models.per_sequence import RUNS_APART
 from lightrl.records import PackedBatch
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.layout.dtensor import DTensorLayout
@@ -188,7 +189,11 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the layers to shard one by one: what transformers does not split, or else the members of ModuleLists."""
     names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    # Layers that run once for each sequence would be gathered a different number of times on each rank.
+    blocks: list[nn.Module] = [
+        m for m in model.modules() if RUNS_APART in m.__dict__ and isinstance(m, PreTrainedModel)
+    ]
+    blocks = blocks or [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         blocks = [module for group in lists for module in group]

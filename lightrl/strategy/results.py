@@ -15,7 +15,7 @@ class OptimizerStep(NamedTuple):
     grad_norm: float  # before clipping, over all ranks
     lr_list: list[float]  # used for this update, one per parameter group
     stepped: bool = True  # False between the boundaries of an accumulation
-    skipped: bool = False  # the norm was not finite: nothing was changed, on any rank
+    skipped: bool = False  # the norm or the loss was not finite: nothing was changed, on any rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class TrainBatchResult:
     skipped: bool
     total_weight: float
     num_micro_batches: int  # on each rank
+    reason: str = ""  # why it was skipped, with the sample and the input or output that is not finite
 
 
 class GroupBatches(NamedTuple):

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from torch import nn
 
+from lightrl.comm import known_world
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.torch_native import TorchStrategy
 
@@ -15,12 +16,12 @@ class SingleStrategy(TorchStrategy):
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Picks the device; refuses a world of several processes."""
-        super().setup_distributed(timeout, num_gpu_per_node)
-        if self.comm.world > 1:
+        if known_world() > 1:
             raise ValueError(
-                f"--strategy single runs in one process, but torchrun started {self.comm.world}. "
+                f"--strategy single runs in one process, but torchrun started {known_world()}. "
                 "Use --strategy fsdp, or start one process."
             )
+        super().setup_distributed(timeout, num_gpu_per_node)
 
     def make_layout(self) -> PlainLayout:
         """Returns the layout of whole parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.checkpoint import open_directory
 from lightrl.engines.weights.account import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
@@ -19,11 +21,12 @@ from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
-from lightrl.strategy.optim.hooks import attach
+from lightrl.strategy.optim.hooks import attach, reported_rates
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.results import OptimizerStep
 from lightrl.strategy.saving.saver import Wanted
+from lightrl.strategy.skipped import drop_accumulated
 
 
 class TorchStrategy(StrategyBase):
@@ -31,7 +34,11 @@ class TorchStrategy(StrategyBase):
 
     steps_whole_matrices: ClassVar[bool] = True  # False where an optimizer sees a shard of each parameter
 
-    # ---- What a subclass may write -----------------------------------------------------------------------------
+    # ---- What a subclass writes, and what it may write ---------------------------------------------------------------
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Places (and shards) the model; every rank ends with the weights of rank 0."""
 
     @property
     def averaging_ranks(self) -> int:
@@ -106,7 +113,7 @@ class TorchStrategy(StrategyBase):
         with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
         self.trained.see(model, optimizer)
-        accumulation_of(optimizer).count(self.accumulation_steps)
+        accumulation_of(optimizer).count(self.accumulation_steps, loss)
 
     def scale_loss(self, loss: Tensor, weight: float, optimizer: Optimizer) -> Tensor:
         """Returns the loss whose backward gives the wanted gradient. This is the only place where a loss is scaled.
@@ -123,7 +130,7 @@ class TorchStrategy(StrategyBase):
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> OptimizerStep:
-        """Clips the gradients and updates the model, unless the norm is not finite; the same on all ranks.
+        """Clips the gradients and updates the model, unless the norm or a loss is not finite; the same on all ranks.
 
         is_boundary=True updates now, False never; without it the calls of backward() are counted.
         """
@@ -132,18 +139,20 @@ class TorchStrategy(StrategyBase):
         is_boundary = kwargs.pop("is_boundary", None)
         if kwargs:
             raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
-        lr_list = [float(group["lr"]) for group in optimizer.param_groups]
-        for hook in hooks:
-            lr_list = hook.reported_rates(optimizer, lr_list)
+        lr_list = reported_rates(optimizer, hooks)
         if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
             return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
         self.trained.require_on_device(model, optimizer)
+        if not all(hook.may_update(self.comm) for hook in hooks):
+            return drop_accumulated(self, optimizer, model)
         divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
         for hook in hooks:
             hook.after_update(optimizer, is_finite=is_finite)
-        if is_finite and scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
-            scheduler.step()
+        if scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
+            self.trained.scheduled.add(optimizer)
+            if is_finite:
+                scheduler.step()
         return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
 
     # ---- Weights -----------------------------------------------------------------------------------------------
@@ -218,16 +227,8 @@ class TorchStrategy(StrategyBase):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes a checkpoint of everything that the run needs to continue; see TrainingStateSaver.save."""
-        self.saver.save(
-            model,
-            Path(save_dir),
-            tag=tag,
-            max_num=max_num,
-            max_megabytes=max_mem,
-            client_state=client_state,
-            is_latest=save_latest,
-            companions=companions,
-        )
+        directory = open_directory(Path(save_dir), tag, keep=max_num, max_bytes=max_mem << 20)
+        self.saver.save(model, directory, client_state=client_state, is_latest=save_latest, companions=companions)
 
     def load_ckpt(
         self,

@@ -20,6 +20,7 @@ from lightrl.data.packing import unpack
 from lightrl.engines.base import WeightSyncError
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.strategy.base import StrategyBase
+from lightrl.testing.skipped_updates import check_updates_that_are_not_made
 from lightrl.testing.tiny_training import (
     EVERYTHING,
     counted_reductions,
@@ -410,8 +411,8 @@ def check_small_members(strategy: StrategyBase) -> None:
     """Ranks, memory reports and data loaders are those of the world."""
     assert strategy.get_rank() == strategy.comm.rank
     assert strategy.is_rank_0() == (strategy.comm.rank == 0)
-    report = strategy.report_memory("test")
-    assert 0 < report["memory/host_gb/min"] <= report["memory/host_gb/mean"] <= report["memory/host_gb/max"]
+    if strategy.is_rank_0():  # by itself
+        assert strategy.report_memory("test")["memory/host_gb"] > 0
     strategy.sync_and_clear_cache()
     loader = strategy.setup_dataloader(list(range(10)), batch_size=2, shuffle=False, drop_last=False)
     seen = [int(item) for batch in loader for item in batch]
@@ -423,6 +424,7 @@ CHECKS: list[Callable[[StrategyBase], None]] = [
     check_state_dict_modes,
     check_global_norm_and_clipping,
     check_nan_on_one_rank,
+    check_updates_that_are_not_made,
     check_accumulation_by_calls,
     check_forward_restores_order,
     check_eval_batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from lightrl.algorithms.entropy import active_entropy_coef, next_entropy_coef
@@ -19,8 +20,13 @@ class Coefficients:
         self._entropy_kept = config.entropy_coef  # kept while the bonus is off above its target
 
     def follow(self, *, kl: float, entropy: float, num_samples: int) -> None:
-        """Sets the coefficients of the next step from what this step measured over all ranks."""
+        """Sets the coefficients of the next step from what this step measured over all ranks.
+
+        They stay where that is not finite: such an update was not made.
+        """
         config = self._config
+        if not (math.isfinite(kl) and math.isfinite(entropy)):
+            return
         if config.kl_target:
             self.kl = next_kl_coef(
                 self.kl, kl=kl, target=config.kl_target, num_samples=num_samples, horizon=config.kl_horizon

@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from torch import nn
 
-from lightrl.comm import RankError
+from lightrl.checkpoint import DISK_ERRORS, describe_disk_error
+from lightrl.comm import MISTAKES, RankError
 from lightrl.config import RunConfig, print_user_error
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
@@ -185,8 +186,13 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
     """Builds the trainer; mistakes in the options, the data or the folder show here, before training."""
     try:
         return trainer_class(config)
-    except (ValueError, OSError, ImportError, SyntaxError) as error:
+    except MISTAKES as error:
         print_user_error(error)
+        end_process(2)
+    except RankError as error:
+        if not error.mistake:
+            raise
+        print_user_error(ValueError(error.mistake))
         end_process(2)
 
 
@@ -197,7 +203,9 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
         end_process(130)
-    if isinstance(error, RankError):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        print_user_error(OSError(f"{describe_disk_error(error)}; {how_to_go_on(trainer)}"))
+    elif isinstance(error, RankError):
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
     else:
         traceback.print_exception(error)

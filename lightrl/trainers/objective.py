@@ -18,12 +18,13 @@ from lightrl.algorithms.corrections import Correction, OffPolicyTokens
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
 from lightrl.algorithms.registry import AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
 from lightrl.comm import Comm
-from lightrl.config import AlgorithmConfig, DistillationConfig, named_values
+from lightrl.config import AlgorithmConfig, DistillationConfig, RoutingConfig, named_values
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Sample, TokenScores
 from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
+from lightrl.trainers.router_terms import RouterTerm
 
 OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
 
@@ -55,6 +56,7 @@ class PolicyLoss:
         kl_in_loss: bool = True,
         distillation: DistillationConfig | None = None,
         selects_tokens: bool = False,
+        routing: RoutingConfig | None = None,
     ) -> None:
         """Loads and tries the functions that the config names.
 
@@ -63,6 +65,7 @@ class PolicyLoss:
             kl_in_loss: False measures the KL to the reference here and leaves it to the rewards.
             distillation: How a teacher is followed; None without a teacher.
             selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
+            routing: What is asked of the routers of a mixture of experts; None asks nothing.
         """
         zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
         tokens = PolicyTokens(
@@ -96,6 +99,8 @@ class PolicyLoss:
                 kl_in_loss=kl_in_loss,
                 distillation=distillation,
             )
+        if routing is not None and routing.is_on:
+            self._terms.append(RouterTerm(routing))
 
     def _check_selection(
         self, config: AlgorithmConfig, distillation: DistillationConfig | None, selects_tokens: bool
@@ -143,6 +148,7 @@ class PolicyObjective(PolicyLoss):
         group_size: int | None = None,
         distillation: DistillationConfig | None = None,
         selects_tokens: bool = False,
+        routing: RoutingConfig | None = None,
     ) -> None:
         """Loads and tries the functions that the config names.
 
@@ -151,8 +157,9 @@ class PolicyObjective(PolicyLoss):
             group_size: Samples of each prompt; ValueError if the advantages need more. None does not check it.
             distillation: How a teacher is followed; None without a teacher.
             selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
+            routing: What is asked of the routers of a mixture of experts; None asks nothing.
         """
-        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens)
+        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens, routing=routing)
         two = torch.tensor([0.0, 1.0])
         samples = ScoredSamples(
             rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
@@ -244,8 +251,8 @@ def load_and_try(
     given = {key: value for key, value in (given or {}).items() if value is not None}
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)
-    function = load(kind, name, {**parameters, **given})
     try:
+        function = load(kind, name, {**parameters, **given})
         function(*trial)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error

@@ -148,16 +148,11 @@ class PolicyUpdates:
             outgoing[target].append(item)
         return comm.exchange(outgoing)
 
-    def micro_batches(self, minibatch: list[Experience], **per_token: Any) -> list[PackedBatch]:
-        """Packs a mini-batch; empty if no rank has a token to train in it.
+    def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
+        """Packs samples into micro-batches, the same number on every rank; a rank without samples gets dummies.
 
-        Such an update must be left out: even a gradient of 0 would move the weights, by Adam's momentum and the decay.
         per_token: values by the names of pack()'s arguments.
         """
-        has_tokens = any(item.num_trained for item in minibatch)
-        return self._packed(minibatch, per_token) if self._strategy.comm.any(has_tokens) else []
-
-    def _packed(self, experience: list[Experience], per_token: dict[str, Any]) -> list[PackedBatch]:
         temperature, encode = self._config.temperature, self._encoder
         parts = even_parts(experience, self._config, self._strategy.comm)
         with self._strategy.comm.phase("packing", local=True):
@@ -182,7 +177,7 @@ class PolicyUpdates:
 
         Args:
             model: The model to train.
-            updates: The micro-batches of each update of every epoch; an empty update is left out.
+            updates: The micro-batches of each update of every epoch; one without a token to train changes nothing.
             loss: The mean loss of a micro-batch, from the model's output.
             weight: The number of terms that the loss is a mean over.
             first_loss: The loss of the first update, while the model still is the one that sampled; None: as any other.
@@ -190,16 +185,14 @@ class PolicyUpdates:
         """
         loss_fn = first_loss or loss
         for update in updates:
-            result = None
-            if update:
-                batches = [batch.to(self._strategy.device) for batch in update]
-                result = self._strategy.train_batch(batches, loss_fn, weight, model=model)
-                loss_fn = loss
+            batches = [batch.to(self._strategy.device) for batch in update]
+            result = self._strategy.train_batch(batches, loss_fn, weight, model=model)
+            loss_fn = loss_fn if result.skipped else loss
             describe_update(result, self._statistics, prefix)
 
     def scores(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
         """Runs the model on all samples, without gradients: pairs of a micro-batch and the model's output."""
-        batches = [batch.to(self._strategy.device) for batch in self._packed(experience, {})]
+        batches = [batch.to(self._strategy.device) for batch in self.micro_batches(experience)]
         return zip(batches, self._strategy.forward(batches, model=model), strict=True)
 
     def logprobs(self, model: nn.Module, experience: list[Experience]) -> dict[Key, list[float]]:
@@ -293,19 +286,18 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
 
 
-def describe_update(result: TrainBatchResult | None, statistics: Statistics, prefix: str = "") -> None:
-    """Adds the statistics of an update; None is one without a token to train.
+def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:
+    """Adds the statistics of an update; one that was skipped has no other.
 
     The numbers are the same on every rank already, and a mean over ranks leaves them as they are.
     """
-    if result is None:
-        statistics.mean(f"{prefix}skipped_updates", 1, 1)
+    statistics.mean(f"{prefix}skipped_updates", float(result.skipped), 1)
+    if result.skipped:
         return
     if not prefix:  # a critic's loss is reported by its objective
         statistics.mean("loss", result.loss, 1)
     statistics.mean(f"{prefix}grad_norm", result.grad_norm, 1)
     statistics.maximum(f"{prefix}lr", result.lr)
-    statistics.mean(f"{prefix}skipped_updates", float(result.skipped), 1)
 
 
 def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_samples: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from lightrl.data.packing import Key, TokenValues, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
+from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
@@ -59,7 +60,9 @@ class PPOTrainer(Trainer):
     ) -> None:
         config: PPOConfig = run.config if isinstance(run, RunContext) else run
         # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
-        self.objective = PolicyLoss(config.algorithm, kl_in_loss=config.algorithm.kl_in_reward == "none")
+        self.objective = PolicyLoss(
+            config.algorithm, kl_in_loss=config.algorithm.kl_in_reward == "none", routing=config.routing
+        )
         self.value_objective = ValueObjective(config.critic, self.objective.token_weights)
         self.token_advantages = TokenAdvantages(config.algorithm)
         self.rewards = RewardSet.from_config(config, reward)
@@ -227,7 +230,10 @@ class PPOTrainer(Trainer):
             init_std=self.config.critic.head_init_std,
             seed=self.config.seed + _HEAD_SEED,
         )
-        return ActorCritic(policy.hf, head)
+        shared = ActorCritic(policy.hf, head)
+        if self.config.routing.is_on:
+            attach_replay(shared, keeps_logits=self.config.routing.has_losses)
+        return shared
 
     def _add_critic(self) -> None:
         """Loads a critic of its own after the policy was prepared: rank 0 never holds both models whole."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,6 +36,7 @@ from lightrl.models.policy import (
     load_policy,
     load_tokenizer,
 )
+from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
@@ -146,6 +149,8 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
         fix_for_run(run, policy)
     if run.config.lora.is_on and not is_reference:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
+    if run.config.routing.is_on and not is_reference:
+        attach_replay(policy, keeps_logits=run.config.routing.has_losses)
     if materialize and not is_reference:
         check_scores(policy, next(policy.parameters()).device)
     return policy
@@ -188,8 +193,7 @@ class RunFolder:
 
     def check(self, config: RunConfig) -> None:
         """Raises ValueError if the folder holds anything but this run; changes nothing."""
-        if self.root.exists() and not self.root.is_dir():
-            raise ValueError(f"--output_dir {self.root} is a file. Name a folder.")
+        _require_writable(self.root)
         if self.root.exists() and any(self.root.iterdir()):
             self._check_content(config)
 
@@ -207,6 +211,8 @@ class RunFolder:
                 f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
                 "this one, or continue it with --resume auto."
             )
+        _require_rows(self._metrics)
+        _require_rows(self._samples)
         different = changed_options(config, _read_config(saved))
         if different:
             listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
@@ -240,6 +246,39 @@ class RunFolder:
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
 
 
+def _require_writable(folder: Path) -> None:
+    """Raises ValueError unless the folder can be written, or made; leaves nothing behind."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        where = "is a file" if nearest == folder else f"is below the file {nearest}"
+        raise ValueError(f"--output_dir {folder} {where}. Name a folder.")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".lightrl-", dir=nearest))
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {folder} cannot be written: {nearest} takes no files ({error.strerror})."
+        ) from error
+
+
+def _require_rows(path: Path) -> None:
+    """Raises ValueError unless each line is a step's row; the last may be cut short."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if _step_of(line) is None and number < len(lines):
+            raise ValueError(
+                f"{path} is damaged: line {number} is no row of a step. Move the file away to continue without it."
+            )
+
+
+def _step_of(line: bytes | str) -> int | None:
+    """Returns the step of a row of metrics.jsonl or samples.jsonl; None for anything else."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def new_run_path(kind: str) -> Path:
     """Makes a folder that no other run has, even one started in the same second."""
     name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
@@ -268,8 +307,19 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return CheckpointDirectory(checkpoints, keep=1).latest() if checkpoints.is_dir() else None
+        return _newest(checkpoints) if checkpoints.is_dir() else None
     return _checkpoint_at(Path(config.resume))
+
+
+def _newest(checkpoints: Path) -> Path | None:
+    newest = CheckpointDirectory(checkpoints, keep=1).latest()
+    damaged = sorted(checkpoints.glob("step-*"))
+    if newest is None and damaged:
+        raise ValueError(
+            f"{checkpoints} holds {damaged[-1].name}, and no checkpoint there is complete. Restore it, or delete "
+            "the folder to begin again."
+        )
+    return newest
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -293,15 +343,12 @@ def _keep_steps(path: Path, steps_done: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the line that a kill cut short
-        if row["step"] <= steps_done:
+    for line in path.read_bytes().splitlines():
+        step = _step_of(line)  # None: the line that a kill cut short
+        if step is not None and step <= steps_done:
             kept.append(line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
     temporary.replace(path)
 
 

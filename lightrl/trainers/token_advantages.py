@@ -142,7 +142,8 @@ def _moments(values: Tensor, comm: Comm) -> Tensor:
 
 
 def _merged(before: Tensor, now: Tensor) -> Tensor:
-    return merged_moments(torch.stack([before, now]))
+    """Returns the moments of the run with those of a step, which are left out if a value was not finite."""
+    return merged_moments(torch.stack([before, now])) if now.isfinite().all() else before
 
 
 def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, statistics: Statistics) -> None:

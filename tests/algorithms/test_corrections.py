@@ -198,3 +198,16 @@ def test_the_proximal_version_cannot_be_ahead() -> None:
 def test_bounds_that_cannot_be_are_refused(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call(off_policy([1.0]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("correct", [truncated, masked, icepop, rejected])
+def test_what_is_not_finite_shows_in_the_weights(correct, value: float) -> None:  # type: ignore[no-untyped-def]
+    """A cap would make a number of it again, and a bound 0."""
+    tokens = off_policy([1.0, 1.0], lengths=[1, 1])
+    sampler = tokens.sampler_logprobs.clone()
+    sampler[1] = value
+    weights = correct(dataclasses.replace(tokens, sampler_logprobs=sampler)).weights
+    assert weights.isnan().tolist() == [False, True]
+    loss = corrected(ppo_clip(tokens_at([1.0, 1.0], [1.0, 1.0])), weights)
+    assert loss.terms.isnan().tolist() == [False, True]

@@ -60,6 +60,23 @@ def test_k3_is_accurate_for_small_differences() -> None:
     assert_close(estimate, torch.tensor([4.99983e-9]), atol=2e-11, rtol=0)
 
 
+def test_k3_is_held_beyond_a_gap_of_thirty() -> None:
+    # The reference finds the tokens e^29, e^31 and e^90 times likelier; exp(90) is infinite in float32. Up to e^30 the
+    # value is exp(29) - 30 and the slope 1 - exp(29) = -3.9313343e12; beyond, exp(30) - 31 = 1.0686475e13 and 0.
+    # A policy that finds a token e^90 times likelier: exp(-90) - 1 + 90 = 89, slope 1.
+    policy = torch.tensor([-29.0, -31.0, -90.0, 90.0], requires_grad=True)
+    found = kl_estimate(policy=policy, reference=torch.zeros(4), kind="k3")
+    assert_close(found, torch.tensor([3.9313343e12, 1.0686475e13, 1.0686475e13, 89.0]), atol=0, rtol=1e-6)
+    found.sum().backward()
+    assert_close(policy.grad, torch.tensor([-3.9313343e12, 0.0, 0.0, 1.0]), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reference_that_is_not_finite_shows(kind: KLKind, value: float) -> None:
+    assert kl_estimate(policy=torch.zeros(1), reference=torch.tensor([value]), kind=kind).isnan().all()
+
+
 def test_unknown_kind_names_the_choices() -> None:
     with pytest.raises(ValueError, match="Unknown KL estimate 'k4'. Choose one of k1, k2, k3."):
         kl_estimate(policy=torch.zeros(1), reference=torch.zeros(1), kind="k4")  # type: ignore[arg-type]
@@ -159,6 +176,11 @@ def test_unknown_gradient_names_the_choices() -> None:
 )
 def test_kl_coefficient_follows_its_target(kl: float, coef: float) -> None:
     assert next_kl_coef(0.2, kl=kl, target=6.0, num_samples=500) == pytest.approx(coef, abs=1e-12)
+
+
+def test_a_horizon_of_ten_steps_is_the_factor_of_the_paper() -> None:
+    # arXiv:1909.08593, sec. 2.2: coef (1 + 0.1 e), here with e = 1.1 - 1 = 0.1.
+    assert next_kl_coef(0.2, kl=1.1, target=1.0, num_samples=64, horizon=640) == pytest.approx(0.202, abs=1e-12)
 
 
 def test_a_horizon_of_nothing_is_refused() -> None:

@@ -63,6 +63,21 @@ def test_a_ratio_beyond_any_number_stays_finite(name: str) -> None:
     assert gradient_of(loss, tokens).isfinite().all()
 
 
+@pytest.mark.parametrize("entry", ["logprobs", "old_logprobs", "advantages"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_finite_shows_in_the_loss(name: str, entry: str) -> None:
+    """A clip would make a number of it again: the update would be made of nonsense, without a word."""
+    tokens = tokens_at([1.1, 0.9], [1.0, -1.0], selected=[False, False])
+    for place in (0, 1):
+        for value in (math.nan, math.inf, -math.inf):
+            values = getattr(tokens, entry).clone()
+            values[place] = value
+            terms = load("loss", name)(dataclasses.replace(tokens, **{entry: values})).terms
+            is_read = name != "policy_gradient" or entry != "old_logprobs"
+            is_left_out = name.startswith("dppo") and math.isinf(value)  # the probability moved from or to 0: too far
+            assert (not math.isfinite(terms.sum())) == is_read or is_left_out, (place, value)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_only_the_policy_gets_a_gradient(name: str) -> None:
     tokens = tokens_at([1.1, 0.9], [1.0, -1.0], selected=[False, True])

@@ -32,6 +32,14 @@ def test_log_ratio_is_new_minus_old_and_never_beyond_twenty() -> None:
     assert old.grad is None
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_ratio_that_is_not_finite_is_nan(value: float) -> None:
+    mask = torch.tensor([True, True, False])
+    for new, old in (((0.0, value, value), (0.5, 0.0, 0.0)), ((0.0, 0.0, 0.0), (0.5, value, value))):
+        found = masked_log_ratio(torch.tensor(new), torch.tensor(old), mask)
+        assert found.isnan().tolist() == [False, True, False]
+
+
 def test_sums_and_means_by_sequence() -> None:
     values, index = torch.tensor([1.0, 2.0, 5.0, math.nan]), sequence_index_of([2, 1, 1])
     mask = torch.tensor([True, True, True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -50,6 +51,17 @@ def test_log_ratios_of_answers_are_sums_or_means_over_trained_tokens() -> None:
 )
 def test_preference_terms(kind: PreferenceLoss, beta: float, smoothing: float, wanted: list[float]) -> None:
     close(preference_terms(kind, torch.tensor([2.0, -1.0]), beta=beta, label_smoothing=smoothing), wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_loss(value: float) -> None:
+    """log sigmoid of infinity is 0, and so is the hinge: as if the pair were learned."""
+    one, mask, owner = torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long()
+    margin = answer_log_ratios(one, torch.tensor([value]), mask, owner, 1)
+    for kind in get_args(PreferenceLoss):
+        assert preference_terms(kind, margin, beta=0.1).isnan().all()
+    assert bradley_terry_terms(torch.tensor([value]), one).isnan().all()
+    assert bradley_terry_terms(one, torch.tensor([value])).isnan().all()
 
 
 def test_bradley_terry() -> None:

@@ -85,6 +85,13 @@ def test_clip_cov_leaves_selected_tokens_out() -> None:
     assert clip_cov(tokens).is_clipped.tolist() == [False, True, True]
 
 
+def test_clip_cov_has_the_clip_of_ppo_underneath_until_its_bounds_are_wide() -> None:
+    # The formula of the paper is -r A for tokens that are not selected: -1.5 x 2, and 0.5 x 2 for A -2.
+    tokens = tokens_at([1.5, 0.5, 1.5], [2.0, -2.0, 2.0], selected=[False, False, True])
+    assert_close(clip_cov(tokens).terms, double(-2.4, 1.6, 0.0), atol=1e-6, rtol=0)
+    assert_close(clip_cov(tokens, clip_low=1.0, clip_high=1e9).terms, double(-3.0, 1.0, 0.0), atol=1e-6, rtol=0)
+
+
 def test_kl_cov_pulls_selected_tokens_back() -> None:
     # -2 x 2; with the penalty 3 (2 - 1 - log 2) = 0.9205584 on top; slopes -r A and -4 + 3 (2 - 1)
     tokens = tokens_at([2.0, 2.0], [2.0, 2.0], selected=[False, True])

@@ -94,6 +94,13 @@ def test_gmpo_by_hand(advantage: float, term: float, slopes: list[float]) -> Non
     assert_close(gradient_of(gmpo, tokens), double(*slopes), atol=1e-6, rtol=0)
 
 
+def test_gmpo_takes_the_mean_of_the_advantages_and_clips_by_each() -> None:
+    # Log ratios 1.3862944 and -1.3862944. A 3: held at 0.4; A -1: held at -0.4. exp(0) times the mean advantage 1.
+    tokens = tokens_at([4.0, 0.25], [3.0, -1.0])
+    assert_close(gmpo(tokens).terms, double(-1.0, -1.0), atol=1e-6, rtol=0)
+    assert gmpo(tokens).is_clipped.tolist() == [True, True]
+
+
 def test_gmpo_clips_a_bad_token_from_below() -> None:
     # log 0.25 = -1.3862944, A -1: max(-1.3862944, -0.4); exp(-0.4) = 0.6703200
     tokens = tokens_at([0.25], [-1.0])

@@ -71,3 +71,11 @@ def test_a_clip_of_zero_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="clip is 0: it must be more than 0, or None"):
         value_loss(one, one, one, one.bool(), clip=0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_loss(value: float, place: int) -> None:
+    given = [torch.zeros(2) for _ in range(3)]  # values, old values, returns
+    given[place][1] = value
+    assert value_loss(*given, torch.ones(2).bool()).terms.isfinite().tolist() == [True, False]

@@ -85,7 +85,7 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
             ["--num_prompts", "10", "--num_minibatches", "4"],
             "--num_prompts 10 cannot be split evenly into --num_minibatches 4. Nearest valid --num_prompts: 8 or 12.",
         ),
-        (["--num_prompts", "0"], "--num_prompts is 0: it must be at least 1"),
+        (["--num_prompts", "0"], "--num_prompts is 0: it must be between 1 and 1000000"),
         (["--temperature", "0"], "--temperature is 0.0: it must be above 0"),
         (["--engine_args", "x"], "--engine_args 'x': it must be name=value"),
         (["--engine_args", "x=1", "x=2"], "--engine_args: x is given twice"),

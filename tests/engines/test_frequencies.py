@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers import PreTrainedModel
 
-from lightrl.engines.frequencies import check_sglang, check_vllm, limit_vllm
+from lightrl.engines.frequencies import check_sglang, limit_vllm
 from lightrl.models.fixed_rope import fix_frequencies
 
 SHAPE: dict[str, Any] = {
@@ -49,9 +49,10 @@ def dynamic(longest: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("longest", "given", "expected"), [(12, None, 12), (12, -1, 12), (12, 16, 16), (48, None, None), (48, -1, -1)]
+    ("longest", "given", "expected"),
+    [(12, None, 12), (12, -1, 12), (12, 16, 16), (48, None, 48), (48, -1, 48), (48, 64, 64)],
 )
-def test_vllm_holds_no_more_than_the_trainers_factors_are_for(longest: int, given: Any, expected: Any) -> None:
+def test_vllm_holds_what_makes_it_choose_the_trainers_factors(longest: int, given: Any, expected: Any) -> None:
     arguments = {} if given is None else {"max_model_len": given}
     limit_vllm(phi3(longest), arguments)
     assert arguments.get("max_model_len") == expected
@@ -60,10 +61,8 @@ def test_vllm_holds_no_more_than_the_trainers_factors_are_for(longest: int, give
 def test_vllm_with_other_factors_is_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len=32 makes vLLM take the long rope factors of phi3"):
         limit_vllm(phi3(12), {"max_model_len": 32})
-    check_vllm(phi3(48), 48)
-    check_vllm(phi3(12), 12)
-    with pytest.raises(ValueError, match="holds 16 tokens and takes the short ones"):
-        check_vllm(phi3(48), 16)
+    with pytest.raises(ValueError, match="max_model_len=16 makes vLLM take the short rope factors of phi3"):
+        limit_vllm(phi3(48), {"max_model_len": 16})
 
 
 def test_a_dynamic_rope_agrees_with_vllm_up_to_its_own_positions() -> None:

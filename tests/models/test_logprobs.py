@@ -123,6 +123,38 @@ def test_gradcheck(variant: str) -> None:
 
 
 @pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize("excluding", [-math.inf, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("variant", ["plain", "temperature"])
+def test_tokens_excluded_by_their_bias(variant: str, excluding: float) -> None:
+    """Scores and gradients are those of a vocabulary without them; the first tile of four has no other token."""
+    hidden, weight, bias, targets = inputs()
+    is_kept = torch.tensor([False] * 4 + [True] * 5 + [False] + [True])
+    targets = torch.tensor([4, 8, 10, 5, 6, 7, 10])
+    with torch.no_grad():
+        bias[~is_kept] = excluding
+    to = [hidden, weight, bias]
+    place = is_kept.cumsum(0) - 1  # of a kept token among the kept
+    found = chosen_logprobs(hidden, weight, targets, bias=bias, **VARIANTS[variant])
+    wanted = full(hidden, weight[is_kept], place[targets], bias=bias[is_kept], **VARIANTS[variant])
+    assert_close(found, wanted, atol=1e-9, rtol=0)
+    slopes = torch.linspace(-1, 2, 7, dtype=torch.float64), torch.linspace(1, 3, 7, dtype=torch.float64)
+    for given in (slopes, (slopes[0], None), (None, slopes[1])):
+        assert_close(backpropagate(found, *given, to), backpropagate(wanted, *given, to), atol=1e-9, rtol=0)
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_an_excluded_token_that_was_chosen_is_minus_infinity() -> None:
+    hidden, weight, bias, _ = inputs(num=2)
+    with torch.no_grad():
+        bias[3] = -math.inf
+    logprobs, entropy = chosen_logprobs(hidden, weight, torch.tensor([3, 4]), bias=bias)
+    assert logprobs.isneginf().tolist() == [True, False]
+    assert entropy.isfinite().all()
+    for grad in torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight, bias)):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("_tiles")
 def test_large_logits_do_not_overflow() -> None:
     # Logits (1000, 0, ..., 0) and (-1000, ...): the softmax is one-hot, the entropy 0.
     weight = torch.zeros(9, 1)

@@ -89,6 +89,18 @@ def check_statistics(comm):
     assert statistics.reduce(comm) == {}
 
 
+def check_mistake(comm):
+    """What a user can correct is one sentence on every rank."""
+
+    def body():
+        with comm.phase("data", local=True):
+            if comm.rank == 1:
+                raise FileNotFoundError("There is no such file.")
+
+    error = expect(FileNotFoundError if comm.rank == 1 else RankError, "There is no such file.", body)
+    assert comm.rank == 1 or error.mistake == "rank 1: There is no such file."
+
+
 def check_local_error(comm):
     def body():
         with comm.phase("reward", local=True):
@@ -101,6 +113,8 @@ def check_local_error(comm):
         error = expect(RankError, "rank 1 failed in phase 'reward'", body)
         assert "KeyError: 'lost in the dictionary'" in str(error)
         assert "comm_program.py" in str(error)  # the traceback
+        assert error.mistake == ""
+    check_mistake(comm)
     assert comm.phase_name == "start"
     comm.barrier()  # and the group still works
 

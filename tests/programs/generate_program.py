@@ -56,7 +56,7 @@ def check_errors(strategy):
     )
     expect(*both, lambda: strategy.gather_and_generate({"max_tokens": 2}, all_prompt_token_ids=prompts))
     assert strategy.engine.status is EngineStatus.SLEEPED  # by the finally
-    expect((ValueError, RankError), "exactly one", lambda: strategy.gather_and_generate({}))
+    expect((ValueError, RankError), "neither was given", lambda: strategy.gather_and_generate({}))
     unknown = {"max_tokens": 2, "beam_width": 3}
     expect(
         (ValueError, RankError), "beam_width", lambda: strategy.gather_and_generate(unknown, all_prompt_token_ids=[[1]])

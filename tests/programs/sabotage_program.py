@@ -106,11 +106,11 @@ def check_level_2(strategy, policy):
     """The weights come back by themselves when they are needed."""
     strategy.options.engine_sleep_level = 2
     prompts = [[1, 2, 3]]
-    first = strategy.gather_and_generate({"max_tokens": 4}, all_prompt_token_ids=prompts)
+    first = strategy.gather_and_generate({"max_tokens": 4, "seed": 5}, all_prompt_token_ids=prompts)
     assert strategy.engine.status is EngineStatus.SLEEPED
     assert strategy.engine.needs_weights
     assert strategy.engine.freed_bytes > sum(p.numel() * 4 for p in tiny_policy().parameters())
-    again = strategy.gather_and_generate({"max_tokens": 4}, all_prompt_token_ids=prompts)
+    again = strategy.gather_and_generate({"max_tokens": 4, "seed": 5}, all_prompt_token_ids=prompts)
     assert [item.output_token_ids for item in again] == [item.output_token_ids for item in first]
     strategy.update_engine_weights(policy)
     assert strategy.engine.status is EngineStatus.SLEEPED  # only its weights are awake

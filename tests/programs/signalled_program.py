@@ -1,4 +1,4 @@
-"""Trains by GRPO; after step STEP, rank RANK of $SIGNALLED="RANK STEP SIGNAL SECONDS" gets a signal and sleeps."""
+"""Trains by GRPO; $SIGNALLED="RANK STEP SIGNAL SECONDS" sends a rank a signal (or a full disk) after a step."""
 
 import os
 import signal
@@ -16,7 +16,11 @@ class Signalled(GRPOTrainer):
         report = super().step()
         rank, step, name, seconds = os.environ.get("SIGNALLED", "-1 0 SIGTERM 0").split()
         if (int(rank), int(step)) == (self.strategy.comm.rank, self.step_index + 1):
-            os.kill(os.getpid(), signal.Signals[name])
+            if name == "FULL":  # from now on the disk takes no line of metrics.jsonl
+                (self.folder.root / "metrics.jsonl").unlink()
+                (self.folder.root / "metrics.jsonl").symlink_to("/dev/full")
+            else:
+                os.kill(os.getpid(), signal.Signals[name])
             time.sleep(float(seconds))
         return report
 

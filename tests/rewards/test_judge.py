@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,9 +19,9 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig
 from lightrl.records import Prompt
 from lightrl.rewards import RewardError
-from lightrl.rewards.judge import Judge, question_of
+from lightrl.rewards.judge import Judge, _forms_of, question_of
 from lightrl.rewards.reward_set import RewardSet, make_runner
-from lightrl.rewards.scoring import FailureBudget, ScoringLimits
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits, with_traceback
 
 Answer = tuple[int, dict[str, str], str]
 KEY = "sk-very-secret"
@@ -161,6 +164,42 @@ def test_the_key_is_sent_and_never_told(server: Server, monkeypatch: pytest.Monk
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ValueError, match="--judge.api_key_env JUDGE_KEY: this environment variable is not set"):
         judged(server, "a", api_key_env="JUDGE_KEY")
+
+
+def echoes(key: str) -> dict[str, Answer]:
+    """Replies in which a server repeats the key that it was sent."""
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in key)
+    return {
+        "no score": (200, {}, completion(f"I was called with {key}")),
+        "cut before its end": (200, {}, completion(f"{key}{'x' * 190}")),
+        "as a score": (200, {}, completion(f"Score: {key}")),
+        "no completion": (200, {}, json.dumps({"error": f"bad key {key}"})),
+        "as a name": (200, {}, json.dumps({key: 1})),
+        "in letters of JSON": (200, {}, f'{{"error": "{escaped}"}}'),
+        "no JSON": (200, {}, f"Bearer {key}"),
+        "error, cut at its end": (400, {}, f"{'x' * 495}{key}"),
+        "error of the server": (500, {}, f"{'x' * 490}{key}"),
+        "in an address": (403, {}, urllib.parse.quote(key, safe="")),
+        "for Basic": (403, {}, base64.b64encode(key.encode()).decode()),
+        "in HTML": (403, {}, html.escape(key)),
+        "in JSON": (403, {}, json.dumps({"key": key})),
+    }
+
+
+@pytest.mark.parametrize("key", [KEY, 'sk-"a/b\\c&d+e'])
+def test_a_key_that_the_server_echoes_is_in_no_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    replies = echoes(key)
+    server.answer = lambda number, body: replies[body["messages"][0]["content"]]
+    settings = {"prompt": "{response}", "score_pattern": r"Score: (.*)", "retries": 0, "api_key_env": "JUDGE_KEY"}
+    errors = judged(server, *replies, max_failures=100, **settings)
+    for name, error in zip(replies, errors, strict=True):
+        assert isinstance(error, RewardError), name
+        text = with_traceback(error)
+        pieces = {form[start : start + 6] for form in _forms_of(key) for start in range(len(form) - 5)}
+        assert [piece for piece in sorted(pieces) if piece in text] == [], (name, text)
 
 
 @pytest.mark.parametrize("status", [302, 307])

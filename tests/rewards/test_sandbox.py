@@ -1,142 +1,187 @@
-"""Hostile programs, with namespaces and (where a system allows none) without."""
+"""The sandbox from outside: what a program may use, what ends it, what is left of it, and where none is to be had."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightrl.rewards import sandbox
-from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from lightrl.config import CodeConfig, GRPOConfig
+from lightrl.rewards import load_reward, sandbox
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.sandbox import Confinement, SandboxLimits, SandboxUnavailableError, choose_confinement, run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its limits are those of Linux")
 
 
-def run(source: str, stdin: str = "", *, use_namespaces: bool = True, timeout_s: float = 10.0) -> SandboxResult:
-    limits = SandboxLimits(timeout_s=timeout_s, memory_mb=256, use_namespaces=use_namespaces, max_output_bytes=10_000)
-    return run_python(source, stdin=stdin, limits=limits)
+def run(confinement: Confinement, *stdins: str, source: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    limits = SandboxLimits(timeout_s=timeout_s, memory_mb=256, max_output_bytes=10_000)
+    try:
+        runs: list[dict[str, Any]] = sandbox._supervised(source, limits, confinement, stdins=stdins or [""])["runs"]
+    except RuntimeError as error:
+        if "could not be set up" in str(error) or "is not installed" in str(error):
+            pytest.skip(f"this system does not allow {confinement}: {error}")
+        raise
+    return runs
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the sandboxes of a test have their folders."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def running_in(folder: Path) -> list[str]:
-    """Processes whose working directory is under the folder, or was."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
+def descendants(pid: int) -> set[int]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            where = os.readlink(process / "cwd")
-            found += [where] if where.startswith(str(folder)) else []
+            for child in map(int, task.read_text().split()):
+                found |= {child} | descendants(child)
     return found
 
 
 def test_a_program_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
-    result = run("import os, sys\nprint(sys.stdin.read() * 2, 'SECRET_KEY' in os.environ, os.listdir())", "ab")
-    assert (result.stdout, result.exit_code, result.timed_out) == ("abab False []\n", 0, False)
-    assert run("import sys; sys.exit(3)").exit_code == 3
-    failing = run("print('before')\nraise KeyError('mine')")
+    result = run_python(
+        "import os, sys\nprint(sys.stdin.read() * 2, 'SECRET_KEY' in os.environ, os.getcwd())", stdin="ab"
+    )
+    assert (result.exit_code, result.timed_out) == (0, False)
+    assert result.stdout.startswith("abab False /")
+    assert run_python("import sys; sys.exit(3)").exit_code == 3
+    failing = run_python("print('before')\nraise KeyError('mine')")
     assert (failing.stdout, failing.exit_code) == ("before\n", 1)
     assert "KeyError: 'mine'" in failing.stderr
+    assert run_python("import sys; sys.exit('a reason')").stderr.endswith("a reason\n")
 
 
-@pytest.mark.parametrize("use_namespaces", [True, False])
-class TestHostile:
-    def test_a_loop_ends_at_the_time_limit(self, use_namespaces: bool) -> None:
-        started = time.monotonic()
-        result = run("while True: pass", use_namespaces=use_namespaces, timeout_s=1)
-        assert result.timed_out
-        assert result.exit_code is None
-        assert time.monotonic() - started < 15
+def test_a_program_ends_as_python_ends_it() -> None:
+    source = (
+        "import atexit, io, os, sys, threading, time\nout = io.BytesIO()\n"
+        "atexit.register(lambda: os.write(1, out.getvalue()))\n"
+        "def main():\n    time.sleep(0.2)\n    out.write(open(0, 'rb').read()[::-1])\n"
+        "threading.Thread(target=main).start()"
+    )
+    result = run_python(source, stdin="olleh")
+    assert (result.stdout, result.exit_code) == ("hello", 0)
 
-    def test_a_fork_bomb_is_bounded_and_leaves_nothing(self, use_namespaces: bool, temporary: Path) -> None:
-        bomb = "import os, sys, time\ncount = 0\ntry:\n    while True:\n        count += os.fork() != 0\n"
-        bomb += "except OSError as error:\n    print('refused', flush=True)\ntime.sleep(600)"
-        result = run(bomb, use_namespaces=use_namespaces, timeout_s=2)
-        assert result.timed_out
-        assert "refused" in result.stdout
-        assert result.stdout.count("refused") <= 16
-        assert not running_in(temporary)
 
-    def test_what_a_program_leaves_behind_is_killed(self, use_namespaces: bool, temporary: Path) -> None:
-        orphan = (
-            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+@pytest.mark.parametrize("confinement", sandbox.CONFINEMENTS)
+class TestEachConfinement:
+    def test_each_run_has_a_process_and_a_folder_of_its_own(self, confinement: Confinement) -> None:
+        source = (
+            "import asyncio, os, sys, threading, decimal, json, random, tempfile\n"
+            "threading.Thread(target=print, args=[sys.stdin.readline().strip()]).start()\n"
+            "asyncio.run(asyncio.sleep(0))\nprint(os.listdir('.') if os.getcwd() == '/tmp' else [])\n"
+            "if os.getcwd() == '/tmp':\n    open('mine', 'w').write('x')\n    tempfile.TemporaryFile().write(b'x')\n"
         )
-        orphan += "    os._exit(0)\nprint('bye')"
-        result = run(orphan, use_namespaces=use_namespaces)
-        assert (result.stdout, result.exit_code) == ("bye\n", 0)
-        assert not running_in(temporary)
+        first, second = run(confinement, "a\n", "b\n", source=source)
+        assert (first["stdout"], first["exit_code"], first["stderr"]) == ("a\n[]\n", 0, "")
+        assert second["stdout"] == "b\n[]\n"
 
-    def test_memory_files_and_output_are_bounded(self, use_namespaces: bool) -> None:
-        assert "MemoryError" in run("bytearray(1 << 30)", use_namespaces=use_namespaces).stderr
-        assert "File too large" in run("open('f', 'wb').write(b'x' * (64 << 20))", use_namespaces=use_namespaces).stderr
-        flood = run("while True: print('x' * 1000)", use_namespaces=use_namespaces)
-        assert len(flood.stdout) == 10_000
-        assert flood.exit_code is None
+    def test_what_has_no_end_or_no_bounds_is_ended(self, confinement: Confinement) -> None:
+        started = time.monotonic()
+        (loop,) = run(confinement, source="import os\nos.close(1); os.close(2)\nwhile True: pass", timeout_s=1)
+        assert (loop["timed_out"], loop["exit_code"]) == (True, None)
+        assert time.monotonic() - started < 15
+        (flood,) = run(confinement, source="while True: print('x' * 1000)")
+        assert (len(flood["stdout"]), flood["exit_code"]) == (10_000, None)
+        (dead,) = run(confinement, source="import ctypes\nprint('so far', flush=True)\nctypes.string_at(0)")
+        assert (dead["stdout"], dead["exit_code"]) == ("so far\n", -signal.SIGSEGV)
 
-    def test_the_network_cannot_be_reached(self, use_namespaces: bool) -> None:
-        import socket
+    def test_nothing_is_left(self, confinement: Confinement) -> None:
+        places = ("/tmp", "/var/tmp", "/dev/shm")
+        before = {place: set(os.listdir(place)) for place in places}
+        source = (
+            "import os\nif os.getcwd() == '/tmp':\n    os.makedirs('a/b')\n    os.chmod('a', 0)\n"
+            "    for _ in range(3000):\n        os.mkdir('deep')\n        os.chdir('deep')\nprint('left')"
+        )
+        assert [item["stdout"] for item in run(confinement, "", "", source=source)] == ["left\n"] * 2
+        new = {f"{place}/{name}" for place in places for name in set(os.listdir(place)) - before[place]}
+        assert [name for name in new if "sandbox" in name] == []
+        assert not descendants(os.getpid())
 
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(0.5)
-            port = server.getsockname()[1]
-            program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"
-            result = run(program, use_namespaces=use_namespaces)
-            assert result.exit_code == 1
-            assert "unreachable" in result.stderr or "no network" in result.stderr or "refused" in result.stderr
-            with pytest.raises(TimeoutError):
-                server.accept()
+    def test_nothing_outlives_a_run_that_was_killed(self, confinement: Confinement) -> None:
+        run(confinement, source="pass")  # skips where there is none
+        program = (
+            "import threading\nfrom lightrl.rewards import sandbox\n"
+            "limits = sandbox.SandboxLimits(timeout_s=300)\n"
+            f"sandbox._supervised('while True: pass', limits, '{confinement}', stdins=[''])"
+        )
+        with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+            deadline = time.monotonic() + 60
+            while not any(is_busy(pid) for pid in descendants(trainer.pid)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            started = descendants(trainer.pid)
+            assert started
+            trainer.kill()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
 
-    def test_other_processes_are_not_killed(self, use_namespaces: bool) -> None:
-        with subprocess.Popen(["sleep", "60"]) as other:
-            run(f"import os\nos.kill({other.pid}, 9)", use_namespaces=use_namespaces)
-            assert other.poll() is None
-            other.kill()
+
+def is_busy(pid: int) -> bool:
+    """Whether a process has used half a second, which only the endless program does."""
+    with suppress(OSError):
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) > 50
+    return False
 
 
-def test_nothing_is_left_in_the_temporary_folder(temporary: Path) -> None:
-    result = run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nprint(os.getcwd())")
-    assert result.stdout.startswith(f"{temporary}/lightrl-sandbox-")
-    assert list(temporary.iterdir()) == []
+def test_it_never_runs_as_root() -> None:
+    result = run_python("import os\nprint(os.getuid(), os.geteuid(), os.getgid(), os.getgroups())")
+    if choose_confinement() == "landlock" and os.getuid() == 0:
+        pytest.skip("a Python that only root can read: its programs have root's id and none of its powers")
+    assert result.stdout.split()[0] != "0"
+    assert result.stdout.split()[1] != "0"
 
 
 def test_a_sandbox_that_fails_is_an_error_and_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "launcher.py"
-    broken.write_text("import sys\nsys.exit('no such luck')")
-    monkeypatch.setattr(sandbox, "_LAUNCHER", broken)
-    with pytest.raises(RuntimeError, match=r"The sandbox failed with exit code 1: .*no such luck"):
-        run("print(1)")
-    broken.write_text("import json\nprint(json.dumps({'error': 'OSError: capset'}))")
-    with pytest.raises(RuntimeError, match="could not be set up: OSError: capset"):
-        run("print(1)")
+    monkeypatch.setattr(sandbox, "_INSIDE", tmp_path)
+    for text, message in (
+        ("import sys\nsys.exit('no such luck')", r"The sandbox failed with exit code 1: .*no such luck"),
+        ("import json\nprint(json.dumps({'error': 'OSError: capset'}))", "could not be set up: OSError: capset"),
+    ):
+        broken.write_text(text)
+        with pytest.raises(RuntimeError, match=message):
+            sandbox._supervised("print(1)", SandboxLimits(), "namespaces", stdins=[""])
 
 
 def test_limits_that_the_system_does_not_allow_are_an_error_and_no_result() -> None:
-    program = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
-    program += "from lightrl.rewards.sandbox import run_python\nprint(run_python('print(1)'))"
+    program = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
+        "from lightrl.rewards.sandbox import SandboxLimits, _supervised\n"
+        "print(_supervised('print(1)', SandboxLimits(), 'landlock', stdins=['']))"
+    )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert found.stdout == ""  # and above all no exit code, which would be taken for the program's
     assert "The sandbox could not be set up: " in found.stderr
-    assert "not allowed to raise maximum limit" in found.stderr
 
 
-def test_a_program_cannot_put_a_pipe_in_the_place_of_its_errors() -> None:
-    swap = "import os\ntry:\n    os.remove('../stderr')\n    os.mkfifo('../stderr')\nexcept PermissionError:\n    pass"
-    result = run(f"import sys\nprint('mine', file=sys.stderr)\n{swap}")
-    assert (result.exit_code, result.stderr) == (0, "mine\n")
+@pytest.fixture
+def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sandbox, "CONFINEMENTS", ())
+    choose_confinement.cache_clear()
+    yield
+    choose_confinement.cache_clear()
 
 
-def test_it_never_runs_as_root() -> None:
-    result = run("import os\nprint(os.getuid())", use_namespaces=False)
-    assert int(result.stdout) == os.getuid() or os.getuid() == 0
-    assert int(result.stdout) != 0
+def test_without_a_sandbox_the_reward_is_refused_unless_told(
+    no_sandbox: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"allows no sandbox.*Install bubblewrap.*--code.unsafe True"):
+        load_reward("code")
+    with pytest.raises(ValueError, match="allows no sandbox"):
+        RewardSet.from_config(GRPOConfig(reward=("code",)))
+    RewardSet.from_config(GRPOConfig(reward=("code",), code=CodeConfig(unsafe=True))).close()
+    assert "by --code.unsafe programs run all the same" in caplog.text
+    result = run_python("import os\nprint(os.path.exists('/proc/self'))", unsafe=True)
+    assert (result.stdout, result.exit_code) == ("True\n", 0)
+    assert sandbox.run_tests("def f(): return 4", ["assert f() == 4", "assert f() == 5"], unsafe=True) == [True, False]
+
+
+def test_the_option_needs_the_reward() -> None:
+    with pytest.raises(ValueError, match="--code.unsafe is given, but code is not among --reward"):
+        RewardSet.from_config(GRPOConfig(code=CodeConfig(unsafe=True)))

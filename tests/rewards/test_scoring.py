@@ -48,6 +48,8 @@ def test_any_real_number_becomes_a_float(value: Any, expected: float) -> None:
     [
         (math.nan, r"nan \(float\)"),
         (-math.inf, r"-inf \(float\)"),
+        (1e308, r"1e\+308 \(float\)"),
+        (10**400, r"1000.* \(int\)"),
         (None, r"None \(NoneType\)"),
         ("1.0", r"'1.0' \(str\)"),
         ([1.0], r"\[1.0\] \(list\)"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -78,6 +81,29 @@ def test_a_reward_of_a_file_is_found_again(tmp_path: Path) -> None:
         assert run(pool, "1.5") == [4.0]
     finally:
         pool.close()
+
+
+def test_no_worker_outlives_an_owner_that_was_killed() -> None:
+    program = (
+        "from reward_samples import answered, doing_as_told\n"
+        "from lightrl.rewards.scoring import Isolation\n"
+        "from lightrl.rewards.worker_pool import WorkerPool\n"
+        "pool = WorkerPool(doing_as_told, Isolation(), num_workers=1, timeout_s=300)\n"
+        "print(pool.run([answered('1')]), pool._workers[0]._process.pid, flush=True)\n"
+        "pool.run([answered('hang in C')])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env, text=True) as owner:
+        assert owner.stdout
+        value, worker = owner.stdout.readline().split()
+        assert value == "[1.0]"
+        time.sleep(0.5)  # it is in its second sample
+        assert Path(f"/proc/{worker}").exists()
+        owner.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()
 
 
 def test_what_another_process_cannot_find_is_told_at_once() -> None:

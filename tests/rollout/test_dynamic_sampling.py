@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,7 @@ def group(kind: str, position: int, step: int) -> ScoredGroup:
             text="x",
             prompt_ids=(1, 7, position),
             own=(True, False),
+            routing=np.full((4, 1, 2), 3 + place, np.int16),
         )
         for place in range(2)
     )
@@ -143,5 +145,6 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:
     resumed.load_state_dict(torch.load(buffer, weights_only=True))
     asked: list[tuple[int, int]] = []
     assert resumed._spares[0].samples[0].own == (True, False)  # the second token came from a tool
+    assert (resumed._spares[0].samples[1].routing == 4).all()  # the experts of the second sample
     assert resumed.fill(1, script("", 1, asked)) == made.fill(1, script("", 1, asked))
     assert asked == []  # four were spare

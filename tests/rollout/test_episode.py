@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,3 +95,16 @@ def test_missing_tensors_are_named() -> None:
     del given["versions"]
     with pytest.raises(ValueError, match="An episode as a dict has no versions"):
         episode_of_tensors(given)
+
+
+def test_experts_of_earlier_turns_stay_as_they_were_sampled() -> None:
+    def rows(first: int, count: int) -> Any:
+        return np.arange(first, first + count, dtype=np.int16)[:, None, None]
+
+    episode = Episode([1, 2, 3])
+    episode.say(turn(7, 8, routing=rows(0, 4)))  # 3 of the prompt and 1 of the turn: nothing has run its last token
+    episode.hear([9])
+    episode.say(turn(7, 8, routing=rows(100, 7)))  # of all 6 before it and 1 of its own, the first 4 drawn before
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(1, 2, 3)), 0, 0, builtin_tokenizer())
+    assert sample.routing is not None
+    assert sample.routing[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106]

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lightrl.comm import Comm
 from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import StrategyBase, create_strategy, is_actor, strategy_class
+from lightrl.strategy.ddp import DDPStrategy
 from lightrl.strategy.optim.optimizers import build_lr_scheduler
 from lightrl.strategy.single import SingleStrategy
 
@@ -51,8 +53,7 @@ def test_batch_arithmetic_is_checked_before_any_process_group(monkeypatch: pytes
 
 def test_single_refuses_a_world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = single()
-    strategy.comm.world = 2
-    monkeypatch.setattr("lightrl.comm.connect", lambda device, timeout: strategy.comm)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--strategy single runs in one process, but torchrun started 2"):
         strategy.setup_distributed(timedelta(seconds=5))
 
@@ -295,3 +296,55 @@ def test_seeds_and_the_deterministic_mode() -> None:
 def test_print_says_it_once_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     StrategyBase.print("hello", 3)
     assert capsys.readouterr().out.rstrip().endswith("] hello 3")
+
+
+def test_the_training_engines_loop_steps_its_schedule_once_per_update() -> None:
+    """train_batch has stepped it already, unless the update was skipped, which does not count."""
+    strategy = single()
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.register(model, optimizer, build_lr_scheduler(optimizer, OptimConfig(schedule="linear"), total_steps=10))
+    rates = []
+    for value in (1.0, 1.0, float("nan"), 1.0):
+        strategy.train_batch([torch.tensor([[value]])], lambda out, mb: out.sum(), len)
+        strategy.step_lr_scheduler()
+        rates.append(round(optimizer.param_groups[0]["lr"], 6))
+    assert rates == [0.9, 0.8, 0.8, 0.7]
+    strategy.step_lr_scheduler()  # nothing was trained since the last call, so the caller means another step
+    strategy.optimizer_step(optimizer, model, None, is_boundary=True)  # a loop that keeps its schedule to itself
+    strategy.step_lr_scheduler()
+    assert round(optimizer.param_groups[0]["lr"], 6) == 0.5
+    strategy.options.optim.schedule_unit = "rl_step"
+    for _ in range(2):
+        strategy.train_batch([torch.tensor([[1.0]])], lambda out, mb: out.sum(), len)
+    strategy.step_lr_scheduler()
+    assert round(optimizer.param_groups[0]["lr"], 6) == 0.4
+
+
+@pytest.mark.parametrize("is_joined_first", [True, False])
+def test_an_existing_group_counts_without_the_environment_of_torchrun(
+    is_joined_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join() -> None:
+        for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+            monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("lightrl.comm.connect", lambda device, timeout: Comm())
+    if is_joined_first:
+        join()
+    strategy = DDPStrategy(0, 1.0, 1, 4)
+    join()
+    strategy.setup_distributed()
+    assert strategy.accumulation_steps == 2  # 4 samples, of which 2 ranks run 1 at a time
+
+
+def test_a_memory_report_needs_no_other_rank_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = single()
+    strategy.comm.all_reduce = strategy.comm.all_gather_object = None  # type: ignore[assignment, method-assign]
+    with strategy.init_model_context():
+        pass
+    assert StrategyBase.report_memory("after the update")["memory/host_gb"] > 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "] model built: memory/host_gb " in first
+    assert "] after the update: memory/host_gb " in second

@@ -139,7 +139,7 @@ def test_a_loop_in_the_first_words(tmp_path: Path) -> None:
         strategy.all_reduce(1.0, "median")
     assert strategy.all_gather(torch.tensor([1, 2])).tolist() == [1, 2]
     report = strategy.report_memory("after two updates")
-    assert report["memory/host_gb/max"] > 0
+    assert report["memory/host_gb"] > 0
     strategy.save_ckpt(actor, str(tmp_path), tag="last", client_state={"consumed_samples": 8})
     nn.init.zeros_(actor.layer.weight)
     path, state = strategy.load_ckpt(actor, str(tmp_path), tag="last")

@@ -1,5 +1,7 @@
 """Coefficients that follow a target, against numbers worked out by hand."""
 
+import math
+
 import pytest
 
 from lightrl.config import AlgorithmConfig
@@ -20,6 +22,14 @@ def test_the_kl_coefficient_follows_its_target() -> None:
     found.follow(kl=5.0, entropy=1.0, num_samples=100)
     # e is held at 0.2: 0.202 x 1.02
     assert found.kl == pytest.approx(0.20604, abs=1e-9)
+
+
+def test_a_measurement_that_is_not_finite_moves_no_coefficient() -> None:
+    options = AlgorithmConfig(kl_coef=0.2, kl_target=0.1, entropy_coef=0.01, entropy_target=0.5)
+    for kl, entropy in ((math.nan, 0.4), (math.inf, 0.4), (0.2, math.nan)):
+        found = Coefficients(options)
+        found.follow(kl=kl, entropy=entropy, num_samples=100)
+        assert (found.kl, found.entropy) == (0.2, 0.01)
 
 
 def test_the_entropy_coefficient_acts_at_or_below_its_target_only() -> None:

@@ -20,7 +20,7 @@ def trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRP
     config = GRPOConfig(
         model=str(toy / "model"),
         train_data=str(toy / "train.jsonl"),
-        reward=f"{toy / 'reward.py'}:odd_digits",
+        reward=(f"{toy / 'reward.py'}:odd_digits",),
         num_prompts=2,
         group_size=3,
         strategy="single",

@@ -84,6 +84,15 @@ def test_every_signal_has_its_exit_code(
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_what_was_written_stays(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [*toy_flags, *ENDLESS, "--checkpoint.every", "1"]
+    code, output = run_to_its_end(flags, tmp_path / "run", SIGNALLED="0 2 FULL 0")
+    assert (code, "Traceback" in output) == (1, False), output
+    assert "error: the disk takes no more (No space left on device): what was written before is kept; the" in output
+    assert "continues from step-000001" in output
+
+
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_torchrun_and_leave_no_folder(toy_flags: list[str], tmp_path: Path) -> None:
     run, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,21 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
     # Ten tokens, six of 1 and four of 0: 6 x 0.4^2 + 4 x 0.6^2 = 2.4
     assert estimator.state_dict()["advantage_moments"] == pytest.approx([10.0, 0.6, 2.4], abs=1e-6)
+
+
+def test_a_value_that_is_not_finite_stays_in_its_step() -> None:
+    estimator = TokenAdvantages(PPOAlgorithmConfig(advantage_normalization="running"))
+
+    def first_advantage(value: float) -> float:
+        values = {(0, 0): [0.0, 0.0, value, 0.0], (0, 1): [0.0] * 3}
+        found = estimator.targets(experience((1.0, 0.0)), values, None, 0.0, Comm(), Statistics())
+        return found.advantages[0, 0][0]
+
+    first_advantage(0.0)
+    before = estimator.state_dict()
+    first_advantage(math.nan)
+    assert estimator.state_dict() == before
+    assert first_advantage(0.0) == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
 
 
 def test_a_rank_without_samples_takes_part() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import (
@@ -25,15 +25,16 @@ from lightrl.engines.base import (
     as_prompt,
     eos_ids,
 )
-from lightrl.engines.native.cache import LayerStorage, RowCache
-from lightrl.engines.native.forward import ModelRunner
+from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.constraints import constrain
+from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length, varies_with_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
-from lightrl.models.policy import model_loader
+from lightrl.models.policy import model_loader, stated_context
 from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array
 
@@ -49,8 +50,12 @@ def build_native_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[NativeEngine] | None = None,
 ) -> NativeEngine:
-    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync."""
+    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
+
+    kind: a subclass to make; None makes a NativeEngine.
+    """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
     if options.engine_args:
@@ -62,15 +67,16 @@ def build_native_engine(
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    return NativeEngine(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+    return (kind or NativeEngine)(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
 @torch.no_grad()
 def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Returns the source's architecture with unset parameters and the source's buffers, which are in no checkpoint."""
     config = type(source.config).from_dict(source.config.to_dict())
+    attention = "sdpa" if source._supports_sdpa else "eager"
     with torch.device("meta"):
-        model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
     model.to_empty(device=device)
     model.tie_weights()
     if varies_with_length(config):  # a source that nobody fixed would differ from the engine
@@ -86,7 +92,7 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
 class _Prefilled:
     """A prompt's keys, values and logits, kept for samples that found no free row beside their siblings."""
 
-    content: list[LayerStorage | None]
+    content: Any  # what the cache's read_row() returned
     logits: Tensor  # [1, vocab]
     version: int
 
@@ -118,11 +124,10 @@ class NativeEngine(InferenceEngine):
             media: the processor of a vision-language model; without it the engine takes text only.
         """
         config = model.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        length = max_model_len or positions
-        if length is None or length > (positions or length):
-            raise ValueError(_describe_bad_length(config, max_model_len, positions))
-        self.max_model_len = int(length)
+        positions = stated_context(config)
+        if max_model_len is not None and max_model_len > positions:
+            raise ValueError(_describe_bad_length(max_model_len, positions))
+        self.max_model_len = max_model_len or positions
         self.vocab_size = int(config.vocab_size)
         self.max_num_seqs = max_num_seqs
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
@@ -135,7 +140,7 @@ class NativeEngine(InferenceEngine):
             self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
         self._device = device
         self._runner = ModelRunner(model.eval().requires_grad_(False), device)
-        self._cache = RowCache()
+        self._cache: SampleState = RowCache()
         eos_table = np.isin(np.arange(self.vocab_size), list(eos_token_ids))
         self._scheduler = Scheduler(max_num_seqs, eos_table)
         self._plan: SamplingPlan | None = None  # of the running rows; None after they changed
@@ -180,7 +185,7 @@ class NativeEngine(InferenceEngine):
         self._require_open("step", awake=True)
         if not self.has_unfinished():
             return []
-        self._runner.verify(self.vocab_size)
+        self._cache = self._runner.verify(self.vocab_size, self._cache)
         done = self._admit()
         return done + self._decode() if self._scheduler.num_running else done
 
@@ -258,6 +263,8 @@ class NativeEngine(InferenceEngine):
         """Draws a token for each row from first_row on; returns the samples that it ends."""
         rows, running = self._scheduler.rows, slice(first_row, self._scheduler.num_running)
         uniforms = uniform_array(rows.seed_state[running], rows.first_draw[running] + rows.num_produced[running])
+        if rows.is_constrained[running].any():
+            logits = constrain(logits, rows, first_row, self._scheduler.eos_table)
         drawn = sample(logits, self._put(uniforms), plan)
         tokens, logprobs = (column.cpu().numpy() for column in drawn)
         if np.isnan(logprobs).any():
@@ -369,7 +376,5 @@ def _describe_unfinished(scheduler: Scheduler) -> str:
     )
 
 
-def _describe_bad_length(config: PreTrainedConfig, asked: int | None, positions: int | None) -> str:
-    if asked is None:
-        return f"{type(config).__name__} states no max_position_embeddings: give max_model_len."
+def _describe_bad_length(asked: int, positions: int) -> str:
     return f"max_model_len is {asked}: the model has {positions} positions, give at most that."

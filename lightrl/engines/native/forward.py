@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
+from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.records import EncodedPrompt
@@ -32,6 +33,9 @@ _PROBE_STEPS = 2
 _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 # Their frequencies depend on nothing but the position, so cosines and sines can be tabulated.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
+
+Forward: TypeAlias = "FusedForward | ModuleForward | OwnCacheForward"
+SampleState: TypeAlias = RowCache | SampleCaches  # whichever the forward in use takes
 
 
 class ModelRunner:
@@ -45,7 +49,7 @@ class ModelRunner:
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
         self._fused = FusedForward(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when something needs it
-        self._verified: FusedForward | ModuleForward | None = None  # the one that is used
+        self._verified: Forward | None = None  # the one that is used
 
     @property
     def uses_fused_forward(self) -> bool:
@@ -58,16 +62,17 @@ class ModelRunner:
             self._fused.refresh()
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], target_rows: Tensor, source_prompts: Tensor, cache: RowCache
+        self, prompts: Sequence[Sequence[int]], target_rows: Tensor, source_prompts: Tensor, cache: SampleState
     ) -> Tensor:
         """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab]."""
         self.prefill_tokens += sum(map(len, prompts))
         ids, last = _padded(prompts, self.device)
         cache.begin_prefill(target_rows, source_prompts)
-        return (self._verified or self._through_modules()).prefill(ids, last, cache)
+        logits: Tensor = self._forward().prefill(ids, last, cache)
+        return logits
 
     def prefill_with_images(
-        self, prompts: Sequence[EncodedPrompt], target_rows: Tensor, source_prompts: Tensor, cache: RowCache
+        self, prompts: Sequence[EncodedPrompt], target_rows: Tensor, source_prompts: Tensor, cache: Any
     ) -> Tensor:
         """Does the same for prompts as a vision-language model takes them."""
         self.prefill_tokens += sum(len(prompt.token_ids) for prompt in prompts)
@@ -75,43 +80,61 @@ class ModelRunner:
         cache.begin_prefill(target_rows, source_prompts)
         return self._through_modules().prefill_with_images(ids, last, prompts, cache)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: SampleState, rope_deltas: Tensor | None = None
+    ) -> Tensor:
         """Runs one token in each of the first n rows, [n] int64 each; returns logits [n, vocab].
 
         The cache's decode phase must be begun. rope_deltas: [n], for a vision-language model: what its own positions
         are beyond these.
         """
-        return (self._verified or self._through_modules()).decode(tokens, positions, cache, rope_deltas)
+        logits: Tensor = self._forward().decode(tokens, positions, cache, rope_deltas)
+        return logits
 
-    def verify(self, vocab_size: int) -> None:
+    def verify(self, vocab_size: int, cache: SampleState) -> SampleState:
         """Compares prefill and decoding with the plain model on a few tokens, once there are weights to compare with.
 
-        A fused forward that differs is dropped; a model that the cache cannot drive is refused.
+        Returns the cache that goes with the first forward that agrees.
         """
         if self._verified is not None:
-            return
+            return cache
         sequences = [
             [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
             for row, length in enumerate(_PROBE_LENGTHS)
         ]
         expected = self._attempt(lambda: torch.stack([self._plain_logits(sequence) for sequence in sequences]))
         if not expected.isfinite().all() or expected.amin() == expected.amax():
-            return  # weights not loaded yet: nothing to compare
-        if self._fused is not None and self._agrees(self._probe(self._fused, sequences), expected):
+            return cache  # weights not loaded yet: nothing to compare
+        if self._fused is not None and self._agrees(self._probe(self._fused, sequences, RowCache()), expected):
             self._verified = self._fused
-        else:
-            self._fall_back_to_modules(sequences, expected)
+            return cache
+        return self._fall_back_to_modules(sequences, expected) or cache
 
-    def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> None:
+    def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches | None:
+        """Takes the modules, or else the model's own cache, which it returns."""
         if self._fused is not None:
             logger.warning("The fused forward of %s differs from the model: not used.", type(self.model).__name__)
             self._fused = None
-        modules = self._through_modules()
-        if not self._agrees(self._attempt(lambda: self._probe(modules, sequences)), expected):
-            if expected.dtype == torch.float32:
-                raise RuntimeError(self._describe())
-            logger.warning("%s", self._describe())
-        self._verified = modules
+        try:
+            modules = self._through_modules()
+            if self._agrees(self._probe(modules, sequences, RowCache()), expected):
+                self._verified = modules
+                return None
+        except Exception as error:  # a model that knows nothing of a RowCache fails in its own ways
+            logger.debug("%s: %s", type(self.model).__name__, error)
+        return self._fall_back_to_own_cache(sequences, expected)
+
+    def _fall_back_to_own_cache(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches:
+        def agrees(forward: OwnCacheForward, cache: SampleCaches) -> bool:
+            return self._agrees(self._probe(forward, sequences, cache), expected)
+
+        self._verified = find_forward(self.model, agrees)
+        if self._verified is None:
+            raise RuntimeError(self._describe())
+        return SampleCaches()
+
+    def _forward(self) -> Any:
+        return self._verified or self._through_modules()
 
     def _through_modules(self) -> ModuleForward:
         if self._modules is None:
@@ -126,8 +149,8 @@ class ModelRunner:
 
     def _describe(self) -> str:
         return (
-            f"The native engine's row cache does not reproduce the logits of {type(self.model).__name__}."
-            " It needs softmax attention through transformers' AttentionInterface. Use --engine vllm or sglang."
+            f"The native engine does not reproduce the logits of {type(self.model).__name__}, with or without a cache:"
+            " they depend on later tokens, or on chance. Use --engine vllm or sglang."
         )
 
     def _agrees(self, got: Tensor, expected: Tensor) -> bool:
@@ -146,9 +169,8 @@ class ModelRunner:
             self._decoder.set_attn_implementation(usual)
         return logits[0, -_PROBE_STEPS - 1 :].float()
 
-    def _probe(self, forward: FusedForward | ModuleForward, sequences: list[list[int]]) -> Tensor:
+    def _probe(self, forward: Any, sequences: list[list[int]], cache: Any) -> Tensor:
         """Returns logits of the sequences' last tokens: a prefill, then _PROBE_STEPS tokens one by one."""
-        cache = RowCache()
         num_rows, longest = len(sequences), max(map(len, sequences))
         cache.reserve(num_rows, longest, num_rows, longest)
         rows = torch.arange(num_rows, device=self.device)

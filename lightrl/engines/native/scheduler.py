@@ -61,6 +61,7 @@ class Rows:
         self.limit = np.zeros(num_rows, np.int64)
         self.stops_at_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # beyond the end tokens
+        self.is_constrained = np.zeros(num_rows, np.bool_)  # asks for a minimum of tokens or for penalties
         self.seed_state = np.zeros(num_rows, np.uint64)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.zeros(num_rows, np.float32)
@@ -82,6 +83,7 @@ class Rows:
         self.limit[rows] = params.max_new_tokens
         self.stops_at_eos[rows] = not params.ignore_eos
         self.has_stop_tokens[rows] = bool(params.stop_token_ids)
+        self.is_constrained[rows] = params.min_new_tokens > 0 or params.has_penalties
         self.seed_state[rows] = [prefix_state(params.seed or 0, sample) for sample in samples]
         self.temperature[rows] = params.temperature
         self.top_p[rows] = params.top_p
@@ -123,7 +125,7 @@ class Scheduler:
         self.rows = Rows(num_rows)
         self.num_running = 0
         self._num_rows = num_rows
-        self._eos_table = eos_table
+        self.eos_table = eos_table
         self._waiting: deque[Request] = deque()
 
     @property
@@ -168,7 +170,7 @@ class Scheduler:
         rows.token[running] = tokens
         rows.num_produced[running] += 1
         rows.position[running] += 1
-        ended = self._eos_table[tokens] & rows.stops_at_eos[running]
+        ended = self.eos_table[tokens] & rows.stops_at_eos[running]
         for j in np.nonzero(rows.has_stop_tokens[running])[0]:
             ended[j] |= int(tokens[j]) in rows.request[first_row + j].params.stop_token_ids
         (leaving,) = np.nonzero(ended | (rows.num_produced[running] >= rows.limit[running]))

@@ -238,6 +238,11 @@ class SGLangEngine(InferenceEngine):
         ids = self._expanded(asked)
         if is_cut(params):
             self._check_cut(params)
+        if params.min_new_tokens or params.has_penalties:
+            raise ValueError(
+                "Without its own tokenizer SGLang takes no min_new_tokens, and its logprobs under penalties are "
+                "not known. Use --engine native or vllm for them."
+            )
         request_id = self._next_request_id
         self._next_request_id += 1
         self._left[request_id] = params.n

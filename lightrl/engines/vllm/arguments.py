@@ -86,7 +86,10 @@ def llm_arguments(
     # A step that is scheduled ahead would run with weights that its tokens' version does not name.
     arguments["async_scheduling"] = False
     if device.type == "cuda":
-        arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": options.engine_mem_fraction}
+        arguments |= {
+            "enable_sleep_mode": options.engine_sleep_level > 0,
+            "gpu_memory_utilization": options.engine_mem_fraction,
+        }
     else:
         arguments |= {
             "enforce_eager": True,

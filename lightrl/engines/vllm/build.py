@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
-from lightrl.engines.frequencies import check_vllm, limit_vllm
+from lightrl.engines.frequencies import limit_vllm
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token
@@ -32,6 +32,7 @@ def build_vllm_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
     """Makes an engine with the source's architecture; every rank of the world must do so at the same point."""
     if source is None:
@@ -57,11 +58,10 @@ def build_vllm_engine(
             is_distributed=Comm().is_distributed,
             takes_media=takes_media,
         )
-        varies = varies_with_length(source.config)
-        if varies:
+        if varies_with_length(source.config):
             limit_vllm(source, arguments)
         with host.buffers_kept_from_dummy_loader():
-            engine = VLLMEngine(
+            return kind(
                 arguments,
                 source=source,
                 eos_token_ids=eos_ids(source, tokenizer),
@@ -70,9 +70,6 @@ def build_vllm_engine(
                 group=group,
                 scratch=scratch,
             )
-        if varies:
-            check_vllm(source, engine.max_model_len)
-        return engine
 
 
 def require_vllm(device: torch.device) -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightrl.comm import Comm, backend_for
+from lightrl.comm import Comm
+from lightrl.process_group import backend_for
 from lightrl.strategy.layout.dtensor import TENSOR_AXIS
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.engines.weights.account import Fingerprint, fingerprint
@@ -206,3 +207,21 @@ class Weights:
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
     return any(".lora_A." in name for name, _ in model.named_parameters())
+
+
+def innermost(model: Any) -> nn.Module:
+    """Returns the model underneath every wrapper: lightrl's, DDP's, a compiled one's, PEFT's, another trainer's actor.
+
+    An actor keeps its network in `.model`. So do transformers' own models, which are not wrappers.
+    """
+    for attribute in ("hf", "module", "_orig_mod"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return innermost(inner)
+    get_base_model = getattr(model, "get_base_model", None)  # PEFT
+    if callable(get_base_model):
+        return innermost(get_base_model())
+    inner = None if isinstance(model, PreTrainedModel) else getattr(model, "model", None)
+    network = innermost(inner) if isinstance(inner, nn.Module) else None
+    result: nn.Module = network if isinstance(network, PreTrainedModel) else model
+    return result

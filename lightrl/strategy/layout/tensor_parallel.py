@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightrl.models.multimodal import FAMILIES
-from lightrl.models.packed_attention import check_heads
+from lightrl.models.packed_attention import check_heads, mixes_by_attention
 
 # transformers' names of the ways that we know. The norms of queries and keys see the heads of one rank only: theirs is
 # SequenceParallel, which sums the gradient of their weight over the group; without it the ranks silently drift apart.
@@ -44,6 +44,11 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
             "Leave both at 1."
         )
     text = config.get_text_config()
+    if not mixes_by_attention(text):
+        raise ValueError(
+            f"Model type {config.model_type!r} has layers that run whole sequences, which --tp_size and --sp_size "
+            "cannot split. Leave both at 1."
+        )
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if tp_size > 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import SavedTensors
 from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
 
@@ -18,11 +19,17 @@ class AccumulationByCalls(UpdateHook):
     def __init__(self) -> None:
         self._num_calls = 0
         self._num_wanted = 1
+        self._is_finite = True
 
-    def count(self, num_wanted: int) -> None:
+    def count(self, num_wanted: int, loss: Tensor) -> None:
         """Counts one call of backward() whose loss was divided by num_wanted, the calls that make an update."""
         self._num_calls += 1
         self._num_wanted = num_wanted
+        self._is_finite = self._is_finite and bool(loss.detach().isfinite().all())
+
+    def may_update(self, comm: Comm) -> bool:
+        """Returns whether every loss of every rank was finite; where one was not, its gradient may still be."""
+        return comm.agree(self._is_finite)
 
     def is_boundary(self) -> bool:
         """Returns whether enough calls were counted, or none: then the gradients came from elsewhere."""
@@ -34,11 +41,11 @@ class AccumulationByCalls(UpdateHook):
         return self._num_calls / self._num_wanted if is_early else 1.0
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
-        self._num_calls = 0
+        self._num_calls, self._is_finite = 0, True
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
         """Starts anew: other weights were loaded, and the gradients dropped."""
-        self._num_calls = 0
+        self._num_calls, self._is_finite = 0, True
 
 
 def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
@@ -50,12 +57,11 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
     return attached[0]
 
 
-def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, group_size: int = 1) -> int:
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, *, world_size: int) -> int:
     """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit.
 
-    The ranks of a group (--tp_size x --sp_size) run the micro-batches of all of them, one after the other.
+    Ranks that run the micro-batches of all of them, one after the other (--tp_size, --sp_size), count as one.
     """
-    world_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // group_size)
     for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1.")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import SavedTensors
 
 HOOKS = "update_hooks"  # the attribute of an optimizer that lists its hooks; absent where nothing was asked for
@@ -28,6 +29,10 @@ class UpdateHook:
         """Returns whether optimizer_step() has enough gradients for an update."""
         return True
 
+    def may_update(self, comm: Comm) -> bool:
+        """Returns whether an update may be made, the same on all ranks."""
+        return True
+
     def reported_rates(self, optimizer: Optimizer, rates: list[float]) -> list[float]:
         """Returns the learning rates to report for the update to come."""
         return rates
@@ -36,7 +41,7 @@ class UpdateHook:
         """Is called when the gradients are reduced, before their norm is computed."""
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
-        """Is called after each update, taken or skipped because the norm was not finite."""
+        """Is called after each update, taken or skipped because the norm or the loss was not finite."""
 
     # ---- Offload and checkpoints -------------------------------------------------------------------------------
 
@@ -65,6 +70,14 @@ def hooks_of(optimizer: Optimizer | None) -> list[UpdateHook]:
     """Returns the hooks attached to an optimizer."""
     hooks: list[UpdateHook] = getattr(optimizer, HOOKS, [])
     return hooks
+
+
+def reported_rates(optimizer: Optimizer, hooks: Sequence[UpdateHook]) -> list[float]:
+    """Returns the learning rate of each parameter group for the update to come."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for hook in hooks:
+        rates = hook.reported_rates(optimizer, rates)
+    return rates
 
 
 def attach(optimizer: Optimizer, hook: UpdateHook) -> None:

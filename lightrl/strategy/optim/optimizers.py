@@ -46,6 +46,7 @@ class TrainedModels:
         self.seen: list[TrainedModel] = []  # known only from their updates
         self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
         self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
+        self.scheduled: set[Optimizer] = set()  # whose last update took care of the schedule
         self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
 
     def add(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
@@ -210,13 +211,13 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scales the gradients so that their global norm is at most max_norm (0: no limit); returns the norm before."""
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scales the gradients so that their global norm is at most max_norm (0, None: any); returns the norm before."""
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_grad:
         return torch.zeros(())
     norm = _global_norm(with_grad)
-    if max_norm > 0:
+    if max_norm:
         for group in _by_mesh(with_grad):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

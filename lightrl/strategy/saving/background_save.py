@@ -14,7 +14,7 @@ class BackgroundSave:
     """Runs the jobs in order from the start; an error ends them and is kept. The thread calls no collective."""
 
     jobs: Sequence[Callable[[], None]]
-    commit: Callable[[], None]  # makes the files a checkpoint, on rank 0, once all ranks have written
+    commit: Callable[[], object]  # makes the files a checkpoint, on rank 0, once all ranks have written
     error: BaseException | None = None
     _thread: threading.Thread = field(init=False)
 

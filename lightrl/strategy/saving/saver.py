@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lightrl.checkpoint import CheckpointDirectory, drop_old_tags, resolve_checkpoint
+from lightrl.checkpoint import CheckpointDirectory, resolve_checkpoint
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
-from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
 
-_MEGABYTE = 1 << 20
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
 _MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -75,29 +74,26 @@ class TrainingStateSaver:
     def save(
         self,
         model: nn.Module,
-        save_dir: Path,
+        directory: CheckpointDirectory,
         *,
-        tag: str | None = None,
-        max_num: int = 3,
-        max_megabytes: int = 0,
         client_state: dict[str, Any] | None = None,
         is_latest: bool = True,
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes a checkpoint that counts when all ranks have written it.
 
-        A tag is a folder of its own under save_dir, of which max_num are kept. A companion is a folder in the
-        checkpoint. In the background, this returns when the state is copied to host memory; the checkpoint then counts
-        after a later update, finish(), the next save or the end of the run.
+        Where nobody sets the step, every save makes a folder. A companion is a folder in the checkpoint. In the
+        background, this returns when the state is copied to host memory; the checkpoint then counts after a later
+        update, finish(), the next save or the end of the run.
         """
         self.finish()
         for item in (model, *(companions or {}).values()):
             self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
-        directory = CheckpointDirectory(save_dir / (tag or ""), keep=max_num, max_bytes=max_megabytes * _MEGABYTE)
         with comm.phase("checkpoint", local=True):
             client_state = client_state or {}
             _check_loadable(client_state, "client_state[{!r}]")
+            step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
         folder = comm.broadcast_object(path)
         assert folder is not None
@@ -107,12 +103,7 @@ class TrainingStateSaver:
                 (folder / name).mkdir(exist_ok=True)
                 jobs += self._write(folder / name, companion, {})
             comm.barrier()
-
-        def commit() -> None:
-            directory.commit(step, is_latest=is_latest)
-            if tag:
-                drop_old_tags(save_dir, max_num)
-
+        commit = partial(directory.commit, step, is_latest=is_latest)
         if self.in_background:
             self.pending = BackgroundSave(jobs, commit)
             return
@@ -212,7 +203,7 @@ class TrainingStateSaver:
     def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
         """Reads what _write wrote; returns the client_state."""
         trainer = self._trainer
-        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+        state = load_object(path / "state.pt")
         must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
         trained = self._trained(model, must_train=must_train)
         owner = model if trained is None else trained.model
@@ -232,7 +223,7 @@ class TrainingStateSaver:
         trainer.num_generations = state.get("num_generations", 0)
         random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
         if random_states.exists():  # at another world size the ranks' streams differ anyway
-            _set_random_state(torch.load(random_states, weights_only=True, map_location="cpu"))
+            _set_random_state(load_object(random_states))
         return state["client_state"]
 
     def _read_model(self, path: Path, model: nn.Module, owner: nn.Module, *, strict: bool) -> None:

@@ -7,6 +7,8 @@ writes the whole model. A reader takes any rows of a tensor, whichever ranks wro
 from __future__ import annotations
 
 import io
+import pickle
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +59,7 @@ class StateWriter:
             name = f"{kind}-rank{self._comm.rank:05d}-{num_files:05d}.safetensors"
             tensors, path = pending, self._directory / name
             index.update({key: {**index[key], "file": name} for key in tensors})
-            self._do(lambda: save_tensors(path, tensors))
+            self._do(lambda: _save_with_checksums(path, tensors, index))
             pending, pending_bytes, num_files = {}, 0, num_files + 1
 
         for piece in pieces:
@@ -91,6 +93,17 @@ class StateWriter:
             job()
 
 
+def _save_with_checksums(path: Path, tensors: dict[str, Tensor], index: dict[str, dict[str, Any]]) -> None:
+    for name, tensor in tensors.items():
+        index[name]["crc32"] = _checksum(tensor)
+    save_tensors(path, tensors)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Returns the CRC-32 of the values, in a time that is short beside that of writing them."""
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
 def _index_entry(piece: Piece) -> dict[str, Any]:
     shape, dtype = list(piece.tensor.shape), str(piece.tensor.dtype).removeprefix("torch.")
     if piece.rows is None:
@@ -102,6 +115,7 @@ class _Part(NamedTuple):
     start: int
     stop: int
     file: str
+    checksum: int  # of a part that is read whole; -1: an older checkpoint has none
 
 
 class TensorReader:
@@ -114,16 +128,22 @@ class TensorReader:
         self._parts: dict[str, list[_Part]] = {}
         self._keys: dict[str, list[str]] = {}
         for path in sorted(directory.glob(f"{kind}-rank*.json")):
-            for name, entry in load_json(path).items():
-                shape = torch.Size(entry["shape"])
-                self._shapes[name], self._dtypes[name] = shape, getattr(torch, entry["dtype"])
-                start, stop = entry.get("rows", (0, shape[0] if shape else 1))
-                self._parts.setdefault(name, []).append(_Part(start, stop, entry["file"]))
+            try:
+                for name, entry in load_json(path).items():
+                    self._add(name, entry)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise _damaged(path, error) from error
         for name in sorted(self._shapes):
             parameter, _, key = name.rpartition("/")
             self._keys.setdefault(parameter, []).append(key)
         for parts in self._parts.values():
             parts.sort()
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        shape = torch.Size(entry["shape"])
+        self._shapes[name], self._dtypes[name] = shape, getattr(torch, entry["dtype"])
+        start, stop = entry.get("rows", (0, shape[0] if shape else 1))
+        self._parts.setdefault(name, []).append(_Part(start, stop, entry["file"], entry.get("crc32", -1)))
 
     @property
     def names(self) -> set[str]:
@@ -155,7 +175,7 @@ class TensorReader:
         for part in self._parts[name]:
             last = min(stop, part.stop)
             if part.start <= row < last:
-                parts.append(self._read(part.file, name, row - part.start, last - part.start, whole=not shape))
+                parts.append(self._read(part, name, row, last, whole=not shape))
                 row = last
         if start < stop and row != stop:
             raise ValueError(f"{self._directory} lacks rows {row} to {stop} of {name}. Continue another step.")
@@ -163,11 +183,25 @@ class TensorReader:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, *shape[1:], dtype=self._dtypes[name])
 
-    def _read(self, file: str, name: str, start: int, stop: int, *, whole: bool) -> Tensor:
-        path = self._directory / file
+    def _read(self, part: _Part, name: str, first: int, last: int, *, whole: bool) -> Tensor:
+        path, rows = self._directory / part.file, slice(first - part.start, last - part.start)
         try:
             with safe_open(path, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[start:stop]
+                tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[rows]
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}). Continue another step with --resume PATH.") from error
+            raise _damaged(path, error) from error
+        if (first, last) == part[:2] and part.checksum not in (-1, _checksum(tensor)):
+            raise _damaged(path, f"the checksum of {name} is wrong")
         return tensor
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} is damaged ({reason}). Continue another step with --resume PATH.")
+
+
+def load_object(path: Path) -> Any:
+    """Reads what add_object wrote; raises ValueError for anything else."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:200]) from error

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.config import StrategyOptions
@@ -21,6 +22,7 @@ from lightrl.engines.base import (
     WeightSyncError,
     check_engine_name,
     create_engine,
+    create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
 from lightrl.engines.weights.account import Fingerprint
@@ -76,10 +78,9 @@ class ColocatedServing:
         source = self._trainer.unwrap_model(model) if model is not None else None
         self.close()
         device = self.group.comm.device
-        engine = create_engine(
-            engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group
-        )
-        self.engine, self._model, self.num_syncs = ColocatedEngine(engine), None, 0
+        make = create_recording_engine if options.routing.replay else create_engine
+        engine = make(engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group)
+        self.engine, self._model, self.num_syncs = ColocatedEngine(engine, tokenizer), None, 0
         if model is not None:
             self.sync_weights(model)
         return engine
@@ -110,7 +111,7 @@ class ColocatedServing:
         try:
             if engine.needs_weights and self._model is not None:  # after sleep level 2; the same on every rank
                 with comm.phase("generate"):
-                    self.sync_weights(self._model)
+                    self.sync_weights(self._model, is_new=False)
             with comm.phase("generate", local=True):
                 self.wake()
             yield engine
@@ -129,18 +130,20 @@ class ColocatedServing:
         start = sum(counts[: self.group.rank])
         return completions[start : start + counts[self.group.rank]]
 
-    def sync_weights(self, model: nn.Module) -> SyncReport:
+    def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.
 
-        A sleeping engine wakes up to hold weights only. Where the canary is due it generates, and is awake after that.
+        Where nobody sets the step, the syncs of new weights are counted. A sleeping engine wakes up to hold weights
+        only. Where the canary is due it generates, and is awake after that.
         """
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self._trainer.weight_fingerprints(model, dtype)
         weights = self._trainer.full_parameters(model, dtype)
+        version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         error: WeightSyncError | None = None
         try:
-            report = engine.update_weights(weights, self._trainer.global_step, expected=expected)
+            report = engine.update_weights(weights, version, expected=expected)
         except WeightSyncError as raised:  # after all pairs were consumed, so the ranks are still in step
             error = raised
         with comm.phase("weight sync", local=True):
@@ -148,7 +151,7 @@ class ColocatedServing:
                 raise error
         self._model = model
         every = self._options.canary_every
-        if every and self.num_syncs % every == 0:
+        if every and self.num_syncs % every == 0 and can_score(model):
             with comm.phase("canary", local=True):
                 engine.wake()
             difference = self.canary.check(engine, self._trainer, model, dtype=dtype, comm=comm)
@@ -159,7 +162,7 @@ class ColocatedServing:
 
     def sleep(self) -> None:
         """Frees the engine's memory as far as --engine_sleep_level says; without an engine it does nothing."""
-        if self.engine is not None:
+        if self.engine is not None and self._options.engine_sleep_level:
             self.engine.sleep(self._options.engine_sleep_level)
 
     def wake(self) -> None:
@@ -195,11 +198,11 @@ class OffloadingServing(ColocatedServing):
         if self.engine is not None:
             self._residency.return_to_device()
 
-    def sync_weights(self, model: nn.Module) -> SyncReport:
+    def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Brings the trainer back, whose weights are read now."""
         self.require_engine()
         self._residency.return_to_device()
-        return super().sync_weights(model)
+        return super().sync_weights(model, is_new=is_new)
 
 
 # ---- The canary --------------------------------------------------------------------------------------------------
@@ -241,6 +244,11 @@ class Canary:
                 "as the trainer has it: the engine serves a cache of older weights, or computes something else."
             )
         return largest
+
+
+def can_score(model: nn.Module) -> bool:
+    """Returns whether the trainer can compute logprobs with a model: it has lightrl's or transformers' forward."""
+    return isinstance(model, Policy | PreTrainedModel) or hasattr(model, "get_base_model")  # the last is PEFT's
 
 
 def made_up_prompts(engine: InferenceEngine) -> list[EnginePrompt]:

@@ -1,20 +1,22 @@
 """The inputs and results of gather_and_generate and engine_generate_local, as code for other trainers writes them.
 
-Texts or token ids, nested or flat lists of images and videos, parameters as dicts, results read by attribute. lightrl's
+Texts or token ids, and results that are read by attribute. lightrl's
 own trainers call generate() with EnginePrompt and SamplingParams, and enter none of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from easydict import EasyDict
 
-from lightrl.engines.base import Completion, EnginePrompt
+from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.strategy.serving.colocated_serving import ColocatedServing
-from lightrl.strategy.serving.foreign_params import gathered_seeds, local_seeds, params_for_each
+from lightrl.strategy.serving.foreign_media import as_images, as_videos, build_multimodal_inputs
+from lightrl.strategy.serving.foreign_params import gathered_seeds, local_seeds, params_for_each, read_setting
 
 
 class Decoder(Protocol):
@@ -36,8 +38,15 @@ class Caller(Protocol):
     def serving(self) -> ColocatedServing: ...
 
 
+FindTokenizer = Callable[[], Decoder]  # called where text is given and the strategy has no tokenizer
+
+
 def generate_local(
-    caller: Caller, sampling_params: Any, prompt_token_ids: Any | None, multi_modal_inputs: list[dict[str, Any]] | None
+    caller: Caller,
+    sampling_params: Any,
+    prompt_token_ids: Any | None,
+    multi_modal_inputs: list[dict[str, Any]] | None,
+    find_tokenizer: FindTokenizer,
 ) -> list[EasyDict]:
     """Runs this rank's engine on exactly one kind of input."""
     if (prompt_token_ids is None) == (multi_modal_inputs is None):
@@ -48,11 +57,12 @@ def generate_local(
         inputs = [{"prompt": ids} for ids in as_prompt_list(prompt_token_ids)]
     else:
         inputs = multi_modal_inputs or []
-    prompts = engine_prompts(inputs, caller.tokenizer, _placeholder_ids(engine))
+    prompts = _prompts_of(caller, inputs, find_tokenizer)
     seeds = local_seeds(caller.seed, caller.num_generations, group.comm.rank // group.size)
     params = params_for_each(sampling_params, len(prompts), 0, seeds)
+    _give_tokenizer(caller, params, find_tokenizer)
     caller.num_generations += 1
-    return [as_item(completion, caller.tokenizer) for completion in engine.generate(prompts, params)]
+    return _items(caller, engine.generate(prompts, params), params, sampling_params)
 
 
 def generate_gathered(
@@ -63,26 +73,73 @@ def generate_gathered(
     texts: list[str] | None,
     media: tuple[Any, Any, Any, Any],
     sleep_engine: bool,
+    find_tokenizer: FindTokenizer,
 ) -> list[EasyDict]:
     """Samples this rank's prompts on the engine that its group shares; a collective.
 
     Args:
         media: images, images_num, videos and videos_num, as build_multimodal_inputs takes them.
     """
-    engine, comm = caller.serving.require_engine(), caller.serving.group.comm
+    caller.serving.require_engine()
+    comm = caller.serving.group.comm
     with comm.phase("generate", local=True):
-        if (token_ids is None) == (texts is None):
-            raise ValueError("Give all_prompt_token_ids or all_prompts, exactly one of them.")
-        inputs = build_multimodal_inputs(texts if texts is not None else as_prompt_list(token_ids or []), *media)
-        prompts = engine_prompts(inputs, caller.tokenizer, _placeholder_ids(engine))
+        prompts = _prompts_of(caller, _inputs(token_ids, texts, media), find_tokenizer)
     counts, calls = zip(*comm.all_gather_object((len(prompts), caller.num_generations)), strict=True)
     call = max(calls)  # a rank may have sampled more often by itself
     caller.num_generations = call + 1
     with comm.phase("generate", local=True):
         first = sum(counts[: comm.rank])
         params = params_for_each(sampling_params, len(prompts), first, gathered_seeds(caller.seed, call, first))
+        _give_tokenizer(caller, params, find_tokenizer)
     completions = caller.serving.generate(prompts, params, sleep_engine=sleep_engine)
-    return [as_item(completion, caller.tokenizer) for completion in completions]
+    return _items(caller, completions, params, sampling_params)
+
+
+def _inputs(token_ids: Any | None, texts: list[str] | None, media: tuple[Any, Any, Any, Any]) -> list[dict[str, Any]]:
+    """Returns a dict per prompt. Of a text and token ids the text counts where there are images or videos."""
+    if token_ids is None and texts is None:
+        raise ValueError("Give all_prompt_token_ids, all_prompts, or both for the same prompts; neither was given.")
+    ids = None if token_ids is None else as_prompt_list(token_ids)
+    if texts is None:
+        return build_multimodal_inputs(ids or [], *media)
+    inputs = build_multimodal_inputs(texts, *media)
+    if ids is None:
+        return inputs
+    if len(ids) != len(texts):
+        raise ValueError(
+            f"{len(ids)} prompts in all_prompt_token_ids and {len(texts)} in all_prompts: give the same in both."
+        )
+    return [item if "multi_modal_data" in item else {"prompt": own} for item, own in zip(inputs, ids, strict=True)]
+
+
+def _prompts_of(
+    caller: Caller, inputs: Sequence[Mapping[str, Any]], find_tokenizer: FindTokenizer
+) -> list[EnginePrompt]:
+    if caller.tokenizer is None and any(isinstance(item["prompt"], str) for item in inputs):
+        caller.tokenizer = find_tokenizer()
+    return engine_prompts(inputs, caller.tokenizer, _placeholder_ids(caller.serving.require_engine()))
+
+
+def _give_tokenizer(caller: Caller, params: Sequence[SamplingParams], find_tokenizer: FindTokenizer) -> None:
+    """Gives the engine what reads stop strings, if it was built without."""
+    engine = caller.serving.require_engine()
+    if engine.tokenizer is None and any(item.stop for item in params):
+        caller.tokenizer = engine.tokenizer = caller.tokenizer or find_tokenizer()
+
+
+def _items(
+    caller: Caller, completions: Sequence[Completion], params: Sequence[SamplingParams], given: Any
+) -> list[EasyDict]:
+    """Returns an item per completion. The text ends before a stop string, unless the parameters say to include it."""
+    owners = [item for item in params for _ in range(item.n)]
+    keeps_stop = read_setting(given, "include_stop_str_in_output")
+    items = []
+    for completion, own in zip(completions, owners, strict=True):
+        item = as_item(completion, caller.tokenizer)
+        if own.stop and item.text is not None and not keeps_stop:
+            item.text = min((item.text.partition(stop)[0] for stop in own.stop), key=len)
+        items.append(item)
+    return items
 
 
 def _placeholder_ids(engine: ColocatedEngine) -> set[int]:
@@ -93,9 +150,9 @@ def _placeholder_ids(engine: ColocatedEngine) -> set[int]:
 
 def as_prompt_list(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
     """Returns a list of prompts from one prompt (a list of token ids) or from several."""
-    if prompt_token_ids and isinstance(prompt_token_ids[0], int):
+    if len(prompt_token_ids) and isinstance(prompt_token_ids[0], int | np.integer):
         return [list(prompt_token_ids)]
-    return [list(prompt) for prompt in prompt_token_ids]
+    return [prompt.tolist() if hasattr(prompt, "tolist") else list(prompt) for prompt in prompt_token_ids]
 
 
 def engine_prompts(
@@ -117,8 +174,8 @@ def engine_prompts(
         prompts.append(
             EnginePrompt(
                 token_ids=tuple(int(token) for token in ids),
-                images=tuple(media.get("image", ())),
-                videos=tuple(media.get("video", ())),
+                images=as_images(media.get("image")),
+                videos=as_videos(media.get("video")),
             )
         )
     return prompts
@@ -142,45 +199,3 @@ def as_item(completion: Completion, tokenizer: Decoder | None) -> EasyDict:
         sample_index=completion.sample_index,
         text=text,
     )
-
-
-def build_multimodal_inputs(
-    prompts: Sequence[Any],
-    images: Sequence[Any] | None,
-    images_num: Sequence[int] | None,
-    videos: Sequence[Any] | None,
-    videos_num: Sequence[int] | None,
-) -> list[dict[str, Any]]:
-    """Returns a dict per prompt: "prompt" (a text or token ids), and "multi_modal_data" if it has images or videos."""
-    image_lists = _per_prompt(prompts, images, images_num, "image")
-    video_lists = _per_prompt(prompts, videos, videos_num, "video")
-    inputs = []
-    for prompt, own_images, own_videos in zip(prompts, image_lists, video_lists, strict=True):
-        media = {name: items for name, items in (("image", own_images), ("video", own_videos)) if items}
-        inputs.append({"prompt": prompt, "multi_modal_data": media} if media else {"prompt": prompt})
-    return inputs
-
-
-def _per_prompt(
-    prompts: Sequence[Any], items: Sequence[Any] | None, counts: Sequence[int] | None, kind: str
-) -> list[list[Any]]:
-    """Takes nested lists as they are and cuts flat ones by the counts; without counts each prompt has one item."""
-    if items is None:
-        return [[] for _ in prompts]
-    is_nested = any(isinstance(item, list | tuple) for item in items)
-    if counts is not None and len(counts) != len(prompts):
-        raise ValueError(f"{len(counts)} {kind} counts for {len(prompts)} prompts.")
-    if is_nested or (counts is None and len(items) == len(prompts)):
-        nested = [list(item) if isinstance(item, list | tuple) else [] if item is None else [item] for item in items]
-        if len(nested) != len(prompts):
-            raise ValueError(f"{len(nested)} lists of {kind}s for {len(prompts)} prompts.")
-        for index, own in enumerate(nested):
-            if counts is not None and counts[index] != len(own):
-                raise ValueError(f"prompt {index} has {len(own)} {kind}s, but its count says {counts[index]}.")
-        return nested
-    if counts is None:
-        raise ValueError(f"{len(items)} {kind}s for {len(prompts)} prompts: say how many each has in {kind}s_num.")
-    if sum(counts) != len(items):
-        raise ValueError(f"{len(items)} {kind}s, but the counts {list(counts)} add up to {sum(counts)}.")
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return [list(items[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -40,15 +40,84 @@ def params_for_each(given: Any, num_prompts: int, first_position: int, seed_of: 
     return [replace(shared, seed=mix_seed(shared.seed, first_position + index)) for index in range(num_prompts)]
 
 
+# Names that vLLM, SGLang and other trainers give to our settings.
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n_samples": "n",
+    "sampling_seed": "seed",
+}
+# Settings that lightrl has no use for: they say what to print or what to return.
+_IGNORED = {
+    "detokenize",
+    "flat_logprobs",
+    "include_stop_str_in_output",
+    "logprobs",
+    "no_stop_trim",
+    "output_kind",
+    "output_text_buffer_length",
+    "skip_clone",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+}
+# Values of settings that lightrl does not have, at which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0,), "best_of": (1,), "length_penalty": (1,)}
+_EVERYTHING = 10_000_000  # a top_k that some give for no limit: more tokens than any vocabulary has
+
+
 def as_params(given: Any) -> SamplingParams:
-    """Returns lightrl's parameters for a dict."""
+    """Returns lightrl's parameters for a dict, or for an object such as vLLM's own SamplingParams."""
     if isinstance(given, SamplingParams):
         return given
-    if isinstance(given, Mapping):
-        renamed = {"max_new_tokens" if key == "max_tokens" else key: value for key, value in given.items()}
-        try:
-            return SamplingParams(**renamed)
-        except TypeError as error:
-            known = ", ".join(SamplingParams.__dataclass_fields__)
-            raise ValueError(f"Sampling parameters {sorted(given)} are not all known. Known: {known}.") from error
-    raise TypeError(f"sampling_params must be SamplingParams, a dict, or one per prompt, not {type(given).__name__}.")
+    settings = dict(given) if isinstance(given, Mapping) else _settings_of(given)
+    greedy = settings.pop("greedy", False)
+    known, unknown = {}, []
+    for name, value in settings.items():
+        own = _RENAMED.get(name, name)
+        if own in SamplingParams.__dataclass_fields__:
+            known[own] = value
+        elif name not in _IGNORED and value not in (None, False, [], {}, (), *_NEUTRAL.get(name, ())):
+            unknown.append(f"{name}={value!r}")
+    if unknown:
+        names = ", ".join(SamplingParams.__dataclass_fields__)
+        raise ValueError(f"Sampling parameters that lightrl does not have: {', '.join(unknown)}. It has: {names}.")
+    if greedy:
+        known["temperature"] = 0.0
+    return SamplingParams(**_in_our_form(known))
+
+
+def read_setting(given: Any, name: str) -> Any:
+    """Returns a setting of a dict or an object (of several: of the first), or None."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return read_setting(given[0], name) if given else None
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+
+
+def _settings_of(given: Any) -> dict[str, Any]:
+    """Returns the public settings of an object that differ from those of a new one of its kind."""
+    names = getattr(given, "__struct_fields__", None) or getattr(given, "__dataclass_fields__", None)
+    if not names or isinstance(given, type):
+        kind = type(given).__name__
+        raise TypeError(f"sampling_params must be SamplingParams, vLLM's, a dict, or one per prompt, not {kind}.")
+    fresh = type(given)()
+    kept = ("max_tokens", "max_new_tokens")  # the default of another class is not ours
+    return {
+        name: getattr(given, name)
+        for name in names
+        if not name.startswith("_") and (name in kept or getattr(given, name) != getattr(fresh, name))
+    }
+
+
+def _in_our_form(known: dict[str, Any]) -> dict[str, Any]:
+    if known.get("max_new_tokens", 0) is None:
+        raise ValueError("max_tokens is None: say how many new tokens a sample may have.")
+    settings = {name: value for name, value in known.items() if value is not None}
+    if "top_k" in settings and (settings["top_k"] == -1 or settings["top_k"] >= _EVERYTHING):
+        settings["top_k"] = 0
+    if isinstance(settings.get("stop"), str):
+        settings["stop"] = (settings["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if name in settings:
+            settings[name] = tuple(settings[name])
+    return settings

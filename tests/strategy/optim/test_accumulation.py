@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightrl.comm import Comm, known_world
 from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
 from lightrl.strategy.single import SingleStrategy
 
@@ -14,7 +15,7 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
     accumulation = accumulation_of(first)
     assert accumulation.is_boundary()  # gradients from elsewhere
-    accumulation.count(4)
+    accumulation.count(4, torch.zeros(()))
     assert accumulation_of(first) is accumulation
     assert not accumulation.is_boundary()
     assert accumulation.gradient_divisor() == 0.25  # one of four: an early update undoes the division by 4
@@ -23,12 +24,22 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     assert (accumulation.is_boundary(), accumulation.gradient_divisor()) == (True, 1.0)
 
 
+def test_one_loss_that_is_not_finite_spoils_the_update_that_it_belongs_to() -> None:
+    accumulation = accumulation_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    for value in (1.0, float("nan"), 2.0):
+        accumulation.count(3, torch.tensor(value))
+    assert not accumulation.may_update(Comm())
+    accumulation.after_update(torch.optim.SGD([torch.zeros(1)], lr=1.0), is_finite=False)
+    assert accumulation.may_update(Comm())
+
+
 def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert accumulation_steps(128, 4) == 4
-    assert accumulation_steps(128, 4, group_size=2) == 8
+    assert known_world() == 8
+    assert accumulation_steps(128, 4, world_size=8) == 4
+    assert accumulation_steps(128, 4, world_size=4) == 8
     with pytest.raises(ValueError, match="Nearest valid train_batch_size: 120 or 144"):
-        accumulation_steps(128, 3)
+        accumulation_steps(128, 3, world_size=8)
 
 
 @pytest.mark.parametrize("flags", [{}, {"load_module_only": True}, {"load_optimizer_states": False}])

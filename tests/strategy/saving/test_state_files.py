@@ -1,4 +1,6 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch.testing import assert_close
 
 from lightrl.comm import Comm
 from lightrl.strategy.saving import state_files
-from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader
+from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
 
 
 def comm_of(rank: int, world: int) -> Comm:
@@ -89,3 +91,42 @@ def test_missing_rows_and_damaged_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=f"{path} is damaged"):
         TensorReader(tmp_path, "model").rows("split", 0, 1)
+
+
+def test_changed_values_of_the_same_size_are_noticed(tmp_path: Path) -> None:
+    write_split(tmp_path)
+    path = tmp_path / "model-rank00000-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # a bit of a weight
+    path.write_bytes(content)
+    reader = TensorReader(tmp_path, "model")
+    changed = [name for name in reader.names if not is_readable(reader, name)]
+    assert len(changed) == 1
+    with pytest.raises(ValueError, match=rf"{path} is damaged \(the checksum of {changed[0]} is wrong\)"):
+        reader[changed[0]]
+    for index in tmp_path.glob("*.json"):  # a checkpoint of an earlier version has no checksums
+        entries = json.loads(index.read_text())
+        index.write_text(json.dumps({name: without_checksum(entry) for name, entry in entries.items()}))
+    assert TensorReader(tmp_path, "model")[changed[0]] is not None
+
+
+def is_readable(reader: TensorReader, name: str) -> bool:
+    try:
+        return bool(reader[name].isfinite().all())
+    except ValueError:
+        return False
+
+
+def without_checksum(entry: dict[str, Any]) -> dict[str, Any]:
+    assert entry.pop("crc32") >= 0
+    return entry
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b'{"a": 5}', b'{"a": {}}', b'{"a": {"shape": "x"}}'])
+def test_a_damaged_index_or_object_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model-rank00000.json").write_bytes(content)
+    with pytest.raises(ValueError, match="model-rank00000.json is damaged"):
+        TensorReader(tmp_path, "model")
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(ValueError, match="state.pt is damaged"):
+        load_object(tmp_path / "state.pt")

@@ -147,6 +147,25 @@ def test_it_serves_the_trainers_weights_and_sleeps_after_each_rollout() -> None:
     assert engine.calls.count("close") == 1
 
 
+def test_versions_count_the_syncs_where_nobody_sets_the_step() -> None:
+    trainer = Trainer()
+    trainer.global_step = 0
+    options = StrategyOptions(canary_every=0, engine_sleep_level=2)  # weights are sent again before a rollout
+    serving = ColocatedServing(trainer, options)
+    started(trainer, serving)
+    versions = []
+    for value in (6.0, 7.0, 8.0):
+        (completion, *_) = serving.generate(PROMPTS, PARAMS)
+        versions += completion.versions
+        (completion, *_) = serving.generate(PROMPTS, PARAMS)
+        versions += completion.versions
+        trainer.set(value)
+        serving.sync_weights(trainer.model)
+    assert versions == [0, 0, 1, 1, 2, 2]
+    trainer.global_step = 30
+    assert serving.sync_weights(trainer.model).version == 30
+
+
 def test_two_rollouts_can_share_one_wake_up() -> None:
     trainer = Trainer()
     serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))

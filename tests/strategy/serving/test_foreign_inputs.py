@@ -48,13 +48,14 @@ class Letters:
 def test_texts_and_token_ids_become_prompts_with_their_media() -> None:
     with pytest.raises(ValueError, match="need a tokenizer"):
         engine_prompts([{"prompt": "a"}], None)
-    made = engine_prompts([{"prompt": "ab"}, {"prompt": [7, 9], "multi_modal_data": {"video": ["v"]}}], Letters())
-    assert made == [EnginePrompt(token_ids=(97, 98)), EnginePrompt(token_ids=(7, 9), videos=("v",))]
+    image = object()  # stands for a PIL image, which is handed on as it is
+    made = engine_prompts([{"prompt": "ab"}, {"prompt": [7, 9], "multi_modal_data": {"image": image}}], Letters())
+    assert made == [EnginePrompt(token_ids=(97, 98)), EnginePrompt(token_ids=(7, 9), images=(image,))]
 
 
 def test_a_run_of_placeholders_of_one_image_is_one_again() -> None:
     ids = [5, 9, 9, 9, 6, 9, 9, 5, 5]  # 9 is the placeholder: two images of three and two tokens
-    (made,) = engine_prompts([{"prompt": ids, "multi_modal_data": {"image": ["a", "b"]}}], None, {9})
+    (made,) = engine_prompts([{"prompt": ids, "multi_modal_data": {"image": [object(), object()]}}], None, {9})
     assert made.token_ids == (5, 9, 6, 9, 5, 5)
     (text,) = engine_prompts([{"prompt": ids}], None, {9})  # without an image nothing is expanded
     assert text.token_ids == tuple(ids)

@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightrl.engines.base import SamplingParams
+from lightrl.imports import is_installed
 from lightrl.seeding import mix_seed
-from lightrl.strategy.serving.foreign_params import gathered_seeds, local_seeds, params_for_each
+from lightrl.strategy.serving.foreign_params import as_params, gathered_seeds, local_seeds, params_for_each
 from lightrl.testing import run_program, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "unseeded_program.py"
@@ -64,3 +66,44 @@ def test_parameters_without_a_seed_get_one_of_call_position_and_engine() -> None
     makers += [local_seeds(1, 0, 1), local_seeds(1, 1, 0), local_seeds(2, 0, 0)]
     assert len({make(index) for make in makers for index in range(3)}) == 21
     assert gathered_seeds(1, 0, 2)(1) == gathered_seeds(1, 0, 3)(0)
+
+
+class Theirs:
+    """As the sampling parameters of another engine are: every setting has a value."""
+
+    __struct_fields__ = ("max_tokens", "top_k", "stop", "min_p", "logit_bias", "_cache")
+
+    def __init__(self, **given: Any) -> None:
+        values = {"max_tokens": 16, "top_k": -1, "stop": None, "min_p": 0.0, "logit_bias": None, "_cache": object()}
+        vars(self).update(values | given)
+
+
+def test_parameters_in_the_words_of_others() -> None:
+    found = as_params({"max_tokens": 3, "top_k": -1, "stop": "x", "stop_token_ids": [4], "min_tokens": 1, "seed": None})
+    assert found == SamplingParams(max_new_tokens=3, stop=("x",), stop_token_ids=(4,), min_new_tokens=1)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "min_p": 0.0, "best_of": 1, "logit_bias": None}
+    assert as_params({**neutral, "skip_special_tokens": False, "bad_words": []}) == SamplingParams()
+    assert as_params({"n_samples": 2, "greedy": True, "top_k": 10**8}) == SamplingParams(n=2, temperature=0.0)
+    assert as_params(Theirs(stop=["a", "b"], max_tokens=5)) == SamplingParams(max_new_tokens=5, stop=("a", "b"))
+    assert as_params(Theirs()) == SamplingParams(max_new_tokens=16)
+    for given, text in (
+        (Theirs(min_p=0.1), "min_p=0.1"),
+        ({"logit_bias": {1: 2}}, "logit_bias="),
+        ({"max_tokens": None}, "max_tokens is None"),
+        (Theirs(top_k=-2), "top_k is -2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            as_params(given)
+
+
+@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
+def test_vllms_own_object() -> None:
+    from vllm import SamplingParams as OfVLLM
+
+    theirs = OfVLLM(temperature=0.5, top_p=0.9, top_k=-1, max_tokens=7, min_tokens=2, stop=["a"], n=3, seed=4)
+    assert as_params(theirs) == SamplingParams(
+        temperature=0.5, top_p=0.9, max_new_tokens=7, min_new_tokens=2, stop=("a",), n=3, seed=4
+    )
+    assert as_params(OfVLLM(max_tokens=2, presence_penalty=0.5)).presence_penalty == 0.5
+    with pytest.raises(ValueError, match="min_p=0.1"):
+        as_params(OfVLLM(min_p=0.1))

@@ -1,0 +1,40 @@
+"""Reads JSON that a user wrote, with one sentence for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def parse_json(content: bytes, where: str, wanted: str) -> Any:
+    """Returns the value; raises ValueError that begins with where it stands and ends with what is wanted."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{where}: not valid JSON ({reason}). {wanted}") from error
+    if b"\\ud" in content.lower():  # an escape of half a character, which no file and no tokenizer takes
+        _refuse_halves(value, where)
+    return value
+
+
+def _refuse_halves(value: Any, where: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{where}: it holds {half!a}, half of a pair of surrogates, which is no character. Write the pair or "
+            "leave it out."
+        ) from error
+
+
+def require_object(value: Any, where: str) -> Record:
+    """Returns a record; raises ValueError for any other value."""
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
+        )
+    return value

@@ -1,0 +1,161 @@
+"""Generation by a model's own cache, one sample at a time, for models whose state does not fit the rows of a RowCache.
+
+Mamba, linear attention and short convolutions keep a state that is no key and no value; indexed and chunked attention
+keep more than both. Each sample has what the model itself returned as its cache. A model whose cache does not give the
+logits that it computes without one runs the whole sequence for each token.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lightrl.engines.native.cache import Prefill
+from lightrl.models.per_sequence import leave_weights_alone
+
+logger = logging.getLogger(__name__)
+
+# The names under which models take their cache, and return it.
+_CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
+
+
+class SampleCaches:
+    """One state a row, in place of the rows of a RowCache: what a model returned as its cache, or the tokens so far."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self.positions = torch.empty(0)
+        self.prefill: Prefill | None = None
+
+    def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
+        """Makes room for rows; a state grows by itself."""
+        self.states.extend([None] * (rows - len(self.states)))
+
+    def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
+        """Says which rows receive which prompts."""
+        self.prefill = Prefill(target_rows, source_prompts)
+
+    def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
+        """Says at which positions the rows decode."""
+        self.positions = positions
+
+    def store_prompt(self, prompt: int, state: Any) -> None:
+        """Gives the state of a prompt of the prefill phase to its rows, each its own copy."""
+        assert self.prefill is not None
+        rows = self.prefill.target_rows[self.prefill.source_prompts == prompt].tolist()
+        for row in rows:
+            self.states[row] = state if row == rows[-1] else copy.deepcopy(state)
+
+    def move_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Gives the states of rows to others that have ended."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.states[target], self.states[source] = self.states[source], None
+
+    def read_row(self, row: int, length: int) -> Any:
+        """Returns a copy of the state of a row."""
+        return copy.deepcopy(self.states[row])
+
+    def write_rows(self, rows: slice, content: Any, length: int) -> None:
+        """Gives each of the rows a copy of what read_row returned."""
+        for row in range(rows.start, rows.stop):
+            self.states[row] = copy.deepcopy(content)
+
+    def free(self) -> int:
+        """Drops the states; returns the bytes of their tensors."""
+        num_bytes = sum(map(_num_bytes, self.states))
+        self.states = []
+        return num_bytes
+
+
+def _num_bytes(state: Any) -> int:
+    """Returns the bytes of the tensors in a state: a tensor, a list, or an object of transformers."""
+    if isinstance(state, Tensor):
+        return state.untyped_storage().nbytes()
+    if isinstance(state, list | tuple):
+        return sum(map(_num_bytes, state))
+    if isinstance(state, dict):
+        return sum(map(_num_bytes, state.values()))
+    return _num_bytes(vars(state)) if hasattr(state, "__dict__") and not isinstance(state, type) else 0
+
+
+class OwnCacheForward:
+    """Runs prompts, or one token a row, each by a call of the model."""
+
+    def __init__(self, model: PreTrainedModel, *, recomputes: bool) -> None:
+        """recomputes: a state is the tokens so far, all of which run again for each token."""
+        self._model = model
+        self._recomputes = recomputes
+        self._parameters = inspect.signature(model.forward).parameters
+
+    def prefill(self, ids: Tensor, last: Tensor, cache: SampleCaches) -> Tensor:
+        """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
+        logits = []
+        for prompt, end in enumerate(last.tolist()):
+            scores, state = self._run(ids[prompt : prompt + 1, : end + 1], None, 0)
+            cache.store_prompt(prompt, state)
+            logits.append(scores)
+        return torch.stack(logits)
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: SampleCaches, rope_deltas: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits [n, vocab] of tokens [n] at positions [n]."""
+        logits = []
+        for row, position in enumerate(positions.tolist()):
+            scores, cache.states[row] = self._run(tokens[None, row : row + 1], cache.states[row], position)
+            logits.append(scores)
+        return torch.stack(logits)
+
+    def _run(self, ids: Tensor, state: Any, position: int) -> tuple[Tensor, Any]:
+        """Returns the logits after the last token, [vocab], and the state behind it."""
+        if self._recomputes:
+            ids, position = ids if state is None else torch.cat([state, ids], dim=1), 0
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": not self._recomputes}
+        positions = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
+        optional = {"position_ids": positions, "logits_to_keep": 1, "return_dict": True}
+        inputs |= {name: value for name, value in optional.items() if name in self._parameters}
+        if self._recomputes:
+            return self._model(**inputs).logits[0, -1], ids
+        output = self._model(**inputs, **(state or {}))
+        state = {name: kept for name in _CACHE_NAMES if (kept := getattr(output, name, None)) is not None} or state
+        if state is None:  # it makes a cache and does not return it
+            state = {"past_key_values": DynamicCache(config=self._model.config.get_text_config())}
+            output = self._model(**inputs, **state)
+        return output.logits[0, -1], state
+
+
+def find_forward(
+    model: PreTrainedModel, agrees: Callable[[OwnCacheForward, SampleCaches], bool]
+) -> OwnCacheForward | None:
+    """Returns the fastest way of generating that gives the model's own logits; None if there is none.
+
+    Args:
+        agrees: compares a forward with the model's logits.
+    """
+    leave_weights_alone(model.get_decoder())
+    for attention, recomputes in (("sdpa", False), ("eager", False), ("eager", True)):
+        try:
+            model.set_attn_implementation(attention)
+            forward = OwnCacheForward(model, recomputes=recomputes)
+            is_right = agrees(forward, SampleCaches())
+        except Exception as error:  # models fail in many ways of their own
+            logger.debug("%s by %s attention: %s", type(model).__name__, attention, error)
+            continue
+        if is_right:
+            _say(type(model).__name__, recomputes)
+            return forward
+    return None
+
+
+def _say(name: str, recomputes: bool) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        how = "without a cache, each token by a pass over its whole sequence" if recomputes else "by its own cache"
+        logger.warning("The native engine runs %s %s, one sample at a time: exact, slower.", name, how)

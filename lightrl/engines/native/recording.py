@@ -1,0 +1,112 @@
+"""The native engine for --routing.replay: it records which experts each token was given to, in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightrl.engines.base import Completion
+from lightrl.engines.native.engine import NativeEngine, build_native_engine
+from lightrl.engines.native.sampler import SamplingPlan
+from lightrl.engines.native.scheduler import Admission
+from lightrl.models.routing import Router, routers_of
+
+_Experts = NDArray[np.int16]
+_Key = tuple[int, int]  # request, sample
+
+
+class RouterTape:
+    """Keeps the experts that the routers of a model chose in the last forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = routers_of(model)
+        self._kept: dict[int, Tensor] = {}  # by router
+        for index, router in enumerate(self._routers):
+            router.module.register_forward_hook(partial(self._keep, index, router))
+
+    def _keep(self, index: int, router: Router, module: nn.Module, args: Any, output: Any) -> None:
+        self._kept[index] = router.experts(output)
+
+    def clear(self) -> None:
+        """Forgets the last forward."""
+        self._kept.clear()
+
+    def take(self) -> _Experts | None:
+        """Returns the experts of the last forward, [tokens, layers, k], and forgets them; None if there was none."""
+        if not self._kept:
+            return None
+        layers = [self._kept[index] for index in range(len(self._routers))]
+        self._kept.clear()
+        result: _Experts = torch.stack(layers, dim=1).to("cpu", torch.int16).numpy()
+        return result
+
+
+class RecordingEngine(NativeEngine):
+    """Returns with each completion the experts of all tokens that the engine ran: all but the last."""
+
+    returns_routing = True
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._tape = RouterTape(self.model)
+        self._prompts: dict[int, _Experts] = {}  # by request, until all its samples have entered
+        self._samples: dict[_Key, list[_Experts]] = {}  # of the samples that run: the prompt's, then one a token
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Stops the requests and returns what each unfinished sample has."""
+        chosen = None if request_ids is None else set(request_ids)
+        for request_id in [*self._prompts] if chosen is None else chosen:
+            self._prompts.pop(request_id, None)
+        return self._with_routing(super().abort(chosen))
+
+    def _prefill_group(self, admissions: list[Admission]) -> Tensor:
+        self._tape.clear()
+        logits = super()._prefill_group(admissions)
+        experts = self._tape.take()
+        assert experts is not None
+        of_prompts = experts.reshape(len(admissions), -1, *experts.shape[1:])  # padded on the right
+        for item, padded in zip(admissions, of_prompts, strict=True):
+            self._prompts[item.request.request_id] = padded[: len(item.request.prompt)].copy()
+        return logits
+
+    def _decode(self) -> list[Completion]:
+        self._tape.clear()
+        return super()._decode()
+
+    def _draw(self, logits: Tensor, first_row: int, plan: SamplingPlan) -> list[Completion]:
+        """Adds the experts of the forward before it to the samples, then draws."""
+        experts = self._tape.take()  # of one token a row; None after prompts, whose experts are kept already
+        rows = self._scheduler.rows
+        for row in range(first_row, self._scheduler.num_running):
+            request = rows.request[row]
+            key = (request.request_id, int(rows.sample[row]))
+            if experts is None:
+                self._samples[key] = [self._prompts[request.request_id]]
+            else:
+                self._samples[key].append(experts[row, None])
+        if experts is None:
+            self._forget_entered(first_row)
+        return self._with_routing(super()._draw(logits, first_row, plan))
+
+    def _forget_entered(self, first_row: int) -> None:
+        """Drops the prompts of requests whose samples have all entered."""
+        for request in self._scheduler.rows.request[first_row : self._scheduler.num_running]:
+            if request.num_admitted == request.params.n:
+                self._prompts.pop(request.request_id, None)
+
+    def _with_routing(self, done: list[Completion]) -> list[Completion]:
+        parts = [self._samples.pop((item.request_id, item.sample_index), None) for item in done]
+        return [
+            item if experts is None else replace(item, routing=np.concatenate(experts))
+            for item, experts in zip(done, parts, strict=True)
+        ]
+
+
+build_recording_engine = partial(build_native_engine, kind=RecordingEngine)

@@ -1,0 +1,53 @@
+"""Says within seconds that a name on the Hugging Face hub cannot be had, before libraries try again and again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+_WAIT_S = 5.0  # for a name server and a connection
+
+
+def require_reachable(name: str, option: str) -> None:
+    """Raises ValueError for a model that is not in the cache while the hub cannot be reached."""
+    if _has_proxy() or isinstance(_cached_config(name, option), str):
+        return
+    url = urlsplit(constants.ENDPOINT)
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(url.hostname or "", url.port)
+    if reason:
+        raise ValueError(
+            f"{option} {name} is no folder here and not in the cache of Hugging Face, and {url.hostname} cannot be "
+            f"reached ({reason}). Give a folder, or a network."
+        )
+
+
+def _cached_config(name: str, option: str) -> object:
+    try:
+        return try_to_load_from_cache(name, "config.json")
+    except ValueError as error:  # huggingface_hub's own checks of a repository's name
+        raise ValueError(f"{option} {name!r} is neither a folder nor a Hugging Face name: {error}") from error
+
+
+def _has_proxy() -> bool:
+    return any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+
+
+def _why_unreachable(host: str, port: int | None) -> str:
+    """Returns why no connection can be made, or nothing; a thread, since looking up a name has no time limit."""
+    reasons: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port or 443), timeout=_WAIT_S).close()
+            reasons.append("")
+        except OSError as error:
+            reasons.append(str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_WAIT_S)
+    return reasons[0] if reasons else f"no answer within {_WAIT_S:g} s"

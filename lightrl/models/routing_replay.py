@@ -1,0 +1,166 @@
+"""Routing replay (R3, arXiv:2510.11370): the trainer's forward uses the experts that the engine chose for each token.
+
+Trainer and engine round differently, so now and then a router chooses another expert, and the token's probability
+jumps. Here the choice comes from the engine and only its weights from the trainer's router, which gets a gradient
+through them. Attached to a policy when it is asked for; a pack that has no routing runs as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightrl.models.policy import Policy
+from lightrl.models.routing import UNKNOWN, check_rules, routers_of, uses_sigmoid
+from lightrl.records import PackedBatch, RoutingScores, TokenScores
+
+_KEYWORD = "expert_routing"
+
+
+class RoutingReplay:
+    """Hooks on a policy and its routers. What the routers did comes back in the policy's scores."""
+
+    def __init__(self, policy: Policy, *, keeps_logits: bool) -> None:
+        """Attaches to the policy, before it is sharded; raises ValueError if it is no mixture of experts.
+
+        keeps_logits: the scores have the logits of the routers, for their losses.
+        """
+        self._routers = routers_of(policy.hf)
+        self._is_sigmoid = uses_sigmoid(self._routers)
+        self._keeps_logits = keeps_logits
+        if not next(self._routers[0].module.parameters()).is_meta:
+            check_rules(self._routers)
+        self._batch: PackedBatch | None = None  # under way in the policy's forward; None in a recomputation
+        self._replayed: dict[int, Tensor] = {}  # by router: the experts [t, k] for the layer that runs now
+        self._logits: list[Tensor] = []  # [t, E] of each router, in the forward under way
+        self._experts: list[Tensor] = []  # [t, k] that were used
+        self._differs: list[Tensor] = []  # [t] bool, of the experts that the trainer would have chosen
+        self.follow(policy)
+        policy.hf.get_decoder().register_forward_pre_hook(self._hand_on, with_kwargs=True)
+        for index, router in enumerate(self._routers):
+            layer = policy.hf.get_submodule(router.layer_name)
+            layer.register_forward_pre_hook(partial(self._receive, index), with_kwargs=True)
+            router.module.register_forward_hook(partial(self._route, index))
+
+    def follow(self, policy: Policy) -> None:
+        """Serves a policy that has taken over the same model from another one."""
+        self._policy = policy
+        policy.register_forward_pre_hook(self._begin)
+        policy.register_forward_hook(self._end)
+
+    # ---- In the order of a forward -----------------------------------------------------------------------------
+
+    def _begin(self, policy: nn.Module, args: tuple[PackedBatch]) -> None:
+        self._batch = args[0]
+        self._logits, self._experts, self._differs = [], [], []
+
+    def _hand_on(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Gives the routing to the decoder as a keyword, so that a checkpointed layer is recomputed with its own."""
+        if self._batch is None or self._batch.routing is None:
+            return None
+        return args, {**kwargs, _KEYWORD: _own_part(self._batch.routing, self._policy)}
+
+    def _receive(self, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        routing = kwargs.pop(_KEYWORD, None)
+        self._replayed.pop(index, None)
+        if routing is not None:
+            self._replayed[index] = routing[:, index]
+        return args, kwargs
+
+    def _route(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        router, replayed = self._routers[index], self._replayed.pop(index, None)
+        own = used = router.experts(output)
+        if replayed is not None:
+            is_known = replayed[:, :1] != UNKNOWN
+            used = torch.where(is_known, replayed.to(own.dtype), own)
+            output = router.with_experts(output, used)
+        if self._batch is not None:
+            if self._keeps_logits and torch.is_grad_enabled():
+                self._logits.append(router.logits(output))
+                self._experts.append(used)
+            if replayed is not None:
+                self._differs.append((own.sort(-1).values != used.sort(-1).values).any(-1))
+        return output
+
+    def _end(self, policy: nn.Module, args: Any, scores: TokenScores) -> TokenScores:
+        assert self._batch is not None
+        batch, self._batch = self._batch, None
+        routing = RoutingScores(
+            logits=tuple(self._logits),
+            experts=tuple(self._experts),
+            is_sigmoid=self._is_sigmoid,
+            num_layers=len(self._routers),
+            num_routed=0
+            if batch.routing is None
+            else int((_own_part(batch.routing, self._policy)[:, 0, 0] >= 0).sum()),
+            num_tokens_differ=int(torch.stack(self._differs).any(0).sum()) if self._differs else 0,
+            num_choices_differ=sum(int(part.sum()) for part in self._differs),
+        )
+        self._logits, self._experts, self._differs = [], [], []
+        return replace(scores, routing=routing)
+
+
+def attach_replay(policy: Policy, *, keeps_logits: bool) -> None:
+    """Makes a policy use the experts in the packs that have them, and report on its routers.
+
+    Where another policy had the model before, its hooks serve this one.
+    """
+    decoder: Any = policy.hf.get_decoder()
+    if hasattr(decoder, "routing_replay"):
+        decoder.routing_replay.follow(policy)
+    else:
+        decoder.routing_replay = RoutingReplay(policy, keeps_logits=keeps_logits)
+
+
+def _own_part(routing: Tensor, policy: Policy) -> Tensor:
+    """Returns the routing of the tokens that this rank runs, where ranks split a pack; see split_tokens()."""
+    group = policy.sequence_group
+    if group is None:
+        return routing
+    routing = F.pad(routing, (0, 0, 0, 0, 0, -len(routing) % group.size), value=UNKNOWN)
+    return routing.chunk(group.size)[group.rank]
+
+
+# ---- Router losses ---------------------------------------------------------------------------------------------------
+
+
+def balance_loss(scores: RoutingScores, cu_seqlens: tuple[int, ...]) -> Tensor:
+    """Returns the load-balancing loss of each sequence, [S], a mean over the layers; 1 is perfect balance.
+
+    With f the share of a sequence's choices that fell on an expert, and P its mean probability there, a layer's loss is
+    E * sum of f * P over its E experts (arXiv:2101.03961, by sequence as in arXiv:2412.19437). By sequence it does not
+    depend on how a step is cut into micro-batches.
+    """
+    layers = []
+    for logits, experts in zip(scores.logits, scores.experts, strict=True):
+        probabilities = _probabilities(logits, scores.is_sigmoid)
+        num_experts = logits.shape[1]
+        chosen = F.one_hot(experts, num_experts).sum(1).to(probabilities.dtype) / experts.shape[1]
+        share, mean = (_sequence_means(part, cu_seqlens) for part in (chosen, probabilities))
+        layers.append(num_experts * (share * mean).sum(-1))
+    return torch.stack(layers).mean(0)
+
+
+def z_loss(scores: RoutingScores, cu_seqlens: tuple[int, ...]) -> Tensor:
+    """Returns the mean of logsumexp(logits)^2 over a sequence's tokens, [S], and over the layers (arXiv:2202.08906)."""
+    layers = [_sequence_means(logits.float().logsumexp(-1).square()[:, None], cu_seqlens) for logits in scores.logits]
+    return torch.stack(layers).mean(0)[:, 0]
+
+
+def _probabilities(logits: Tensor, is_sigmoid: bool) -> Tensor:
+    if not is_sigmoid:
+        return logits.float().softmax(-1)
+    scores = logits.float().sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def _sequence_means(values: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
+    """Returns the mean of [t, n] over each sequence, [S, n]."""
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
+    return torch.stack([part.mean(0) for part in values.split(lengths)])

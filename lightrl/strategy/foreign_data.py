@@ -1,0 +1,110 @@
+"""Data in the forms that code for other trainers hands over: NumPy values and lists to reduce, batches of all samples.
+
+lightrl's own trainers use comm and their own samplers, and enter none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from lightrl.comm import Comm
+from lightrl.data.sampler import ResumableSampler
+
+logger = logging.getLogger(__name__)
+
+
+def reduced(comm: Comm, data: Any, op: str) -> Any:
+    """Reduces tensors, numbers, NumPy values, and lists, tuples and dicts of them; each comes back as what it was."""
+    return _as_given(data, comm.all_reduce(_plain(data), op))
+
+
+def gathered(comm: Comm, data: Any) -> Any:
+    """Concatenates tensors, NumPy arrays, numbers, and dicts of them, over the ranks."""
+    if isinstance(data, Mapping):
+        parts = {key: gathered(comm, data[key]) for key in sorted(data)}  # any order of insertion on any rank
+        return {key: parts[key] for key in data}
+    whole = comm.all_gather(_plain(data))
+    return whole.numpy() if isinstance(data, np.ndarray) else whole
+
+
+def _plain(data: Any) -> Any:
+    """Returns what Comm takes: tensors, numbers and dicts."""
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return {f"{index:09d}": _plain(value) for index, value in enumerate(data)}
+    if isinstance(data, np.ndarray):
+        return torch.from_numpy(data)
+    return data.item() if isinstance(data, np.generic) else data
+
+
+def _as_given(data: Any, result: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _as_given(value, result[key]) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(_as_given(*pair) for pair in zip(data, result.values(), strict=True))
+    if isinstance(data, np.ndarray):
+        return result.numpy()
+    if isinstance(data, np.generic):
+        return data.dtype.type(result) if data.dtype.type(result) == result else np.asarray(result)[()]
+    return result
+
+
+# ---- Batches -----------------------------------------------------------------------------------------------------
+
+
+def rank_loader(
+    data: Any,
+    sampler: ResumableSampler,
+    *,
+    batch_size: int,
+    drop_last: bool,
+    collate_fn: Callable[..., Any] | None,
+    pin_memory: bool,
+) -> DataLoader[Any]:
+    """Returns a loader of one rank's samples, with as many batches as the loaders of the other ranks."""
+    common: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": pin_memory}
+    if drop_last or sampler.world == 1:
+        return DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **common)
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=EqualBatches(sampler, batch_size), **common)
+    # Loops read these two and call loader.sampler.set_epoch(); DataLoader itself refuses to set them.
+    object.__setattr__(loader, "sampler", sampler)
+    object.__setattr__(loader, "batch_size", batch_size)
+    return loader
+
+
+class EqualBatches(Sampler[list[int]]):
+    """Cuts the samples of one rank into as many batches as the rank with most samples has.
+
+    Ranks that train or reduce in each batch would wait for each other otherwise. A rank with one batch less halves its
+    last one. Where that holds one sample, or none, a sample is given a second time, with a warning.
+    """
+
+    def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own, size = list(self.sampler), self.batch_size
+        batches = [own[start : start + size] for start in range(0, len(own), size)]
+        if len(batches) < len(self):
+            *batches, last = batches or [[]]
+            batches += self._two_of(last)[-(len(self) - len(batches)) :]
+        return iter(batches)
+
+    def __len__(self) -> int:
+        return -(-self.sampler.most_samples // self.batch_size)
+
+    def _two_of(self, batch: list[int]) -> list[list[int]]:
+        middle = -(-len(batch) // 2)
+        if len(batch) > 1:
+            return [batch[:middle], batch[middle:]]
+        repeated = batch or [self.sampler.first_sample]
+        logger.warning("Sample %d is given twice, so that all ranks have as many batches.", repeated[0])
+        return [batch, repeated]

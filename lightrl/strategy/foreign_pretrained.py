@@ -1,0 +1,67 @@
+"""What code for other trainers names in its arguments and does not pass: the tokenizer, the engine's first model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightrl.config import StrategyOptions
+from lightrl.models.policy import load_config, load_tokenizer, model_loader
+from lightrl.strategy.optim.optimizers import TrainedModels
+
+_MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")
+
+
+class Named(Protocol):
+    """What is needed of the strategy whose model is looked for."""
+
+    args: Any
+    trained: TrainedModels
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def options(self) -> StrategyOptions: ...
+    def unwrap_model(self, model: Any) -> nn.Module: ...
+
+
+def first_model(strategy: Named, args: Any) -> nn.Module:
+    """Returns the model for an engine that was given no actor: the one that trains, or the one that args name."""
+    entries = [entry for entry in strategy.trained.entries if getattr(entry.model, "is_actor", False)]
+    if not entries and len(strategy.trained.entries) == 1:
+        entries = strategy.trained.entries
+    if entries:
+        model: nn.Module = entries[0].model
+        return model
+    for name in _names(args, strategy.args):
+        trusted = strategy.options.trust_remote_code
+        config = load_config(name, trust_remote_code=trusted)
+        loaded: nn.Module = model_loader(config).from_pretrained(name, dtype=torch.float32, trust_remote_code=trusted)
+        return loaded.to(strategy.device).eval().requires_grad_(False)
+    raise ValueError(
+        "The engine needs a model: prepare the actor first, or pass it as setup_inference_engine(args, ..., "
+        f"actor=actor), or name a folder in one of {', '.join(_MODEL_ARGUMENTS)} of args."
+    )
+
+
+def find_tokenizer(strategy: Named) -> Any:
+    """Returns the tokenizer of the model that trains or that the arguments name."""
+    models = [strategy.unwrap_model(entry.model) for entry in strategy.trained.entries]
+    paths = [str(getattr(model, "name_or_path", "") or "") for model in models]
+    for name in (*_names(strategy.args), *filter(None, paths)):
+        try:
+            return load_tokenizer(name, trust_remote_code=strategy.options.trust_remote_code)
+        except (OSError, ValueError):
+            continue
+    raise ValueError("Text prompts and stop strings need a tokenizer: set strategy.tokenizer, or give token ids.")
+
+
+def _names(*several: Any) -> Iterator[str]:
+    for args in several:
+        for name in _MODEL_ARGUMENTS:
+            value = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+            if isinstance(value, str) and value:
+                yield value

@@ -1,0 +1,27 @@
+"""Options under the names of other trainers."""
+
+from argparse import Namespace
+
+import pytest
+
+from lightrl.config import StrategyOptions
+
+
+def test_names_of_other_trainers_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    args = Namespace(
+        bf16=True,
+        zero_stage=3,
+        adam_offload=True,
+        engine_mem_util=0.6,
+        enable_engine_sleep=False,
+        fsdp_cpu_offload=True,
+    )
+    options = StrategyOptions.from_args(args)
+    assert (options.dtype, options.engine_mem_fraction, options.engine_sleep_level) == ("bfloat16", 0.6, 0)
+    assert (options.deepspeed.zero_stage, options.deepspeed.offload_optimizer) == (3, True)
+    assert options.fsdp.cpu_offload
+    assert caplog.text == ""
+    other = StrategyOptions.from_args({"bf16": False, "enable_engine_sleep": True})
+    assert (other.dtype, other.engine_sleep_level) == ("float32", 1)
+    with pytest.raises(ValueError, match="engine_mem_fraction is 1.5"):
+        StrategyOptions.from_args({"engine_mem_util": 1.5})

@@ -1,0 +1,18 @@
+import pytest
+
+from lightrl.data.json_records import parse_json, require_object
+
+
+def test_escaped_pairs_are_characters_and_halves_are_none() -> None:
+    assert parse_json(rb'"\ud83d\ude00"', "here", "") == "\N{GRINNING FACE}"
+    assert parse_json(rb'"\\ud83d"', "here", "") == "\\ud83d"  # a backslash and letters
+    with pytest.raises(ValueError, match=r"^here: it holds '.ud83d', half of a pair of surrogates"):
+        parse_json(rb'{"a": ["\ud83d"]}', "here", "")
+
+
+def test_what_is_no_json_is_told_with_what_is_wanted() -> None:
+    for content in (b"{", b"[" * 100_000, b"1" * 5000, b"\xff"):
+        with pytest.raises(ValueError, match=r"^here: not valid JSON \(.*\)\. Give an object\.$"):
+            parse_json(content, "here", "Give an object.")
+    with pytest.raises(ValueError, match="here: a record is a list"):
+        require_object([], "here")

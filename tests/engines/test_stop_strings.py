@@ -1,0 +1,51 @@
+"""Stop strings end a sample behind the token that completes the first of them."""
+
+import pytest
+
+from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.stop_strings import check_stop, cut_after_stop, first_stop
+
+
+class Syllables:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(["a", "b\n", "\nc", "<en", "d>"][token] for token in token_ids)
+
+
+def test_the_first_stop_string_counts_wherever_its_tokens_begin() -> None:
+    # a b\n \nc <en d> a: the two newlines come from two tokens, and so does <end>
+    ids = [0, 1, 2, 3, 4, 0]
+    assert first_stop(ids, ("\n\n",), Syllables()) == 3
+    assert first_stop(ids, ("<end>", "\n\n"), Syllables()) == 3
+    assert first_stop(ids, ("<end>",), Syllables()) == 5
+    assert first_stop(ids, ("nowhere",), Syllables()) is None
+    assert first_stop([], ("a",), Syllables()) is None
+
+
+def test_a_completion_is_cut_with_all_that_belongs_to_its_tokens() -> None:
+    item = Completion(
+        request_id=0, sample_index=0, prompt_token_ids=(0,), output_token_ids=(0, 1, 2, 3),
+        logprobs=(1.0, 2.0, 3.0, 4.0), versions=(5, 5, 6, 6), finish_reason="length",
+    )  # fmt: skip
+    cut = cut_after_stop(item, ("\n\n",), Syllables())
+    assert (cut.output_token_ids, cut.logprobs, cut.versions) == ((0, 1, 2), (1.0, 2.0, 3.0), (5, 5, 6))
+    assert cut.finish_reason == "stop"
+    assert cut_after_stop(item, ("nowhere",), Syllables()) is item
+
+
+def test_stop_strings_that_cannot_be_looked_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        check_stop(("a",), None)
+    for bad in ("a", ("",), (3,)):
+        with pytest.raises(ValueError, match="it must be a tuple of texts"):
+            check_stop(bad, Syllables())  # type: ignore[arg-type]
+
+
+def test_what_a_trainer_cannot_reproduce_is_refused() -> None:
+    SamplingParams(temperature=0.7, stop=("a",), stop_token_ids=(3,), n=4, seed=2).require_trainable()
+    for changes in ({"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 1}, {"repetition_penalty": 1.1}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            SamplingParams(**changes).require_trainable()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="repetition_penalty is 0"):
+        SamplingParams(repetition_penalty=0.0)
+    with pytest.raises(ValueError, match="min_new_tokens is -1"):
+        SamplingParams(min_new_tokens=-1)

@@ -1,0 +1,44 @@
+import socket
+import time
+
+import pytest
+
+from lightrl.models import hub
+from lightrl.models.policy import check_model_folder
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+
+
+def test_without_a_network_it_is_told_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"--model nobody/nothing is no folder .* 127.0.0.1 cannot be reached \(.*\)"):
+        check_model_folder("nobody/nothing")
+    assert time.monotonic() - started < 10
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
+        check_model_folder("nobody/nothing")
+
+
+def test_a_name_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_WAIT_S", 0.2)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(30))
+    with pytest.raises(ValueError, match=r"no answer within 0.2 s"):
+        hub.require_reachable("nobody/nothing", "--model")
+
+
+def test_what_can_be_had_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        hub.require_reachable("nobody/nothing", "--model")
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+    hub.require_reachable("nobody/nothing", "--model")
+    monkeypatch.undo()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")  # which may reach it
+    hub.require_reachable("nobody/nothing", "--model")

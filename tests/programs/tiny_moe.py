@@ -1,0 +1,52 @@
+"""Small random mixtures of experts, one of each way to weigh experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB, NUM_LAYERS, NUM_EXPERTS, TOP_K = 61, 2, 6, 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts_per_tok": TOP_K,
+}
+QWEN = {"moe_intermediate_size": 16, "num_experts": NUM_EXPERTS}
+DEEPSEEK = {
+    **{"n_routed_experts": NUM_EXPERTS, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 2, "q_lora_rank": 8},
+    **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4},
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=NUM_EXPERTS),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, **QWEN, shared_expert_intermediate_size=16),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **QWEN, head_dim=8, norm_topk_prob=True),
+    "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=NUM_EXPERTS),
+    "phimoe": lambda: transformers.PhimoeConfig(**SHAPE, num_local_experts=NUM_EXPERTS, router_jitter_noise=0.5),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SHAPE, num_local_experts=NUM_EXPERTS, head_dim=8, rope_parameters=None
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SHAPE, num_local_experts=NUM_EXPERTS),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SHAPE, **DEEPSEEK}, first_k_dense_replace=0),
+}
+
+
+def tiny_moe(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    result: PreTrainedModel = model.eval()
+    return result

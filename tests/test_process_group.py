@@ -1,0 +1,26 @@
+import pytest
+import torch
+
+from lightrl.comm import known_world
+from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment
+
+
+def test_variables_that_describe_no_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert known_world() == 2
+    with pytest.raises(EnvironmentVariableError, match="missing for a distributed run: RANK, MASTER_ADDR, MASTER_PORT"):
+        check_environment()
+    for name, value in (("RANK", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="RANK is 2: with WORLD_SIZE 2 it must be 0 to 1"):
+        check_environment()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert known_world() == 1  # whoever joins is told below
+    with pytest.raises(ValueError, match="WORLD_SIZE is 'two': it must be a whole number"):
+        check_environment()
+
+
+def test_a_gpu_needs_both_back_ends() -> None:
+    assert (backend_for(torch.device("cpu")), backend_for(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
