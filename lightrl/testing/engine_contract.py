@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from lightrl.config import StrategyOptions
-from lightrl.engines.base import Completion, EngineGroup, SamplingParams, WeightSyncError, create_engine
+from lightrl.engines.base import Completion, EngineGroup, SamplingParams, WeightSyncError, create_engine, eos_ids
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]
@@ -32,6 +33,7 @@ class EngineContract:
     engine: ClassVar[str]
     options: ClassVar[StrategyOptions] = StrategyOptions()
     draws_by_seed: ClassVar[bool] = True  # the tokens of a sample depend on (seed, sample, token index) alone
+    constrains_draws: ClassVar[bool] = True  # takes min_new_tokens and penalties, and counts them in the logprobs
     resumes_exactly: ClassVar[bool] = True  # an aborted sample that goes on ends as if it had not been stopped
 
     @pytest.fixture(scope="class")
@@ -95,6 +97,27 @@ class EngineContract:
         for item in ready.generate(PROMPTS, [params] * len(PROMPTS)):
             logits = response_logits(source, item)
             assert logits.argmax(-1).tolist() == list(item.output_token_ids)
+
+    def test_a_minimum_of_tokens_and_penalties_count_in_the_logprobs(
+        self, ready: ColocatedEngine, source: PreTrainedModel
+    ) -> None:
+        if not self.constrains_draws:
+            pytest.skip(f"{self.engine} takes no minimum and no penalties")
+        greedy = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+        (free,) = ready.generate(PROMPTS[:1], [greedy])
+        first = free.output_token_ids[0]
+        ends = sorted({first, *eos_ids(source)})
+        params = replace(greedy, min_new_tokens=4, presence_penalty=2.0, stop_token_ids=(first,), ignore_eos=False)
+        (item,) = ready.generate(PROMPTS[:1], [params])
+        produced = list(item.output_token_ids)
+        assert len(produced) >= 4
+        for index, scores in enumerate(response_logits(source, item)):
+            scores = scores.clone()
+            scores[sorted(set(produced[:index]))] -= 2.0
+            if index < 4:
+                scores[ends] = -torch.inf
+            assert int(scores.argmax()) == produced[index]
+            assert abs(float(scores.log_softmax(-1)[produced[index]]) - item.logprobs[index]) < _TOLERANCE
 
     def test_samples_come_flat_in_the_order_of_the_prompts(self, ready: ColocatedEngine) -> None:
         params = [SamplingParams(max_new_tokens=4, n=count, seed=count) for count in (2, 1, 3, 1)]
