@@ -194,9 +194,7 @@ class StrategyBase(ForeignNames, ABC):
         """
         if optim is None:
             optim = self.options.optim
-            if (
-                optim.lr_scales and not self.trained.entries
-            ):  # a later model, such as a critic, need not match the patterns
+            if optim.lr_scales and not self.trained.entries:  # a critic, which comes later, need not match
                 check_lr_scales([model], optim)
         lr = self.options.lr if lr is None else lr
         model = self.prepare_model(model)

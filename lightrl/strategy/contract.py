@@ -79,9 +79,8 @@ class ForeignNames(ABC):
         """
         require_world(self.comm, "prepare_models_and_optimizers()")
         options = options_of(self, args)
-        if actor is not None or (
-            critic is not None and not self.trained.entries
-        ):  # a later critic need not match the patterns
+        is_first = not self.trained.entries  # a later critic need not match the patterns
+        if actor is not None or (critic is not None and is_first):
             check_lr_scales([actor, critic], options.optim)
         if actor is not None:
             actor.is_actor = True

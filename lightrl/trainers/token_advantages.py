@@ -57,6 +57,8 @@ class TokenAdvantages:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the moments of a checkpoint."""
+        if "rewards" in state:  # a checkpoint of version 0.1 holds sums
+            state = {f"{name}_moments": _moments_of_sums(*state[f"{name}s"]) for name in ("reward", "advantage")}
         self._reward_moments = torch.tensor(state["reward_moments"], dtype=torch.float64)
         self._advantage_moments = torch.tensor(state["advantage_moments"], dtype=torch.float64)
 
@@ -124,6 +126,12 @@ class TokenAdvantages:
                 found = self._advantage_moments = _merged(self._advantage_moments, found)
             advantages = torch.where(mask, whiten(advantages, found), 0.0)
         return clip_values(advantages, clip) if clip else advantages
+
+
+def _moments_of_sums(count: float, total: float, squares: float) -> list[float]:
+    """Returns what moments_of() would, from the count, the sum and the sum of squares."""
+    mean = total / count if count else 0.0
+    return [count, mean, max(0.0, squares - count * mean * mean)]
 
 
 def _flat(parts: Sequence[Sequence[float]]) -> Tensor:

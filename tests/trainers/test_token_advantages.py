@@ -187,3 +187,10 @@ def test_a_rank_without_samples_takes_part() -> None:
 def test_what_cannot_be_estimated_is_told(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         TokenAdvantages(PPOAlgorithmConfig(**options))
+
+
+def test_a_checkpoint_that_holds_sums_goes_on() -> None:
+    """Of the values 1, 2 and 6: count 3, sum 9, squares 41. So the mean is 3, and they deviate by 4 + 1 + 9 = 14."""
+    estimator = TokenAdvantages(PPOAlgorithmConfig())
+    estimator.load_state_dict({"rewards": [3.0, 9.0, 41.0], "advantages": [0.0, 0.0, 0.0]})
+    assert estimator.state_dict() == {"reward_moments": [3.0, 3.0, 14.0], "advantage_moments": [0.0, 0.0, 0.0]}
