@@ -76,7 +76,10 @@ ONLY_TOKENS = {
 
 
 def outputs_of(output) -> list[Tensor]:
-    return [output] if isinstance(output, Tensor) else [getattr(output, item.name) for item in fields(output)]
+    if isinstance(output, Tensor):
+        return [output]
+    values = [getattr(output, item.name) for item in fields(output)]
+    return [value for value in values if value is not None]
 
 
 def loss_of(output) -> Tensor:

@@ -52,7 +52,7 @@ def prepared(strategy, seed=0):
 def alone():
     """In this process, as if there were no other rank: (weights, average) after each update."""
     strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, lr=1e-2, optim=OPTIM))
-    strategy.comm.rank, strategy.comm.world = 0, 1
+    strategy.comm.rank, strategy.comm.world, strategy.comm.is_distributed = 0, 1, True
     policy, _ = prepared(strategy)
     average = parameters(strategy, policy)
     history = []
@@ -120,7 +120,7 @@ def check_muon_on_replicas():
         if name == "ddp":
             strategy.setup_distributed()
         else:
-            strategy.comm.rank, strategy.comm.world = 0, 1
+            strategy.comm.rank, strategy.comm.world, strategy.comm.is_distributed = 0, 1, True
         policy, _ = prepared(strategy)
         found.append([train(strategy, policy, step).loss for step in range(UPDATES)])
         found.append(parameters(strategy, policy))
