@@ -51,8 +51,7 @@ def nothing_to_train(strategy: Skipping, trained: TrainedModel, total: float) ->
 
 def drop_update(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> OptimizerStep:
     """Forgets the gradients of an update whose loss is not finite, as if their norm were not."""
-    optimizer.zero_grad(set_to_none=True)
-    strategy.layout.drop_gradients(model)
+    strategy.layout.drop_gradients(model)  # not optimizer.zero_grad: ZeRO keeps buffers there that it needs again
     strategy.trained.scheduled.add(optimizer)  # such updates do not count in a schedule
     hooks = strategy.trained.hooks_of(optimizer)
     for hook in hooks:

@@ -105,7 +105,7 @@ HONEST = "def double(x): return x + x"
 
 
 def test_an_honest_program_passes() -> None:
-    assert run_tests(HONEST, TESTS, limits=SandboxLimits(timeout_s=100)) == [True] * len(TESTS)
+    assert run_tests(HONEST, TESTS, limits=SandboxLimits(timeout_s=240)) == [True] * len(TESTS)
 
 
 @pytest.mark.parametrize("name", FORGERIES)
