@@ -94,7 +94,9 @@ def check_same_run(first: Path, other: Path, read: ReadMetrics) -> None:
             # first update is minus the mean of whitened advantages: 0 but for float32's rounding of numbers near 1.
             floor = {"critic/explained_variance": 1e-5, "loss": 1e-7}.get(name, 2e-8)
             if name in mine:
-                is_same = math.isclose(yours[name], mine[name], rel_tol=1e-5, abs_tol=floor)
+                # After two updates of Adam, which divides by small numbers, the order of ZeRO-3's sums shows: 1.3e-5.
+                rel_tol = 5e-5 if name == "critic/grad_norm" else 1e-5
+                is_same = math.isclose(yours[name], mine[name], rel_tol=rel_tol, abs_tol=floor)
                 assert is_same, (name, yours[name], mine[name])
 
 
