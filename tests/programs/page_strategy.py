@@ -27,7 +27,7 @@ class PageStrategy(StrategyBase):
         self, model, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
         load_lr_scheduler_states=True, load_module_only=False,
     ):  # fmt: skip
-        model.load_state_dict(torch.load(f"{load_dir}.pt"))
+        model.load_state_dict(torch.load(f"{load_dir}.pt", weights_only=True))
 
 
 class AveragingPageStrategy(PageStrategy):
