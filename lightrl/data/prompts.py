@@ -51,6 +51,8 @@ def load_records(source: str) -> list[LocatedRecord]:
     Args:
         source: whatever --train_data and --eval_data accept.
     """
+    if not source.strip():
+        raise ValueError(f"The name of the data set is empty. --train_data accepts {_ACCEPTED_SOURCES}.")
     if source in _BUILTIN_TASKS:
         records = _locate(_BUILTIN_TASKS[source](), source)
     elif source.startswith("builtin:"):

@@ -35,7 +35,7 @@ from lightrl.trainers.run import RunFolder, _open_folder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Damage = Callable[[Path], object]
-QUICK_S = 20.0  # on a busy machine
+QUICK_S = 60.0  # only waiting for a network, or for ever, takes longer, even on a busy machine
 
 
 @contextmanager
