@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -233,6 +234,11 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 
     @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.rollout.samples_can_be_older
+
+    @property
     def policy_schedule_length(self) -> int:
         """Length of the policy's learning-rate schedule, in units of --optim.schedule_unit."""
         return self.schedule_length
@@ -251,6 +257,13 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps in a trainer step."""
         return self.num_epochs * self.num_minibatches
+
+
+def _decoupled_if_older(config: GRPOConfig | PPOConfig) -> None:
+    """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
+    algorithm = config.algorithm
+    if config.rollout.samples_can_be_older and algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
+        config.algorithm = dataclasses.replace(algorithm, proximal="recompute")  # type: ignore[assignment]
 
 
 def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
@@ -276,6 +289,7 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
@@ -291,6 +305,11 @@ class GRPOConfig(RolloutConfig):
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
 
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.dynamic_sampling.enabled or self.rollout.samples_can_be_older
+
 
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(RolloutConfig):
@@ -304,6 +323,7 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
