@@ -105,6 +105,7 @@ class Sample:
     status: Status = Status.COMPLETED
     ticket: int = -1  # place of the prompt in the run's one order; -1: the run counts by step and position alone
     start_version: int = -1  # of the weights when the ticket was started; -1: those of the step
+    branches: tuple[Sample, ...] = ()  # other conversations of the same episode; each is trained with its advantage
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
