@@ -263,7 +263,7 @@ def _decoupled_if_older(config: GRPOConfig | PPOConfig) -> None:
     """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
     algorithm = config.algorithm
     if config.rollout.samples_can_be_older and algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
-        config.algorithm = dataclasses.replace(algorithm, proximal="recompute")  # type: ignore[assignment]
+        config.algorithm = dataclasses.replace(algorithm, proximal="recompute")
 
 
 def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
@@ -296,6 +296,11 @@ class GRPOConfig(RolloutConfig):
             raise ValueError(
                 f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {self.group_size}: "
                 "give at least 2."
+            )
+        if self.overlong.buffer and self.rollout.workflow:
+            raise ValueError(
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow has not: "
+                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
             )
         if not self.overlong.buffer <= self.max_new_tokens:
             raise ValueError(
@@ -346,22 +351,6 @@ class PPOConfig(RolloutConfig):
         frozen = 0 if self.optim.schedule_unit == "rl_step" else min(self.critic.policy_frozen_steps, self.max_steps)
         per_step = self.schedule_length // max(1, self.max_steps)
         return self.schedule_length - frozen * per_step
-
-
-def describe_batches(config: RolloutConfig, world_size: int) -> str:
-    """Returns the batch arithmetic as one line, for the start of a run."""
-    per_update = config.samples_per_step // config.num_minibatches
-    per_rank = -(-per_update // world_size)
-    if config.micro_batch_size:
-        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
-    else:
-        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
-    return (
-        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
-        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
-        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
-        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
-    )
 
 
 # ---- Runs that learn from the answers in their data --------------------------------------------------------------

@@ -411,3 +411,10 @@ class ForeignNames(ABC):
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
+
+
+def _without_length(schedule: str) -> ValueError:
+    return ValueError(
+        f"build_lr_scheduler() was not told how many steps the schedule has, and --optim.schedule {schedule} depends "
+        "on it: give total_steps, or a config that has a schedule_length."
+    )

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.algorithms.advantages import overlong_penalty
-from lightrl.config import GRPOConfig, describe_batches
+from lightrl.config import GRPOConfig
 from lightrl.data.packing import TokenValues
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
@@ -26,6 +27,7 @@ from lightrl.trainers.policy_step import (
     PolicyUpdates,
     PromptData,
     by_sample,
+    describe_batches,
     describe_rollout,
     grouped,
     is_truncated,
@@ -145,9 +147,10 @@ class GRPOTrainer(Trainer):
         if self.config.overlong.mask_truncated:
             is_trained = [not is_truncated(sample) for sample in samples]
         shaping = self._overlong_penalty(samples) if self.config.overlong.buffer else None
-        return self.objective.advantages(
+        experience = self.objective.advantages(
             samples, rewards, self.strategy.comm, baselines, shaping=shaping, is_trained=is_trained
         )
+        return experience if self.run.workflow is None else with_branches(experience)
 
     def pack(self, experience: list[Experience]) -> Batch:
         """Deals the samples out to updates, and to ranks by their tokens."""

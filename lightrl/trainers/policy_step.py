@@ -111,6 +111,22 @@ def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
 # ---- Updates ---------------------------------------------------------------------------------------------------------
 
 
+def describe_batches(config: RolloutConfig, world_size: int) -> str:
+    """Returns the batch arithmetic as one line, for the start of a run."""
+    per_update = config.samples_per_step // config.num_minibatches
+    per_rank = -(-per_update // world_size)
+    if config.micro_batch_size:
+        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
+    else:
+        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
+    return (
+        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
+        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
+        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
+        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
+    )
+
+
 class Batch(NamedTuple):
     """This rank's samples of each update of an epoch, and what is known of their tokens so far."""
 

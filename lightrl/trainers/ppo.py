@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.algorithms.kl import kl_estimate
-from lightrl.config import PPOConfig, describe_batches
+from lightrl.config import PPOConfig
 from lightrl.data.packing import Key, TokenMasks, TokenValues, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
@@ -22,6 +22,7 @@ from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, Scores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
+from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
@@ -30,6 +31,7 @@ from lightrl.trainers.policy_step import (
     Batch,
     PolicyUpdates,
     PromptData,
+    describe_batches,
     describe_rollout,
     grouped,
     start_engine,
@@ -132,6 +134,7 @@ class PPOTrainer(Trainer):
         experience = [
             Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs if has_reward(reward)
         ]
+        experience = experience if self.run.workflow is None else with_branches(experience)
         return self.updates.deal(experience, self.step_index)
 
     def compute_old_logprobs(self, batch: Batch) -> Batch:

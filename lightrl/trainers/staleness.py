@@ -1,4 +1,4 @@
-"""Which samples of a step older weights made, and how old they are. For runs whose samples can be older."""
+"""Finds the samples of a step that older weights made, and says how old they are. For runs that can have some."""
 
 from __future__ import annotations
 
