@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import GRPOConfig
-from lightrl.data.packing import TokenValues
+from lightrl.data.packing import TokenMasks, TokenValues
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
@@ -266,7 +266,8 @@ class GRPOTrainer(Trainer):
         return batch.having(old_logprobs=logprobs)
 
     def _selected(self, selector: TokenSelector, batch: Batch, logprobs: TokenValues, entropy: TokenValues) -> Batch:
-        seed, chosen = mix_seed(self.config.seed, self.step_index), {}
+        seed = mix_seed(self.config.seed, self.step_index)
+        chosen: dict[str, TokenMasks] = {}
         for part in batch.minibatches:
             masks = selector.choose(
                 part, logprobs, entropy, seed=seed, comm=self.strategy.comm, statistics=self.statistics
