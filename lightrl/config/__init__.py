@@ -4,6 +4,7 @@ options.py: how an option is declared, checked, read and written. strategy.py: w
 sections.py: the groups that trainers read. runs.py: the config of each kind of run.
 """
 
+from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.options import (
     as_dict,
     changed_options,
@@ -85,6 +86,7 @@ __all__ = [
     "DynamicSamplingConfig",
     "EngineConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "ExampleDataConfig",
     "ExampleEvalConfig",
     "FSDPConfig",

@@ -390,6 +390,23 @@ class EvalConfig(EvalScheduleConfig):
     """Sampling temperature of the evaluation. 0: greedy."""
     max_prompts: int = option(0, at_least=0)
     """Evaluate on this many prompts, the first ones. 0: on all."""
+    n: int = option(1, at_least=1)
+    """Number of samples of each prompt."""
+    k: tuple[int, ...] = option((), at_least=1)
+    """Report pass@k for these k: the chance that k samples of a prompt hold a right one, estimated from all n."""
+    source_field: str = ""
+    """Field of a line that names where its prompt is from, such as source; the metrics come for each source, too."""
+
+    def check(self) -> None:
+        """Raises ValueError for a k above n, and for several samples that are all the same."""
+        if self.n < max(self.k, default=1):
+            raise ValueError(
+                f"--eval.k {max(self.k)} needs as many samples of a prompt, and --eval.n is {self.n}: raise it."
+            )
+        if self.n > 1 and not self.temperature:
+            raise ValueError(
+                f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
