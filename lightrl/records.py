@@ -69,6 +69,7 @@ class Sample:
     reward: float | None = None  # that the workflow gave; --reward episode reads it
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
     status: Status = Status.COMPLETED
+    branches: tuple[Sample, ...] = ()  # other conversations of the same episode; each is trained with its advantage
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -366,7 +366,8 @@ class EvalConfig(EvalScheduleConfig):
     frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
     """Taken from the logit of a token each time that the response has it already."""
     repetition_penalty: float = option(1.0, above=0)
-    """Divides the positive logits of tokens that prompt or response have already, and multiplies negative ones. 1: off."""
+    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
+    off."""
     max_prompts: int = option(0, at_least=0)
     """Evaluate on this many prompts, the first ones. 0: on all."""
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
 _ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
 
+_PLAIN = SamplingParams()
+
 Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position in the step's global batch
 
 
@@ -93,7 +95,7 @@ class Collector(Scorer):
         *,
         seed: int,
         max_new_tokens: int,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams = _PLAIN,
         evaluation: SamplingParams | None = None,
     ) -> None:
         """Refuses settings of sampling that a trainer cannot follow.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.records import FinishReason, Prompt, Sample
+from lightrl.rollout.branches import branch_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Episode:
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
         self.reward: float | None = None
         self.numbers: dict[str, float] = {}
+        self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
         self._own: list[bool] = []
         self._logprobs: list[float] = []
@@ -97,7 +99,20 @@ class Episode:
             reward=self.reward,
             numbers=dict(self.numbers),
             routing=self._routing,
+            branches=tuple(
+                branch.sample(prompt, position, index, tokenizer)
+                for index, branch in zip(branch_indices(sample_index), self.branches, strict=False)
+            ),
         )
+
+
+def episode_of_several(episodes: Sequence[Episode]) -> Episode:
+    """Returns the first of several conversations that share one reward; the others are its branches."""
+    if not episodes:
+        raise ValueError("A workflow returned an empty list of episodes. Return None to reject the sample.")
+    first, *others = episodes
+    first.branches += others
+    return first
 
 
 def episode_of_tensors(tensors: Mapping[str, Any]) -> Episode:

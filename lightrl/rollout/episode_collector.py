@@ -18,7 +18,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.collector import Collector, Prompts, sampling_of
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Episode, episode_of_tensors
+from lightrl.rollout.episode import Episode, episode_of_several, episode_of_tensors
 from lightrl.rollout.workflow import Workflow
 from lightrl.strategy import StrategyBase
 
@@ -128,7 +128,7 @@ class EpisodeCollector(Collector):
             made = await asyncio.wait_for(self._workflow.arun_episode(client, job.prompt), self._timeout_s or None)
             if made is None or isinstance(made, Episode):
                 return made
-            return episode_of_tensors(made)
+            return episode_of_several(made) if isinstance(made, Sequence) else episode_of_tensors(made)
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)

@@ -34,7 +34,8 @@ def test_a_completion_is_cut_with_all_that_belongs_to_its_tokens() -> None:
 
 
 def test_the_experts_of_tokens_that_are_cut_off_go_with_them() -> None:
-    # Prompt of 2, response of 4: an engine runs all but the last, so it knows the experts of 5. Of a response of 3: of 4.
+    # Prompt of 2, response of 4: an engine runs all but the last, so it knows the experts of 5; of 4 if the response
+    # has 3.
     item = Completion(
         request_id=0, sample_index=0, prompt_token_ids=(0, 0), output_token_ids=(0, 1, 2, 3),
         logprobs=(0.0,) * 4, versions=(1,) * 4, finish_reason="length", routing=np.zeros((5, 1, 2), np.int16),
