@@ -268,7 +268,11 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         return []
     types = option_types(config_class)
     flags: list[str] = []
+    given: set[str] = set()
     for name, value in flatten(_read_yaml(path)):
+        if name in given:
+            raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
+        given.add(name)
         if name not in types:
             hint = reason_against(name, types) or nearest_name(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")

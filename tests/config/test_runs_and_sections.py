@@ -289,28 +289,6 @@ def test_one_text_is_a_list_of_one_in_python() -> None:
     assert config.algorithm.loss_args == ("dual_clip=3",)
 
 
-@pytest.mark.parametrize(
-    ("flag", "advice"),
-    [
-        ("--top_p", "For evaluation there is --eval.top_p."),
-        ("--min-tokens", "For evaluation there is --eval.min_new_tokens."),
-        ("--rollout.repetition_penalty", "For evaluation there is --eval.repetition_penalty."),
-        ("--min_p", "Leave it out."),
-    ],
-)
-def test_settings_that_cannot_be_trained_are_refused_with_the_reason(
-    flag: str, advice: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = fail(capsys, flag, "0.9")
-    assert "a trainer computes log-probabilities at --temperature alone" in text
-    assert advice in text
-    path = tmp_path / "run.yaml"
-    path.write_text(f"{flag.removeprefix('--').replace('-', '_')}: 0.9\n")
-    assert advice in fail(capsys, "--config", str(path))
-    assert "a trainer computes" not in fail(capsys, flag, "0.9", kind=SFTConfig)  # which samples nothing
-    assert "a trainer computes" not in fail(capsys, "--eval.top_p", "2")
-
-
 def test_stop_strings_are_texts_with_something_in_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text('stop: ["\\n", "</answer>"]\n')
