@@ -124,11 +124,7 @@ class SamplingParams:
     def require_trainable(self) -> None:
         """Raises ValueError for settings that make a trainer compute other logprobs for the tokens."""
         if changes := self._changes():
-            raise ValueError(
-                f"{', '.join(changes)}: a trainer computes logprobs at the temperature alone, so tokens that were "
-                "drawn from another distribution cannot be trained on. Leave these out, or use them for evaluation "
-                "only."
-            )
+            raise _not_trainable(changes)
 
     def _changes(self) -> list[str]:
         """Returns the settings, as name=value, that change the distribution besides the temperature."""
@@ -228,6 +224,13 @@ class InferenceEngine(ABC):
         while self.has_unfinished():
             done.extend(self.step())
         return sorted(done, key=lambda item: (order[item.request_id], item.sample_index))
+
+
+def _not_trainable(given: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn from "
+        "another distribution cannot be trained on. Leave these out, or use them for evaluation only."
+    )
 
 
 def check_engine_name(name: str) -> None:
