@@ -25,7 +25,7 @@ _TOLERANCE = 1e-5  # of a logprob in float32
 class _Numbers:
     """Decodes tokens as their numbers, with a space on both sides."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return "".join(f" {token} " for token in token_ids)
 
 
