@@ -21,7 +21,7 @@ from lightrl.models.policy import load_policy
 from lightrl.records import Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
-from lightrl.rollout.collector import Collector
+from lightrl.rollout.collector import Collector, sampling_of
 from lightrl.rollout.episode_collector import collector_of_episodes
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
