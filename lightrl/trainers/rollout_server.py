@@ -146,7 +146,14 @@ class RolloutServer:
     def _make_collector(self) -> Collector:
         if self.run.workflow is not None:
             return collector_of_episodes(self.run.workflow, self.strategy, self.rewards, self.config)
-        return Collector(self.strategy, self.rewards, seed=self.config.seed, max_new_tokens=self.config.max_new_tokens)
+        config = self.config
+        return Collector(
+            self.strategy,
+            self.rewards,
+            seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
+            **sampling_of(config),
+        )
 
 
 def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
