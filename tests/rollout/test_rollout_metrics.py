@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import EvalConfig, GRPOConfig
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards import NO_REWARD
 from lightrl.rollout.metrics import evaluate, pass_at_k
@@ -76,12 +75,3 @@ def test_groups_by_hand() -> None:
 def test_nothing_to_measure_gives_no_mean() -> None:
     assert "accuracy" not in evaluate([group(0, [NO_REWARD])])
     assert evaluate([group(0, [1.0])], source_field="missing")["other/accuracy"] == 1.0
-
-
-def test_options_that_contradict_are_told() -> None:
-    with pytest.raises(ValueError, match="--eval.k 8 needs as many samples of a prompt, and --eval.n is 4"):
-        GRPOConfig(eval=EvalConfig(n=4, k=(1, 8)))
-    with pytest.raises(ValueError, match="--eval.temperature 0 gives 4 equal samples"):
-        GRPOConfig(eval=EvalConfig(n=4, temperature=0.0))
-    with pytest.raises(ValueError, match="--eval.k is"):
-        GRPOConfig(eval=EvalConfig(n=4, k=(0,)))
