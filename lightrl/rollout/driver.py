@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePrompt, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.rollout.event_loop import run_to_its_end
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -61,7 +62,7 @@ class EpisodeDriver:
         everything = [job for part in parts for job in part]
         results: list[Result] | None = None
         if self._group.rank == 0:
-            results = asyncio.run(self._lead([start(job) for job in everything]))
+            results = run_to_its_end(self._lead([start(job) for job in everything]))
         else:
             self._follow()
         results = self._group.broadcast(results)
