@@ -92,8 +92,9 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
 
 def test_a_model_with_layers_between_decoder_and_output_is_refused() -> None:
     config = ModernBertDecoderConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="'modernbert-decoder' cannot be trained: get_decoder.* gives a Linear"):
         Policy(AutoModelForCausalLM.from_config(config))
 
