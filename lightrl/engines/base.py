@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -152,6 +152,16 @@ class Completion:
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
+
+    def cut(self, count: int, reason: FinishReason) -> Completion:
+        """Returns the sample as if it had ended after count tokens."""
+        return replace(
+            self,
+            output_token_ids=self.output_token_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            finish_reason=reason,
+        )
 
 
 class InferenceEngine(ABC):

@@ -327,15 +327,7 @@ def _joined(partial: Completion, item: Completion) -> Completion:
 def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Completion:
     """Cuts before the first sampled image or video placeholder: a trainer would look for the image behind it."""
     end = next((i for i, token in enumerate(item.output_token_ids) if token in placeholder_ids), None)
-    if end is None:
-        return item
-    return replace(
-        item,
-        output_token_ids=item.output_token_ids[:end],
-        logprobs=item.logprobs[:end],
-        versions=item.versions[:end],
-        finish_reason="length",
-    )
+    return item if end is None else item.cut(end, "length")
 
 
 def _describe_bad_level(engine: InferenceEngine, level: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightrl.engines.base import Completion
@@ -23,15 +22,7 @@ def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any) -> Com
     A draw depends on seed, sample and token alone, so what stays is what such an engine would have made.
     """
     end = first_stop(item.output_token_ids, stop, tokenizer)
-    if end is None:
-        return item
-    return replace(
-        item,
-        output_token_ids=item.output_token_ids[:end],
-        logprobs=item.logprobs[:end],
-        versions=item.versions[:end],
-        finish_reason="stop",
-    )
+    return item if end is None else item.cut(end, "stop")
 
 
 def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any) -> int | None:
