@@ -165,7 +165,7 @@ class StrategyBase(ForeignNames, ABC):
         if self.comm.world != self._assumed_world:
             self.accumulation_steps = self._accumulation_steps(self.comm.world)
         size = self.options.engine_tp_size
-        self.serving.group = EngineGroup(self.comm) if size == 1 else _shared_engine(self.comm, size)
+        self.serving.group = EngineGroup(self.comm) if size == 1 else EngineGroup.shared(self.comm, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
 
@@ -424,14 +424,6 @@ def _refuse_to_split(strategy: StrategyBase) -> None:
         f"--{name} {getattr(strategy.options, name)} needs --strategy fsdp; {type(strategy).__name__} does not split a "
         f"model or its tokens. Use --strategy fsdp, or --{name} 1."
     )
-
-
-def _shared_engine(comm: Comm, size: int) -> EngineGroup:
-    """Returns the group of ranks that drive one engine by tensor parallelism."""
-    if size < 1 or comm.world % size:
-        valid = ", ".join(str(n) for n in range(1, comm.world + 1) if comm.world % n == 0)
-        raise ValueError(f"--engine_tp_size {size} does not divide {comm.world} ranks. Valid: {valid}.")
-    return EngineGroup(comm, comm.new_groups(size), size)
 
 
 def _equal_count(comm: Comm, count: int) -> int:

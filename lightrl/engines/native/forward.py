@@ -155,8 +155,8 @@ class ModelRunner:
     def _plain_logits(self, sequences: list[list[int]]) -> Tensor:
         """Returns the last _PROBE_STEPS + 1 rows of the model's logits of each, by eager attention without a cache."""
         usual = self._decoder.config._attn_implementation
-        self._decoder.set_attn_implementation("eager")
         try:
+            self._decoder.set_attn_implementation("eager")
             ids = [torch.tensor([sequence], device=self.device) for sequence in sequences]
             logits = [self.model(input_ids=part, use_cache=False).logits[0, -_PROBE_STEPS - 1 :] for part in ids]
         except Exception as error:  # models fail in many ways of their own
