@@ -64,8 +64,10 @@ def _as_given(data: Any, result: Any) -> Any:
 class LoadingStrategy(Protocol):
     """What is needed of a strategy to load this rank's samples."""
 
-    seed: int
-    comm: Comm
+    @property
+    def seed(self) -> int: ...
+    @property
+    def comm(self) -> Comm: ...
 
 
 def make_loader(
