@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -107,7 +107,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # texts that end a sample; the tokens that complete one are its last
-    min_new_tokens: int = 0  # no end token comes before as many
+    min_new_tokens: int = 0  # no end token comes before as many, and no stop string counts
     presence_penalty: float = 0.0  # taken from the logit of every token that was generated before
     frequency_penalty: float = 0.0  # the same for each time that it was
     repetition_penalty: float = (
@@ -124,13 +124,21 @@ class SamplingParams:
         """Whether tokens that came before change what comes next."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a trainer, which knows only a temperature, computes the same logprobs for the tokens."""
+        return not self._changes()
+
     def require_trainable(self) -> None:
-        """Raises ValueError if a trainer, which knows only a temperature, computes other logprobs for the tokens."""
-        changes = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        """Raises ValueError for settings that make a trainer compute other logprobs for the tokens."""
+        if changes := self._changes():
+            raise _not_trainable(changes)
+
+    def _changes(self) -> list[str]:
+        """Returns the settings, as name=value, that change the distribution besides the temperature."""
+        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
         fields = type(self).__dataclass_fields__
-        given = [f"{name}={getattr(self, name)}" for name in changes if getattr(self, name) != fields[name].default]
-        if given:
-            raise _not_trainable(given)
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != fields[name].default]
 
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:
@@ -160,16 +168,6 @@ class Completion:
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
-
-    def cut(self, count: int, reason: FinishReason) -> Completion:
-        """Returns the sample as if it had ended after count tokens."""
-        return replace(
-            self,
-            output_token_ids=self.output_token_ids[:count],
-            logprobs=self.logprobs[:count],
-            versions=self.versions[:count],
-            finish_reason=reason,
-        )
 
 
 class InferenceEngine(ABC):

@@ -37,7 +37,7 @@ from lightrl.trainers.lifetime import (
     how_to_go_on,
     is_under_torchrun,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, open_run
+from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_empty_runs
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +205,7 @@ def _end_if_mistaken(error: BaseException) -> None:
     mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
     if isinstance(mistake, MISTAKES):
         print_user_error(mistake)
+        remove_empty_runs()
         end_process(2)
 
 
