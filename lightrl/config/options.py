@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import keyword
 import math
 import operator
 import os
@@ -207,7 +208,7 @@ _DEEPEST = 8  # sections in a section; a mapping that holds itself would be read
 
 def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
     """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    args = [_own_name(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     parse = _parse_and_print_help if {"-h", "--help"} & set(args) else _parse
     try:
         has_file = any(arg.partition("=")[0] == "--config" for arg in args)
@@ -218,6 +219,13 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
         for reason in reasons_against(args, option_names(config_class)) if end.code else ():
             print_user_error(ValueError(reason))
         raise
+
+
+def _own_name(arg: str) -> str:
+    """Returns a flag as its field is called: no field can be a keyword of Python, so it has an underscore behind."""
+    flag, equals, value = arg.partition("=")
+    is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
+    return f"{flag}_{equals}{value}" if is_keyword else arg
 
 
 def _parse(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:

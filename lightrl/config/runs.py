@@ -241,6 +241,10 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 
+    def check(self) -> None:
+        """Raises ValueError for a record of samples that more than one step, or other ranks, have made."""
+        self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.samples_can_be_older)
+
     @property
     def samples_can_be_older(self) -> bool:
         """Whether a step may learn from samples of older weights than the engine has."""

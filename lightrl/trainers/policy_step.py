@@ -306,6 +306,8 @@ def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[fl
 def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Collector:
     """Builds the engine with the policy's weights and puts it to sleep; returns what samples and scores by it."""
     config, strategy = run.config, run.strategy
+    if config.rollout.from_:  # a record has samples and rewards
+        return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
     with strategy.comm.phase("set-up"):
         rewards.prepare(strategy)
         strategy.serving.start(config.engine, model=policy, tokenizer=strategy.tokenizer, options=config)

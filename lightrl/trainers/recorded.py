@@ -1,0 +1,97 @@
+"""Runs that record their rollouts (--rollout.record), or learn from a record without an engine (--rollout.from)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.records import Experience, ScoredGroup
+from lightrl.rollout.record import num_steps, read_groups, write_groups
+from lightrl.trainers.fit import StepReport, Trainer
+from lightrl.trainers.policy_step import describe_rollout
+from lightrl.trainers.run import RunContext
+from lightrl.trainers.staleness import older_samples
+
+
+def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
+    """Returns what builds the trainer of a run that writes or reads a record, from the class of an ordinary one."""
+
+    def build(config: RolloutConfig) -> Trainer:
+        if not hasattr(trainer_class, "learn_from"):
+            raise ValueError(
+                "--rollout.record and --rollout.from need a trainer that has learn_from(groups), as those of GRPO and "
+                "PPO have it."
+            )
+        mixin = ReplayTrainer if config.rollout.from_ else RecordingTrainer
+        made: Any = type(f"{mixin.__name__}Of{trainer_class.__name__}", (mixin, trainer_class), {})
+        trainer: Trainer = made(config)
+        return trainer
+
+    return build
+
+
+class RecordingTrainer(Trainer):
+    """Goes in front of a trainer's class: writes the groups of each step before it learns from them, if it does."""
+
+    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Writes the groups, and learns from them unless --rollout.record_only says otherwise."""
+        options, comm = self.config.rollout, self.strategy.comm
+        kept = [_of_first_weights(group) for group in groups] if options.record_only else groups
+        with comm.phase("recording", local=True):
+            write_groups(Path(options.record), self.step_index, kept, rank=comm.rank, world=comm.world)
+        if options.record_only:
+            return []
+        experience: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
+        return experience
+
+
+def _of_first_weights(group: ScoredGroup) -> ScoredGroup:
+    """Returns the group with the version of the weights that made it, which no step changes though it syncs them."""
+    samples = tuple(replace(sample, versions=(0,) * len(sample.versions)) for sample in group.samples)
+    return replace(group, samples=samples)
+
+
+class ReplayTrainer(Trainer):
+    """Goes in front of a trainer's class: its groups are those of a record."""
+
+    prompts: Any
+    updates: Any
+    learn_from: Callable[[Sequence[ScoredGroup]], list[Experience]]
+    report: Callable[[Sequence[Experience]], StepReport]
+
+    def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
+        config: RolloutConfig = run.config if isinstance(run, RunContext) else run
+        _check_record(config)
+        super().__init__(run, **parts)
+
+    def step(self) -> StepReport:
+        """Learns from the groups that were recorded of the step."""
+        record, comm = Path(self.config.rollout.from_), self.strategy.comm
+        with comm.phase("reading the record", local=True):
+            groups = read_groups(record, self.step_index, self.prompts.train, rank=comm.rank, world=comm.world)
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [reward for group in groups for reward in group.rewards]
+        describe_rollout(samples, rewards, self.statistics)
+        items = [Experience(sample=sample, reward=0.0, advantage=0.0) for sample in samples]
+        self.updates.stale = older_samples(items, self.step_index, comm)
+        experience = self.learn_from(groups)
+        self.strategy.set_global_step(self.step_index + 1)
+        return self.report(experience)
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns nothing: without an engine nothing can be sampled."""
+        return {}
+
+
+def _check_record(config: RolloutConfig) -> None:
+    record = Path(config.rollout.from_)
+    count = num_steps(record)
+    if not count:
+        raise ValueError(f"--rollout.from {record} holds no record: give the folder that --rollout.record wrote.")
+    if config.max_steps > count:
+        raise ValueError(
+            f"--rollout.from {record} holds {count} steps, and --max_steps is {config.max_steps}: give at most {count}."
+        )
