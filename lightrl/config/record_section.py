@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class RecordConfig:
-    """Where rollouts are kept, and where they come from if not from an engine."""
+    """The folder that keeps rollouts, or the one that they come from in place of an engine."""
 
     record: str = ""
     """Folder that gets the scored groups of every step, as JSON lines and safetensors. Empty: none are kept."""
