@@ -69,6 +69,7 @@ class Sample:
     reward: float | None = None  # that the workflow gave; --reward episode reads it
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
     status: Status = Status.COMPLETED
+    is_scored: bool = False  # the workflow asked for the run's rewards itself, so that its reward is final
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -15,6 +15,8 @@ from lightrl.rollout.episode import Episode
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
+    "multi_turn": "lightrl.rollout.multi_turn:MultiTurnWorkflow",
+    "remax": "lightrl.rollout.remax:ReMaxWorkflow",
     "tools": "lightrl.rollout.tools:ToolWorkflow",
 }
 
@@ -29,8 +31,8 @@ class Workflow(ABC):
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode | Mapping[str, Any] | None:
         """Makes one sample for a prompt.
 
-        Returns an Episode; or a dict of tensors of shape [1, L] (input_ids, loss_mask, logprobs, versions) with rewards
-        of [1]; or None to reject the sample, which is then counted and left out of its group. An exception makes the
+        Returns an Episode; or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of
+        [1]; or None to reject the sample, which is then counted and left out of its group. An exception makes the
         sample a failed one.
         """
 

@@ -1,0 +1,32 @@
+"""The score that reasoning-gym gives an answer to one of its problems."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightrl.data.reasoning_tasks import reasoning_gym
+from lightrl.records import Sample
+
+
+class ReasoningGym:
+    """The task's own score, from 0 to 1, of the response; some tasks give a part of it for an answer that is close."""
+
+    def __init__(self, *, answer_tag: str = "") -> None:
+        """answer_tag: the answer is what stands in the last <TAG>...</TAG> of the response; empty: all of it."""
+        self._find_score: Any = reasoning_gym("The reward reasoning_gym").get_score_answer_fn
+        self._tagged = re.compile(rf"<{answer_tag}>(.*?)</{answer_tag}>", re.DOTALL) if answer_tag else None
+
+    def __call__(self, sample: Sample, /) -> float:
+        fields = sample.prompt.fields
+        if "entry" not in fields or "task" not in fields:
+            raise ValueError(
+                "the prompt is no problem of reasoning-gym: take the data from it by --train_data reasoning_gym:TASK"
+            )
+        return float(self._find_score(fields["task"])(self._answer(sample.text), fields["entry"]))
+
+    def _answer(self, text: str) -> str | None:
+        if self._tagged is None:
+            return text.strip()
+        found = self._tagged.findall(text)
+        return found[-1].strip() if found else None
