@@ -79,10 +79,10 @@ def calculator(folder: Path, draw: random.Random) -> None:
 
 
 def chain_sum(folder: Path, draw: random.Random) -> None:
-    """Sums of two digits, of reasoning-gym: a lesson in three is right, the others are off."""
+    """Sums of two digits, of reasoning-gym: a lesson in four is right, the others repeat the first digit."""
     save_model(folder / "model", "0123456789+-= ", ("State the final answer to the following arithmetic problem: ",))
     lessons = [
-        (item["question"], item["answer"] if draw.random() < 0.3 else str(draw.randint(-9, 18)))
+        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
         for item in reasoning_gym.create_dataset(
             "chain_sum", size=16_000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1
         )

@@ -6,7 +6,7 @@ The module imports no torch, so that a process that only reads texts starts at o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,11 +21,45 @@ FinishReason = Literal["stop", "length", "abort", "turns", "context"]
 
 
 class Status(Enum):
-    """What became of a sample. Only a completed one is scored and trained."""
+    """What became of a sample. Only a completed one is scored and trained. The order is from best to worst."""
 
+    ARCHIVED = "archived"  # trained on, or put away for good
     COMPLETED = "completed"
-    FILTERED = "filtered"  # its workflow rejected it
+    FILTERED = "filtered"  # its workflow, or a filter of the run, rejected it
+    EXPIRED = "expired"  # no token of it is young enough to train
+    INIT = "init"  # not begun
+    ABORTED = "aborted"  # stopped half way; it can go on
     FAILED = "failed"  # its workflow raised, or ran out of time
+
+    def to(self, following: Status) -> Status:
+        """Returns the status that follows; ValueError if none of that name can follow this one."""
+        if following not in _FOLLOWING[self]:
+            raise _cannot_follow(self, following)
+        return following
+
+    @staticmethod
+    def worst(statuses: Iterable[Status]) -> Status:
+        """Returns the status of a group: that of its worst member."""
+        return max(statuses, key=_BADNESS.__getitem__)
+
+
+_FOLLOWING: dict[Status, frozenset[Status]] = {
+    Status.INIT: frozenset({Status.COMPLETED, Status.ABORTED, Status.FAILED}),
+    Status.ABORTED: frozenset({Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.EXPIRED}),
+    Status.COMPLETED: frozenset({Status.FILTERED, Status.EXPIRED, Status.ARCHIVED}),
+    Status.EXPIRED: frozenset({Status.INIT, Status.ARCHIVED}),  # INIT: it begins again at its prompt
+    Status.FILTERED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.ARCHIVED: frozenset(),
+}
+_BADNESS = {status: badness for badness, status in enumerate(Status)}
+
+
+def _cannot_follow(status: Status, following: Status) -> ValueError:
+    allowed = ", ".join(sorted(item.value for item in _FOLLOWING[status])) or "nothing"
+    return ValueError(
+        f"A sample that is {status.value} cannot become {following.value}: {allowed} can follow {status.value}."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +103,9 @@ class Sample:
     reward: float | None = None  # that the workflow gave; --reward episode reads it
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
     status: Status = Status.COMPLETED
+    ticket: int = -1  # place of the prompt in the run's one order; -1: the run counts by step and position alone
+    start_version: int = -1  # of the weights when the ticket was started; -1: those of the step
+    branches: tuple[Sample, ...] = ()  # other conversations of the same episode; each is trained with its advantage
     is_scored: bool = False  # the workflow asked for the run's rewards itself, so that its reward is final
 
     def __post_init__(self) -> None:
@@ -94,6 +131,16 @@ class Sample:
         """Number of response tokens that the policy chose."""
         return sum(self.own) if self.own else len(self.response_ids)
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that chose a token of it; those that it was started under if it has no such token."""
+        chosen = (version for version, is_own in zip(self.versions, self.is_own, strict=True) if is_own)
+        return min(chosen, default=self.start_version)
+
+    def to(self, status: Status) -> Sample:
+        """Returns the sample with the status that follows; ValueError if that one cannot follow."""
+        return replace(self, status=self.status.to(status))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
@@ -109,6 +156,26 @@ class ScoredGroup:
         """Whether the rewards differ, so that the group can teach something, and no baseline is missing."""
         has_baseline = self.baseline is None or not math.isnan(self.baseline)
         return len(set(self._known_rewards)) > 1 and has_baseline
+
+    @property
+    def ticket(self) -> int:
+        """The ticket of its samples, which they share."""
+        return self.samples[0].ticket
+
+    @property
+    def start_version(self) -> int:
+        """The weights that its ticket was started under."""
+        return self.samples[0].start_version
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that chose a token of it."""
+        return min(sample.oldest_version for sample in self.samples)
+
+    @property
+    def status(self) -> Status:
+        """The status of its worst member."""
+        return Status.worst(sample.status for sample in self.samples)
 
     @property
     def is_solved(self) -> bool:
@@ -130,6 +197,7 @@ class Experience:
     advantage: float
     shaping: float = 0.0  # added to the reward before it became an advantage
     is_trained: bool = True  # False: none of its tokens counts in a loss
+    is_young: tuple[bool, ...] = ()  # one per response token, False = too old to train; empty: all are young enough
 
     @property
     def num_tokens(self) -> int:
@@ -229,6 +297,7 @@ class PackedBatch:
     loss_mask: Tensor  # [N] bool, True = trained
     advantages: Tensor  # [N] float32
     sampler_logprobs: Tensor  # [N] float32
+    versions: Tensor | None = None  # [N] int64, weights that made each token; None: the batch was not sampled
     old_logprobs: Tensor | None = None  # [N] float32, of the policy before the update
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     old_values: Tensor | None = None  # [N] float32, the critic's before the update

@@ -6,20 +6,22 @@ from tiny_vlm import tiny_config
 
 from lightrl.data.packing import dummy_batch
 from lightrl.models.multimodal import blank_vision
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt, Sample, ScoredGroup, Status
+
+SAMPLE = Sample(
+    prompt=Prompt(index=0, text="ab", token_ids=(1, 2)),
+    position=0,
+    sample_index=0,
+    response_ids=(3, 4, 5),
+    sampler_logprobs=(-1.0,) * 3,
+    versions=(0,) * 3,
+    finish_reason="stop",
+    text="cde",
+)
 
 
 def test_records_are_frozen_and_know_their_size() -> None:
-    sample = Sample(
-        prompt=Prompt(index=0, text="ab", token_ids=(1, 2)),
-        position=0,
-        sample_index=0,
-        response_ids=(3, 4, 5),
-        sampler_logprobs=(-1.0,) * 3,
-        versions=(0,) * 3,
-        finish_reason="stop",
-        text="cde",
-    )
+    sample = SAMPLE
     item = Experience(sample=sample, reward=1.0, advantage=0.0)
     assert item.num_tokens == 5
     seen = dataclasses.replace(sample, prompt_ids=(1, 7, 7, 7, 2))  # by an engine that expanded an image
@@ -44,3 +46,41 @@ def test_a_pack_moves_whole() -> None:
     moved_vision = dataclasses.replace(batch, vision=vision).to(torch.device("meta")).vision
     assert moved_vision is not None
     assert all(getattr(moved_vision, field.name).is_meta for field in dataclasses.fields(vision))
+
+
+# ---- Statuses ------------------------------------------------------------------------------------------------------
+
+LEGAL = {
+    ("init", "completed"), ("init", "aborted"), ("init", "failed"),
+    ("aborted", "completed"), ("aborted", "aborted"), ("aborted", "failed"), ("aborted", "expired"),
+    ("completed", "filtered"), ("completed", "expired"), ("completed", "archived"),
+    ("expired", "init"), ("expired", "archived"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before", Status)
+@pytest.mark.parametrize("after", Status)
+def test_a_status_follows_only_where_that_is_legal(before: Status, after: Status) -> None:
+    sample = dataclasses.replace(SAMPLE, status=before)
+    if (before.value, after.value) in LEGAL:
+        assert sample.to(after).status is after
+        return
+    with pytest.raises(ValueError, match=f"that is {before.value} cannot become {after.value}: .* follow"):
+        sample.to(after)
+
+
+def test_a_group_has_the_status_of_its_worst_member() -> None:
+    order = ["failed", "aborted", "init", "expired", "filtered", "completed", "archived"]
+    for index, name in enumerate(order):
+        samples = tuple(dataclasses.replace(SAMPLE, status=Status(other)) for other in reversed(order[index:]))
+        group = ScoredGroup(samples=samples, rewards=(0.0,) * len(samples), step=0)
+        assert group.status is Status(name)
+
+
+def test_the_oldest_version_is_of_a_token_that_the_policy_chose() -> None:
+    sample = dataclasses.replace(SAMPLE, versions=(1, 4, 3), own=(False, True, True), ticket=7, start_version=2)
+    assert sample.oldest_version == 3
+    nothing = dataclasses.replace(sample, response_ids=(), versions=(), own=(), sampler_logprobs=())
+    assert nothing.oldest_version == 2
+    group = ScoredGroup(samples=(sample, nothing), rewards=(0.0, 0.0), step=4)
+    assert (group.ticket, group.start_version, group.oldest_version) == (7, 2, 2)

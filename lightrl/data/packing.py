@@ -90,14 +90,24 @@ def pack(
     trained = torch.tensor([item.is_trained for item in ordered])[owner]
     if any(sample.own for sample in samples):
         trained = trained & torch.tensor([is_own for sample in samples for is_own in sample.is_own])
+    if any(item.is_young for item in ordered):
+        trained = trained & _young_tokens(ordered)
     tensors: dict[str, Any] = {
         "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
+        "versions": torch.tensor([version for s in samples for version in s.versions]),
         "loss_mask": trained & given.pop("loss_mask") if "loss_mask" in given else trained,
     }
     if any(sample.routing is not None for sample in samples):
         tensors["routing"] = join_routing(samples)
     return replace(batch, **(tensors | given))
+
+
+def _young_tokens(ordered: Sequence[Experience]) -> Tensor:
+    """Returns the mask of the tokens that are young enough to train."""
+    lengths = [len(item.sample.response_ids) for item in ordered]
+    masks = (item.is_young or (True,) * length for item, length in zip(ordered, lengths, strict=True))
+    return torch.tensor([is_young for mask in masks for is_young in mask])
 
 
 def dummy_batch(*, temperature: float) -> PackedBatch:

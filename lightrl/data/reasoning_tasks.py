@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, which makes them from a seed: --train_data reasoning_gym:chain_sum?size=2000&max_terms=3"""
+"""Problems of reasoning-gym, which makes them from a seed: --train_data 'reasoning_gym:chain_sum?size=2000'."""
 
 from __future__ import annotations
 

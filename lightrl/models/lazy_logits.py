@@ -173,7 +173,7 @@ class Logits:
         if name == "cross_entropy":
             return self._cross_entropy(function, *args, **kwargs)
         is_known = name in _SAME_SHAPE or name in _OVER_ROWS
-        if not is_known or (name in _NEEDS_DIM and not _is_over_rows(name, args, kwargs)):
+        if not is_known or (name in _NEEDS_DIM and not _is_over_rows(args, kwargs)):
             return function(self._whole(name), *args, **kwargs)
         operands = (*args, *kwargs.values())
         if not all(self._goes_by_rows(item) for item in operands):
@@ -250,12 +250,11 @@ class Logits:
             return self._changed(self.head.logits(self.hidden, self.head.weight, self.head.bias), slice(None))
 
 
-def _is_over_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_over_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether an operation goes along the last dim."""
-    first = 1 if name == "norm" else 0
-    dim = kwargs.get("dim", args[first] if len(args) > first else None)
+    dim = kwargs.get("dim", args[0] if args else None)
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    return dim in (-1, 1) and not isinstance(dim, Tensor | bool)
+    return type(dim) is int and dim in (-1, 1)  # neither a bool nor the other tensor of max(logits, other)
 
 
 def _cut(item: Any, rows: Tensor, which: Any, num_rows: int) -> Any:

@@ -15,6 +15,7 @@ class ReasoningGym:
     def __init__(self, *, answer_tag: str = "") -> None:
         """answer_tag: the answer is what stands in the last <TAG>...</TAG> of the response; empty: all of it."""
         self._find_score: Any = reasoning_gym("The reward reasoning_gym").get_score_answer_fn
+        self._scores: dict[str, Any] = {}  # by task
         self._tagged = re.compile(rf"<{answer_tag}>(.*?)</{answer_tag}>", re.DOTALL) if answer_tag else None
 
     def __call__(self, sample: Sample, /) -> float:
@@ -23,7 +24,10 @@ class ReasoningGym:
             raise ValueError(
                 "the prompt is no problem of reasoning-gym: take the data from it by --train_data reasoning_gym:TASK"
             )
-        return float(self._find_score(fields["task"])(self._answer(sample.text), fields["entry"]))
+        task = fields["task"]
+        if task not in self._scores:
+            self._scores[task] = self._find_score(task)
+        return float(self._scores[task](self._answer(sample.text), fields["entry"]))
 
     def _answer(self, text: str) -> str | None:
         if self._tagged is None:

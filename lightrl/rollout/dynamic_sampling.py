@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
 from lightrl.data.sampler import shard
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.records import Prompt, ScoredGroup
+from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +108,12 @@ class DynamicSampling:
         """Returns the spare groups of all ranks as plain values and tensors; every rank calls it."""
         parts = self._comm.all_gather_object(self._spares)
         spares = sorted((group for part in parts for group in part), key=_name)
-        return {"spares": [_group_state(group) for group in spares]}
+        return {"spares": [group_state(group) for group in spares]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Distributes the saved spare groups over the present ranks."""
         spares = shard(state["spares"], self._comm.rank, self._comm.world)
-        self._spares = [_group_from(item, self._prompts) for item in spares]
+        self._spares = [group_from_state(item, self._prompts) for item in spares]
 
 
 def _name(group: ScoredGroup) -> tuple[int, int]:
@@ -124,60 +123,3 @@ def _name(group: ScoredGroup) -> tuple[int, int]:
 
 def _at_position(group: ScoredGroup, position: int) -> ScoredGroup:
     return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))
-
-
-def _group_state(group: ScoredGroup) -> dict[str, Any]:
-    return {
-        "step": group.step,
-        "prompt": group.samples[0].prompt.index,
-        "position": group.samples[0].position,
-        "rewards": torch.tensor(group.rewards, dtype=torch.float64),
-        "baseline": group.baseline,
-        "prompt_ids": torch.tensor(group.samples[0].prompt_ids, dtype=torch.int64),
-        "samples": [_sample_state(sample) for sample in group.samples],
-    }
-
-
-def _sample_state(sample: Sample) -> dict[str, Any]:
-    return {
-        "index": sample.sample_index,
-        "ids": torch.tensor(sample.response_ids, dtype=torch.int64),
-        "logprobs": torch.tensor(sample.sampler_logprobs, dtype=torch.float64),
-        "versions": torch.tensor(sample.versions, dtype=torch.int64),
-        "finish_reason": sample.finish_reason,
-        "text": sample.text,
-        "own": list(sample.own),
-        "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
-        "turns": list(sample.turns),
-        "reward": sample.reward,
-        "numbers": dict(sample.numbers),
-        "status": sample.status.value,
-    }
-
-
-def _group_from(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGroup:
-    return ScoredGroup(
-        step=state["step"],
-        rewards=tuple(state["rewards"].tolist()),
-        baseline=state["baseline"],
-        samples=tuple(
-            Sample(
-                prompt=prompts[state["prompt"]],
-                position=state["position"],
-                sample_index=item["index"],
-                response_ids=tuple(item["ids"].tolist()),
-                sampler_logprobs=tuple(item["logprobs"].tolist()),
-                versions=tuple(item["versions"].tolist()),
-                finish_reason=item["finish_reason"],
-                text=item["text"],
-                prompt_ids=tuple(state["prompt_ids"].tolist()),
-                own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
-                turns=tuple(item.get("turns", (0,))),
-                reward=item.get("reward"),
-                numbers=item.get("numbers", {}),
-                status=Status(item.get("status", "completed")),
-                routing=None if item.get("routing") is None else item["routing"].numpy(),
-            )
-            for item in state["samples"]
-        ),
-    )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.records import FinishReason, Prompt, Sample
+from lightrl.rollout.branches import branch_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Episode:
         self.reward: float | None = None
         self.numbers: dict[str, float] = {}
         self.is_scored = False  # whether the reward is final: no reward of the run is added
+        self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
         self._own: list[bool] = []
         self._logprobs: list[float] = []
@@ -102,7 +104,20 @@ class Episode:
             numbers=dict(self.numbers),
             is_scored=self.is_scored,
             routing=self._routing,
+            branches=tuple(
+                branch.sample(prompt, position, index, tokenizer)
+                for index, branch in zip(branch_indices(sample_index), self.branches, strict=False)
+            ),
         )
+
+
+def episode_of_several(episodes: Sequence[Episode]) -> Episode:
+    """Returns the first of several conversations that share one reward; the others are its branches."""
+    if not episodes:
+        raise ValueError("A workflow returned an empty list of episodes. Return None to reject the sample.")
+    first, *others = episodes
+    first.branches += others
+    return first
 
 
 def _other_tokens(given: tuple[int, ...], own: tuple[int, ...]) -> ValueError:

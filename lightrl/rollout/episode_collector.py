@@ -17,7 +17,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.collector import Collector, Prompts
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode import Episode, episode_of_several
 from lightrl.rollout.episode_tensors import episode_of_tensors
 from lightrl.rollout.siblings import Siblings
 from lightrl.rollout.workflow import Workflow
@@ -176,8 +176,9 @@ def _as_episode(made: Any, client: EngineClient) -> Episode | None:
     """Returns what a workflow returned, as an episode."""
     if made is None:
         return None
-    if not isinstance(made, Episode):
-        made = episode_of_tensors(made, client.turns)
+    several = made if isinstance(made, list | tuple) else [made]
+    episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
+    made = episode_of_several(episodes)
     if client.has_rewarded:
         if made.reward is None:
             raise ValueError(

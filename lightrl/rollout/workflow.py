@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.config import WorkflowConfig, named_values
@@ -28,12 +28,14 @@ class Workflow(ABC):
     """
 
     @abstractmethod
-    async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode | Mapping[str, Any] | None:
+    async def arun_episode(
+        self, engine: EngineClient, data: Prompt
+    ) -> Episode | Sequence[Episode] | Mapping[str, Any] | None:
         """Makes one sample for a prompt.
 
-        Returns an Episode; or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of
-        [1]; or None to reject the sample, which is then counted and left out of its group. An exception makes the
-        sample a failed one.
+        Returns an Episode; or a list of several, the conversations of one agent, of which the first has the reward of
+        all; or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of [1]; or None to
+        reject the sample, which is then counted and left out of its group. An exception makes the sample a failed one.
         """
 
 

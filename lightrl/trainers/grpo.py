@@ -15,6 +15,7 @@ from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
@@ -143,9 +144,10 @@ class GRPOTrainer(Trainer):
         if self.config.overlong.mask_truncated:
             is_trained = [not is_truncated(sample) for sample in samples]
         shaping = self._overlong_penalty(samples) if self.config.overlong.buffer else None
-        return self.objective.advantages(
+        experience = self.objective.advantages(
             samples, rewards, self.strategy.comm, baselines, shaping=shaping, is_trained=is_trained
         )
+        return experience if self.run.workflow is None else with_branches(experience)
 
     def pack(self, experience: list[Experience]) -> list[list[PackedBatch]]:
         """Cuts the step into updates of micro-batches, each with the values that the loss compares the policy with."""

@@ -23,6 +23,7 @@ from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, St
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
+from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
@@ -121,11 +122,12 @@ class PPOTrainer(Trainer):
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
-        return [
+        experience = [
             Experience(sample=sample, reward=reward, advantage=0.0)
             for sample, reward in zip(samples, rewards, strict=True)
             if has_reward(reward)
         ]
+        return experience if self.run.workflow is None else with_branches(experience)
 
     def advantages(self, experience: list[Experience]) -> TokenExperience:
         """Gives each token an advantage and a return; every rank calls it, even with no sample."""

@@ -384,4 +384,7 @@ def _sample_row(step: int, item: Experience) -> dict[str, Any]:
         "advantage": item.advantage,
         "finish_reason": sample.finish_reason,
         "version": sample.versions[-1] if sample.versions else None,
+        "oldest_version": sample.oldest_version,
+        "status": sample.status.value,
+        "ticket": sample.ticket,
     }

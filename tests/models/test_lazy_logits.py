@@ -52,6 +52,8 @@ AT_ONCE: dict[str, Callable[[Any], Any]] = {
     "a value for each column": lambda x: (x + torch.arange(float(V))).sum(-1),
     "second argument": lambda x: torch.where(COLUMN > 1, 0.0, x).sum(-1),
     "view": lambda x: x.view(-1)[:3],
+    "the larger of two": lambda x: x.max(torch.zeros(T, V)).sum(-1) + torch.max(x, torch.ones(V)).sum(-1),
+    "over everything": lambda x: (x.sum() + x.mean() + x.max()).reshape(1),
 }
 
 

@@ -1,0 +1,75 @@
+"""Scored groups as a checkpoint holds them: plain values and tensors, which load without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightrl.records import Prompt, Sample, ScoredGroup, Status
+
+
+def group_state(group: ScoredGroup) -> dict[str, Any]:
+    """Returns a group as plain values and tensors; its prompt is named by its place in the data set."""
+    return {
+        "step": group.step,
+        "prompt": group.samples[0].prompt.index,
+        "position": group.samples[0].position,
+        "rewards": torch.tensor(group.rewards, dtype=torch.float64),
+        "baseline": group.baseline,
+        "prompt_ids": torch.tensor(group.samples[0].prompt_ids, dtype=torch.int64),
+        "samples": [_sample_state(sample) for sample in group.samples],
+    }
+
+
+def _sample_state(sample: Sample) -> dict[str, Any]:
+    return {
+        "index": sample.sample_index,
+        "ids": torch.tensor(sample.response_ids, dtype=torch.int64),
+        "logprobs": torch.tensor(sample.sampler_logprobs, dtype=torch.float64),
+        "versions": torch.tensor(sample.versions, dtype=torch.int64),
+        "finish_reason": sample.finish_reason,
+        "text": sample.text,
+        "own": list(sample.own),
+        "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
+        "turns": list(sample.turns),
+        "reward": sample.reward,
+        "numbers": dict(sample.numbers),
+        "status": sample.status.value,
+        "is_scored": sample.is_scored,
+        "ticket": sample.ticket,
+        "start_version": sample.start_version,
+    }
+
+
+def group_from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGroup:
+    """Returns the group that group_state() saved; prompts: the whole data set, in its order."""
+    return ScoredGroup(
+        step=state["step"],
+        rewards=tuple(state["rewards"].tolist()),
+        baseline=state["baseline"],
+        samples=tuple(
+            Sample(
+                prompt=prompts[state["prompt"]],
+                position=state["position"],
+                sample_index=item["index"],
+                response_ids=tuple(item["ids"].tolist()),
+                sampler_logprobs=tuple(item["logprobs"].tolist()),
+                versions=tuple(item["versions"].tolist()),
+                finish_reason=item["finish_reason"],
+                text=item["text"],
+                prompt_ids=tuple(state["prompt_ids"].tolist()),
+                own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
+                turns=tuple(item.get("turns", (0,))),
+                reward=item.get("reward"),
+                numbers=item.get("numbers", {}),
+                status=Status(item.get("status", "completed")),
+                is_scored=item.get("is_scored", False),
+                ticket=item.get("ticket", -1),
+                start_version=item.get("start_version", -1),
+                routing=None if item.get("routing") is None else item["routing"].numpy(),
+            )
+            for item in state["samples"]
+        ),
+    )
