@@ -150,7 +150,7 @@ BRACKETED = (  # the user's text in brackets, nothing before an answer
 
 @pytest.mark.parametrize("template", [MARKED, HEADED, BRACKETED], ids=["marked", "headed", "bracketed"])
 def test_a_conversation_grows_as_the_template_writes_it(template: str) -> None:
-    """100 random dialogues: the tokens of a turn are a prefix of those of the next, and their text is the template's."""
+    """100 random dialogues: the tokens of a turn are a prefix of the next one's, and their text is the template's."""
     draw = random.Random(7)
     mine = client(Recorder(), max_tokens=10**6)
     mine.tokenizer = ChatTokenizer(template)
