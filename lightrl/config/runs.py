@@ -175,10 +175,9 @@ class RewardConfig:
 
     def check(self) -> None:
         """Raises ValueError for a bad reward_failure_value."""
-        if self.reward_failure_value != "exclude" and not _is_finite_number(self.reward_failure_value):
-            raise ValueError(
-                f"--reward_failure_value is {self.reward_failure_value!r}: it must be a number, or exclude."
-            )
+        value = self.reward_failure_value
+        if value != "exclude" and not _is_finite_number(value):
+            raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")
 
 
 def _is_finite_number(text: str) -> bool:
@@ -216,11 +215,14 @@ class SamplingConfig:
     def check(self) -> None:
         """Raises ValueError if the prompts cannot be split evenly."""
         if self.num_prompts % self.num_minibatches:
-            hint = nearest_multiples(self.num_prompts, self.num_minibatches, "--num_prompts")
-            raise ValueError(
-                f"--num_prompts {self.num_prompts} cannot be split evenly into --num_minibatches "
-                f"{self.num_minibatches}. {hint}"
-            )
+            raise _uneven_minibatches(self.num_prompts, self.num_minibatches)
+
+
+def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
+    hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
+    return ValueError(
+        f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}. {hint}"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,17 +281,19 @@ class GRPOConfig(RolloutConfig):
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
-            raise ValueError(
-                f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {self.group_size}: "
-                "give at least 2."
-            )
-        if not self.overlong.buffer <= self.max_new_tokens:
-            raise ValueError(
-                f"--overlong.buffer is {self.overlong.buffer}: it must be between 0 and --max_new_tokens "
-                f"{self.max_new_tokens}."
-            )
+            raise _nothing_to_compare(self.group_size)
+        buffer, longest = self.overlong.buffer, self.max_new_tokens
+        if not buffer <= longest:
+            raise ValueError(f"--overlong.buffer is {buffer}: it must be between 0 and --max_new_tokens {longest}.")
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
+
+
+def _nothing_to_compare(group_size: int) -> ValueError:
+    return ValueError(
+        f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {group_size}: give at "
+        "least 2."
+    )
 
 
 @dataclass(kw_only=True, slots=True)
