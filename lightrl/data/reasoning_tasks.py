@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from lightrl.config import named_values, nearest_name
+from lightrl.imports import import_extra
 
 PREFIX = "reasoning_gym:"
 _DEFAULTS: dict[str, Any] = {"size": 1000, "seed": 0}
@@ -18,7 +19,7 @@ def reasoning_records(source: str) -> list[dict[str, Any]]:
         source: reasoning_gym:TASK, or reasoning_gym:TASK?name=value&name=value with fields of the task's config.
     """
     task, _, written = source.removeprefix(PREFIX).partition("?")
-    library = reasoning_gym(f"--train_data {source}")
+    library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by=f"The data set {source}")
     names = set(importlib.import_module("reasoning_gym.factory").DATASETS)
     if task not in names:
         raise ValueError(f"reasoning-gym has no task {task!r}. {nearest_name(task, names)}")
@@ -32,11 +33,3 @@ def reasoning_records(source: str) -> list[dict[str, Any]]:
         {"prompt": entry["question"], "answer": entry["answer"], "task": task, "entry": dict(entry)}
         for entry in entries
     ]
-
-
-def reasoning_gym(asked_by: str) -> Any:
-    """Returns the library; ImportError if it is not installed. asked_by: subject of the message."""
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{asked_by} needs reasoning-gym: pip install "lightrl[reasoning-gym]".') from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightrl.data.reasoning_tasks import reasoning_gym
+from lightrl.imports import import_extra
 from lightrl.records import Sample
 
 
@@ -14,7 +14,8 @@ class ReasoningGym:
 
     def __init__(self, *, answer_tag: str = "") -> None:
         """answer_tag: the answer is what stands in the last <TAG>...</TAG> of the response; empty: all of it."""
-        self._find_score: Any = reasoning_gym("The reward reasoning_gym").get_score_answer_fn
+        library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by="The reward reasoning_gym")
+        self._find_score: Any = library.get_score_answer_fn
         self._scores: dict[str, Any] = {}  # by task
         self._tagged = re.compile(rf"<{answer_tag}>(.*?)</{answer_tag}>", re.DOTALL) if answer_tag else None
 

@@ -191,6 +191,9 @@ class EngineClient:
                 "version, or a workflow that writes the prompt itself."
             )
         text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=list(tools), tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         return self.encode(text)

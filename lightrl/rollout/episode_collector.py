@@ -178,14 +178,14 @@ def _as_episode(made: Any, client: EngineClient) -> Episode | None:
         return None
     several = made if isinstance(made, list | tuple) else [made]
     episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
-    made = episode_of_several(episodes)
+    episode = episode_of_several(episodes)
     if client.has_rewarded:
-        if made.reward is None:
+        if episode.reward is None:
             raise ValueError(
                 "The workflow asked for a reward and set none: set episode.reward, which then is the sample's."
             )
-        made.is_scored = True
-    return made
+        episode.is_scored = True
+    return episode
 
 
 def _is_over(sample: Sample) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightrl.rollout.episode import Turn
 
@@ -56,17 +56,13 @@ class LLMResponse:
         return len(self.output_tokens)
 
 
-class _Generates(Protocol):
-    async def generate(self, ids: Sequence[int], **settings: Any) -> Turn: ...
-
-
-async def answer_request(engine: _Generates, request: Any) -> LLMResponse:
-    """Generates for a request: an LLMRequest, or any object with input_ids and gconfig of the same fields."""
+async def answer_request(engine: Any, request: Any) -> LLMResponse:
+    """Answers by an EngineClient. A request is an LLMRequest, or any object with input_ids and gconfig."""
     settings = request.gconfig
     for name, allowed in _FIXED.items():
         if getattr(settings, name, allowed[0]) not in (None, *allowed):
             raise _fixed(name, getattr(settings, name), allowed[0])
-    turn = await engine.generate(
+    turn: Turn = await engine.generate(
         list(request.input_ids),
         max_new_tokens=getattr(settings, "max_new_tokens", None),
         temperature=0.0 if getattr(settings, "greedy", False) else getattr(settings, "temperature", None),
