@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -211,9 +212,14 @@ class SamplingConfig:
     """Maximum length of a response, in tokens."""
     temperature: float = option(1.0, above=0, wanted=_GREEDY)
     """Sampling temperature. The training logprobs are those of the same distribution."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
+    one that completes such a text are trained on, and rewards read the text with it."""
 
     def check(self) -> None:
-        """Raises ValueError if the prompts cannot be split evenly."""
+        """Raises ValueError for an empty stop string, and if the prompts cannot be split evenly."""
+        if "" in self.stop:
+            raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
         if self.num_prompts % self.num_minibatches:
             raise _uneven_minibatches(self.num_prompts, self.num_minibatches)
 
@@ -235,6 +241,11 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 
     @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.rollout.samples_can_be_older
+
+    @property
     def policy_schedule_length(self) -> int:
         """Length of the policy's learning-rate schedule, in units of --optim.schedule_unit."""
         return self.schedule_length
@@ -253,6 +264,13 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps in a trainer step."""
         return self.num_epochs * self.num_minibatches
+
+
+def _decoupled_if_older(config: GRPOConfig | PPOConfig) -> None:
+    """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
+    algorithm = config.algorithm
+    if config.rollout.samples_can_be_older and algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
+        config.algorithm = dataclasses.replace(algorithm, proximal="recompute")
 
 
 def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
@@ -278,15 +296,26 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise _nothing_to_compare(self.group_size)
         buffer, longest = self.overlong.buffer, self.max_new_tokens
+        if buffer and self.rollout.workflow:
+            raise ValueError(
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow has not: "
+                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
+            )
         if not buffer <= longest:
             raise ValueError(f"--overlong.buffer is {buffer}: it must be between 0 and --max_new_tokens {longest}.")
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
+
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.dynamic_sampling.enabled or self.rollout.samples_can_be_older
 
 
 def _nothing_to_compare(group_size: int) -> ValueError:
@@ -308,6 +337,7 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
@@ -330,22 +360,6 @@ class PPOConfig(RolloutConfig):
         frozen = 0 if self.optim.schedule_unit == "rl_step" else min(self.critic.policy_frozen_steps, self.max_steps)
         per_step = self.schedule_length // max(1, self.max_steps)
         return self.schedule_length - frozen * per_step
-
-
-def describe_batches(config: RolloutConfig, world_size: int) -> str:
-    """Returns the batch arithmetic as one line, for the start of a run."""
-    per_update = config.samples_per_step // config.num_minibatches
-    per_rank = -(-per_update // world_size)
-    if config.micro_batch_size:
-        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
-    else:
-        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
-    return (
-        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
-        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
-        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
-        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
-    )
 
 
 # ---- Runs that learn from the answers in their data --------------------------------------------------------------

@@ -70,9 +70,37 @@ class AlgorithmConfig:
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Source of the ratio's denominator. recompute: the trainer's own forward before the update. engine: the logprobs
     that the engine reported."""
+    proximal: Literal["auto", "recompute", "interpolate", "sampler"] = "auto"
+    """Policy that the clip compares with. recompute: the one before the update. interpolate: a mean of the one that
+    sampled and the one that is updated, by a token's age, without a forward. Both weigh each token by the proximal
+    policy over the one that sampled (decoupled PPO): --algorithm.correction says how, tis if it is none. sampler: the
+    one that sampled. auto: recompute where --rollout... lets samples be older than the weights; elsewhere the one
+    before the update, and for a surplus group of older weights the one that sampled it."""
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the clip compares with another policy than the one that the correction weighs against."""
+        return self.proximal in ("recompute", "interpolate")
+
+    @property
+    def used_correction(self) -> str:
+        """The correction of the run: decoupled PPO has one."""
+        return "tis" if self.is_decoupled and self.correction == "none" else self.correction
+
+    @property
+    def ratio_to(self) -> Literal["recompute", "engine", "interpolate"]:
+        """Source of the ratio's denominator."""
+        if self.proximal == "interpolate":
+            return "interpolate"
+        return "engine" if self.proximal == "sampler" else self.old_logprobs
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        if self.is_decoupled and self.old_logprobs == "engine":
+            raise ValueError(
+                f"--algorithm.proximal {self.proximal} compares with another policy than the one that sampled, and "
+                "--algorithm.old_logprobs engine with that one. Leave one of them out."
+            )
         if self.kl_target and not self.kl_coef:
             raise ValueError(
                 f"--algorithm.kl_target {self.kl_target} needs a --algorithm.kl_coef above 0 to start from: 0 times "
@@ -287,6 +315,11 @@ class WorkflowConfig:
     episode_timeout_s: float = option(0.0, at_least=0)
     """Seconds after which an episode has failed. 0: no limit."""
 
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether samples may come from older weights than those of the step that learns from them."""
+        return False
+
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""
         if not self.workflow and self != WorkflowConfig():
@@ -355,8 +388,27 @@ class EvalConfig(EvalScheduleConfig):
 
     temperature: float = option(1.0, at_least=0)
     """Sampling temperature of the evaluation. 0: greedy."""
+    top_p: float = option(1.0, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability. 1: from all."""
+    top_k: int = option(0, at_least=0)
+    """Draw from so many of the likeliest tokens. 0: from all."""
+    min_new_tokens: int = option(0, at_least=0)
+    """No end token or stop string ends a response before it has as many tokens."""
+    presence_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of every token that the response has already."""
+    frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of a token each time that the response has it already."""
+    repetition_penalty: float = option(1.0, above=0)
+    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
+    off."""
     max_prompts: int = option(0, at_least=0)
     """Evaluate on this many prompts, the first ones. 0: on all."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What changes the distribution that is sampled from, which training may not do."""
+        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(kw_only=True, slots=True)

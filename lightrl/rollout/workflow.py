@@ -91,6 +91,7 @@ class EnvironmentWorkflow(Workflow):
             observation, reward, is_over = await _awaited(environment.step(turn.text))
             episode.reward += float(reward)
             if is_over:
+                episode.finish_reason = "stop"  # also where the last turn was cut off: nothing follows
                 return
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
             heard = engine.encode_messages(messages, after=turn)

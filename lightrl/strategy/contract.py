@@ -106,10 +106,14 @@ class ForeignNames(ABC):
         return self.grad_scaler
 
     def build_lr_scheduler(
-        self: Native, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1
+        self: Native, optimizer: Optimizer, optim_config: Any = None, total_steps: int | None = None
     ) -> LRScheduler:
-        """Returns the schedule of the options (or of optim_config) over total_steps optimizer steps."""
-        return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
+        """Returns the schedule of the options (or of optim_config) over total_steps, or over the run's steps."""
+        length = getattr(self.options, "schedule_length", 0) if total_steps is None else total_steps
+        config = optim_config or self.options.optim
+        if not length and (config.schedule != "constant" or config.warmup_ratio):
+            raise _without_length(config.schedule)  # over one step the rate would be 0 from the second on
+        return build_lr_scheduler(optimizer, config, length or 1)
 
     def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:
         """Returns a CPU generator that depends on the seed, the role and, unless per_rank is False, the rank."""
@@ -336,14 +340,18 @@ class ForeignNames(ABC):
         images_num: list[int] | None = None,
         all_videos: Any | None = None,
         videos_num: list[int] | None = None,
+        *,
+        for_training: bool = False,
     ) -> list[EasyDict]:
         """Samples this rank's prompts (any number, also none) on the engine that its group shares.
 
         Images and videos go with texts or with token ids that hold one placeholder for each. Where both are given, a
-        prompt with images or videos is its text, any other its token ids. Shared sampling_params
-        draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
-        SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
-        on all.
+        prompt with images or videos is its text, any other its token ids. Shared sampling_params draw by the prompt's
+        position among those of all ranks, so results do not depend on the world size; give one SamplingParams per
+        prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised on all.
+
+        for_training: refuse settings such as top_p or a penalty, under which a trainer computes other logprobs than the
+        engine; the items of such settings have is_trainable False.
         """
         return foreign_inputs.generate_gathered(
             self,
@@ -352,6 +360,7 @@ class ForeignNames(ABC):
             texts=all_prompts,
             media=(all_images, images_num, all_videos, videos_num),
             sleep_engine=sleep_engine,
+            for_training=for_training,
             find_tokenizer=partial(find_tokenizer, self),
         )
 
@@ -407,3 +416,10 @@ class ForeignNames(ABC):
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
+
+
+def _without_length(schedule: str) -> ValueError:
+    return ValueError(
+        f"build_lr_scheduler() was not told how many steps the schedule has, and --optim.schedule {schedule} depends "
+        "on it: give total_steps, or a config that has a schedule_length."
+    )

@@ -37,7 +37,7 @@ from lightrl.trainers.lifetime import (
     how_to_go_on,
     is_under_torchrun,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, open_run
+from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_empty_runs
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +187,17 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
     try:
         return trainer_class(config)
     except MISTAKES as error:
-        print_user_error(error)
-        end_process(2)
+        _refuse(error)
     except RankError as error:
         if not error.mistake:
             raise
-        print_user_error(ValueError(error.mistake))
-        end_process(2)
+        _refuse(ValueError(error.mistake))
+
+
+def _refuse(error: BaseException) -> NoReturn:
+    print_user_error(error)
+    remove_empty_runs()
+    end_process(2)
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:

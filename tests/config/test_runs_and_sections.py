@@ -19,7 +19,6 @@ from lightrl.config import (
     RunConfig,
     SFTConfig,
     as_dict,
-    describe_batches,
     option_names,
     parse_config,
     to_yaml,
@@ -203,14 +202,6 @@ def test_every_rank_tells_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert fail(capsys, "--config", "nowhere.yaml").startswith("[rank 3] error:")
 
 
-def test_the_batch_arithmetic_is_written_out() -> None:
-    config = GRPOConfig(num_prompts=6, group_size=4, num_minibatches=2, num_epochs=3, micro_batch_size=2)
-    text = describe_batches(config, world_size=4)
-    assert "6 prompts x 4 samples = 24 samples a step" in text
-    assert "3 epoch(s) x 2 mini-batch(es) = 6 optimizer step(s) of 12 samples" in text
-    assert "each of 4 rank(s) about 3 samples in 2 micro-batches of <= 2 samples" in text
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
@@ -287,3 +278,10 @@ def test_one_text_is_a_list_of_one_in_python() -> None:
     assert config.reward == ("contains",)
     assert config.engine_args == ("a=1",)
     assert config.algorithm.loss_args == ("dual_clip=3",)
+
+
+def test_stop_strings_are_texts_with_something_in_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text('stop: ["\\n", "</answer>"]\n')
+    assert parse_config(GRPOConfig, ["--config", str(path)]).stop == ("\n", "</answer>")
+    assert "--stop has an empty text" in fail(capsys, "--stop", "a", "")
