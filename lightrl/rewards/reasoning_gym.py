@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightrl.imports import import_extra
@@ -28,7 +29,16 @@ class ReasoningGym:
         task = fields["task"]
         if task not in self._scores:
             self._scores[task] = self._find_score(task)
-        return float(self._scores[task](self._answer(sample.text), fields["entry"]))
+        return self._score(self._scores[task], self._answer(sample.text), fields["entry"])
+
+    @staticmethod
+    def _score(scores: Callable[..., float], answer: str | None, entry: Mapping[str, Any]) -> float:
+        """Returns 0 for an answer that the task cannot read: several raise, instead of scoring it."""
+        try:
+            return float(scores(answer, entry))
+        except Exception:
+            scores(entry["answer"], entry)  # a task that cannot read its own answer is at fault: that raises
+            return 0.0
 
     def _answer(self, text: str) -> str | None:
         if self._tagged is None:
