@@ -235,6 +235,8 @@ def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
 class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
+    rollout_ranks: int = option(0, at_least=0, resume="free")
+    """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
     data: DataConfig = section(DataConfig)
     rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")

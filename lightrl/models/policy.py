@@ -173,8 +173,19 @@ class Policy(nn.Module):
 
 def prepare_decoder(model: PreTrainedModel) -> None:
     """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
-    if not use_packed_attention(model.get_decoder()):
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        raise _no_decoder(model, decoder)
+    if not use_packed_attention(decoder):
         run_per_sequence(model)
+
+
+def _no_decoder(model: PreTrainedModel, found: object) -> ValueError:
+    return ValueError(
+        f"Model type {model.config.model_type!r} cannot be trained: get_decoder() of {type(model).__name__} gives a "
+        f"{type(found).__name__} and not the model below the output head, so there may be layers between the two that "
+        "lightrl would leave out. Choose another model."
+    )
 
 
 def remove_randomness(model: nn.Module) -> None:

@@ -18,6 +18,8 @@ BUILTIN_WORKFLOWS = {
     "multi_turn": "lightrl.rollout.multi_turn:MultiTurnWorkflow",
     "remax": "lightrl.rollout.remax:ReMaxWorkflow",
     "tools": "lightrl.rollout.tools:ToolWorkflow",
+    "agent": "lightrl.rollout.endpoint.agent:AgentWorkflow",
+    "serve": "lightrl.rollout.endpoint.outside:ServeWorkflow",
 }
 BUILTIN_ENVIRONMENTS = {"openenv": "lightrl.rollout.openenv:OpenEnvEnvironment"}
 

@@ -25,7 +25,8 @@ from torch import nn
 
 from lightrl.checkpoint import DISK_ERRORS, describe_disk_error
 from lightrl.comm import MISTAKES, RankError
-from lightrl.config import RunConfig, print_user_error
+from lightrl.config import RolloutConfig, RunConfig, print_user_error
+from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -41,6 +42,7 @@ from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_emp
 
 logger = logging.getLogger(__name__)
 
+_IN_ROLE = "lightrl.trainers.separate:in_role"
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
 
@@ -173,9 +175,12 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     if is_under_torchrun():
         end_with_torchrun()
+    build: Callable[[Any], Any] = trainer_class
+    if isinstance(config, RolloutConfig) and config.rollout_ranks:  # by name: the module imports this one
+        build = load_object(_IN_ROLE, builtin={}, what="function", example="in_role")(trainer_class)
     trainer: Trainer | None = None
     try:
-        trainer = _build(trainer_class, config)
+        trainer = _build(build, config)
         trainer.fit()
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
