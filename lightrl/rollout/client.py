@@ -10,7 +10,7 @@ from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn
-from lightrl.rollout.requests import LLMResponse, answer_request
+from lightrl.rollout.foreign_requests import LLMResponse, answer_request
 from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
 
@@ -127,7 +127,7 @@ class EngineClient:
         return turn
 
     async def agenerate(self, request: Any) -> LLMResponse:
-        """Answers a request as AReaL's workflows write it: see lightrl.rollout.requests."""
+        """Answers a request as AReaL's workflows write it: see lightrl.rollout.foreign_requests."""
         return await answer_request(self, request)
 
     # ---- Rewards, and what siblings share ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_client import Recorder, client
 
-from lightrl.rollout.requests import GenerationHyperparameters, LLMRequest
+from lightrl.rollout.foreign_requests import GenerationHyperparameters, LLMRequest
 
 
 def test_two_requests_of_one_name_get_their_own_answers() -> None:
