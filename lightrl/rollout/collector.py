@@ -24,7 +24,7 @@ from lightrl.strategy import StrategyBase
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
-_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
 
 Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position in the step's global batch
 
@@ -99,7 +99,7 @@ class Collector(Scorer):
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
     ) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
-        seeds = [mix_seed(_ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
+        seeds = [mix_seed(ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
         return self._generate(prompts, seeds, group_size, temperature, sleep_engine)
 
     def sample_greedily(self, prompts: Prompts) -> list[Sample]:

@@ -150,6 +150,10 @@ class Scheduler:
         """Returns the running tickets that the engine works on in this step; the others wait for a later one."""
         return self.running
 
+    def is_tail(self, step: int) -> bool:
+        """Whether the step is a tail batch."""
+        return False
+
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

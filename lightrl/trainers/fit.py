@@ -25,7 +25,7 @@ from torch import nn
 
 from lightrl.checkpoint import DISK_ERRORS, describe_disk_error
 from lightrl.comm import MISTAKES, RankError
-from lightrl.config import RunConfig, print_user_error
+from lightrl.config import RolloutConfig, RunConfig, print_user_error
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -173,6 +173,10 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     if is_under_torchrun():
         end_with_torchrun()
+    if isinstance(config, RolloutConfig) and config.rollout.is_scheduled:
+        from lightrl.trainers.scheduled import scheduled  # noqa: PLC0415  (only such runs need it)
+
+        trainer_class = scheduled(trainer_class)
     trainer: Trainer | None = None
     try:
         trainer = _build(trainer_class, config)
