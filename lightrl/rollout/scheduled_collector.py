@@ -78,7 +78,9 @@ class ScheduledCollector(EpisodeCollector):
         with serving.session(sleep_engine=sleep_engine) as engine:
             if self._driver is None or self._driver.engine is not engine:
                 self._driver = PhasedDriver(engine, serving.group)
+            first = self._driver.num_steps
             batch = self._roll_out(self._driver, step, group_size, temperature)
+            self._statistics.maximum("rollout/engine_steps", self._driver.num_steps - first)
             with self._comm.phase("episodes", local=True):
                 self._pause(self._driver)
         groups = self.schedule.buffer.take(batch)
@@ -134,7 +136,6 @@ class ScheduledCollector(EpisodeCollector):
             facts = self._comm.all_gather_object(mine)
             scheduler.finish(sorted(ticket for done, _ in facts for ticket in done))
             scheduler.lose(lost := sorted(ticket for _, gone in facts for ticket in gone))
-            self._statistics.maximum("rollout/engine_steps", driver.num_steps)
             self._num_lost += len(lost)
 
     def _begin(self, driver: PhasedDriver, temperature: float) -> None:
