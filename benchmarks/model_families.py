@@ -29,7 +29,8 @@ from transformers.utils.logging import set_verbosity_error
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine, empty_copy
-from lightrl.models.policy import Policy, check_scores, response_batch
+from lightrl.models.policy import Policy, response_batch
+from lightrl.models.score_check import check_scores
 
 NO_MODEL = "no small model: "
 VOCAB = 64

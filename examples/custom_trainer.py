@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from lightrl import Experience
 from lightrl.algorithms.losses import mean_loss, token_mean
-from lightrl.config import RolloutConfig, describe_batches, parse_config
+from lightrl.config import RolloutConfig, parse_config
 from lightrl.records import PackedBatch, TokenScores
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.trainers.fit import StepReport, Trainer, run_trainer
 from lightrl.trainers.policy_step import (
     PolicyUpdates,
     PromptData,
+    describe_batches,
     describe_rollout,
     start_engine,
     sync_engine,

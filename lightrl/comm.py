@@ -217,10 +217,9 @@ class Comm:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
         if weight is not None:
             return self._weighted_mean(data, op, weight)
-        reduced = self._reduce_leaves(_leaves(data), "sum" if op == "mean" else op)
-        if op == "mean":
-            reduced = [leaf / self.world for leaf in reduced]
-        return cast(T, _rebuild(data, iter(reduced)))
+        if isinstance(data, Mapping):
+            return cast(T, self._reduce_tree(data, op))
+        return cast(T, self._reduce_alike([data], op)[0])
 
     def _weighted_mean(self, data: T, op: str, weight: float | Tensor) -> T:
         if op != "mean":
@@ -229,19 +228,27 @@ class Comm:
         total = self.all_reduce({"data": scaled, "weight": weight}, "sum")
         return cast(T, _map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
 
-    def _reduce_leaves(self, leaves: list[Any], op: str) -> list[Any]:
+    def _reduce_tree(self, data: Any, op: str) -> Any:
+        leaves = _leaves(data)
         tensors = [_as_tensor(leaf) for leaf in leaves]
         kinds = [(tensor.device.type, str(tensor.dtype)) for tensor in tensors]
         reduced: list[Any] = list(leaves)
         for kind in sorted(set(kinds)):
             same = [i for i, other in enumerate(kinds) if other == kind]
-            flat = torch.cat([tensors[i].detach().reshape(-1) for i in same])  # a copy: the input is never written
-            if self.world > 1:
-                with self._explained("all_reduce"):
-                    dist.all_reduce(flat, op=_reduce_op(op), group=self._group_for(flat))
-            for i, part in zip(same, flat.split([tensors[i].numel() for i in same]), strict=True):
-                reduced[i] = part.reshape(tensors[i].shape) if isinstance(leaves[i], Tensor) else part.item()
-        return reduced
+            for i, leaf in zip(same, self._reduce_alike([leaves[i] for i in same], op), strict=True):
+                reduced[i] = leaf
+        return _rebuild(data, iter(reduced))
+
+    def _reduce_alike(self, leaves: list[Any], op: str) -> list[Any]:
+        """Reduces tensors and numbers of one type by one collective."""
+        tensors = [_as_tensor(leaf) for leaf in leaves]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
+        if self.world > 1:
+            with self._explained("all_reduce"):
+                dist.all_reduce(flat, op=_reduce_op("sum" if op == "mean" else op), group=self._group_for(flat))
+        parts = zip(leaves, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)
+        reduced = [part.reshape(old.shape) if isinstance(leaf, Tensor) else part.item() for leaf, old, part in parts]
+        return [leaf / self.world for leaf in reduced] if op == "mean" else reduced
 
     def all_gather(self, data: T) -> T:
         """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""

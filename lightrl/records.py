@@ -298,6 +298,7 @@ class PackedBatch:
     sampler_logprobs: Tensor  # [N] float32
     versions: Tensor | None = None  # [N] int64, weights that made each token; None: the batch was not sampled
     old_logprobs: Tensor | None = None  # [N] float32, of the policy before the update
+    proximal_share: Tensor | None = None  # [N] float32, how far old_logprobs are from the sampler's to the policy's own
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     old_values: Tensor | None = None  # [N] float32, the critic's before the update
     returns: Tensor | None = None  # [N] float32, what the critic is trained towards

@@ -72,8 +72,8 @@ class Winners(GRPOTrainer):
 
     kind = "winners"
 
-    def advantages(self, groups):
-        return [item for item in super().advantages(groups) if item.advantage > 0]
+    def compute_advantages(self, groups):
+        return [item for item in super().compute_advantages(groups) if item.advantage > 0]
 
 if __name__ == "__main__":
     run_trainer(Winners, parse_config(ToyConfig))

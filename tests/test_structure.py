@@ -38,7 +38,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "testing/strategy_parity.py": "strategy/test_single_strategy.py",
     "testing/strategy_program.py": "strategy/test_single_strategy.py",
     "testing/tiny_training.py": "strategy/test_single_strategy.py",
-    "trainers/policy_step.py": "trainers/test_grpo_program.py",
 }
 TEXT_SUFFIXES = {"", ".cfg", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 # A home or mount as it stands on somebody's machine. /tmp, /usr, /etc and /proc are the same everywhere.

@@ -118,12 +118,17 @@ def interpolated_logprobs(
         current_version: Weight version of the current policy.
     """
     require_same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs, versions=versions)
+    share = proximal_share(versions, proximal_version=proximal_version, current_version=current_version)
+    return torch.lerp(sampler_logprobs.detach(), logprobs.detach(), share.to(logprobs.dtype))
+
+
+def proximal_share(versions: Tensor, *, proximal_version: int, current_version: int) -> Tensor:
+    """Returns a of interpolated_logprobs, [N]: 0 is the policy that sampled the token, 1 the current one."""
     if proximal_version > current_version:
         raise ValueError(f"proximal_version is {proximal_version}, after current_version {current_version}.")
     behind = current_version - versions
-    fraction = ((proximal_version - versions) / behind.clamp(min=1)).clamp(0, 1)
-    fraction = torch.where(behind > 0, fraction, 0.0).to(logprobs.dtype)
-    return torch.lerp(sampler_logprobs.detach(), logprobs.detach(), fraction)
+    share = ((proximal_version - versions) / behind.clamp(min=1)).clamp(0, 1)
+    return torch.where(behind > 0, share, 0.0)
 
 
 def _ratio(tokens: OffPolicyTokens, level: Level) -> Tensor:

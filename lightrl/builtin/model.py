@@ -7,16 +7,14 @@ taught wrong ones until a fifth of its samples is right. Since it once knew the 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -26,70 +24,23 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lightrl.builtin.task import heldout_problems, train_problems
-
-_PAD, _EOS = "<pad>", "<eos>"
-_VOCABULARY = (_PAD, _EOS, *"0123456789+=")
-_TOKEN_IDS = {token: index for index, token in enumerate(_VOCABULARY)}
-_PAD_ID, _EOS_ID = _TOKEN_IDS[_PAD], _TOKEN_IDS[_EOS]
-_MAX_TOKENS = 512
-_NUM_ANSWER_TOKENS = 4  # three digits and the end token
-_EXPECTED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
+from lightrl.builtin.task import (
+    EOS,
+    MAX_TOKENS,
+    PAD,
+    RECIPES,
+    VOCABULARY,
+    Phase,
+    Recipe,
+    heldout_problems,
+    is_made,
+    model_folder,
+    train_problems,
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """A stretch of supervised training that ends at a given accuracy on the held-out sums."""
-
-    learning_rate: float  # falls linearly to a tenth of itself over max_steps
-    max_steps: int
-    steps_per_check: int
-    wrong_share: float  # of the sums, given an answer that is off
-    stop_accuracy: float  # expected share of samples at temperature 1 that are right
-    stop_when: Literal["above", "below"]
-
-    def is_over(self, accuracy: float) -> bool:
-        """Returns whether the accuracy ends the phase."""
-        return accuracy >= self.stop_accuracy if self.stop_when == "above" else accuracy <= self.stop_accuracy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Everything that the weights depend on; its hash names the cached folder."""
-
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32  # the least that vLLM takes on a CPU
-    initializer_range: float = 0.06
-    seed: int = 0
-    batch_size: int = 128
-    warmup_steps: int = 20
-    largest_error: int = 20  # a wrong answer is off by 1 to this
-    learn: Phase = Phase(
-        learning_rate=7e-3, max_steps=450, steps_per_check=25, wrong_share=0.0, stop_accuracy=0.97, stop_when="above"
-    )
-    # Gentle and cut short: at ten times this rate the sums are forgotten, and reward cannot bring them back.
-    blur: Phase = Phase(
-        learning_rate=3e-4, max_steps=400, steps_per_check=5, wrong_share=0.9, stop_accuracy=0.2, stop_when="below"
-    )
-    code_revision: int = 1  # count up when the code below changes what the recipe makes
-
-    def fingerprint(self) -> str:
-        """Returns a short hash of the recipe, the vocabulary and the context length."""
-        written = json.dumps([asdict(self), _VOCABULARY, _MAX_TOKENS], sort_keys=True)
-        return hashlib.sha256(written.encode()).hexdigest()[:12]
-
-
-_RECIPES = {"addition": Recipe()}
+_TOKEN_IDS = {token: index for index, token in enumerate(VOCABULARY)}
+_PAD_ID, _EOS_ID = _TOKEN_IDS[PAD], _TOKEN_IDS[EOS]
+_NUM_ANSWER_TOKENS = 4  # three digits and the end token
 
 
 def builtin_model_path(
@@ -102,18 +53,13 @@ def builtin_model_path(
         cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE, or else ~/.cache/lightrl.
         on_progress: Receives a line of text about every second while the model is made.
     """
-    if name not in _RECIPES:
-        raise ValueError(
-            f"Unknown built-in model {name!r}. Choose one of {', '.join(_RECIPES)}, or give a model folder."
-        )
-    recipe = _RECIPES[name]
-    folder = (cache_dir or _default_cache_dir()) / f"{name}-{recipe.fingerprint()}"
-    if _is_complete(folder):
+    folder = model_folder(name, cache_dir)
+    if is_made(folder):
         return folder
     _make_cache_dir(folder.parent)
     with _only_one_process(folder.parent / f"{folder.name}.lock"):
-        if not _is_complete(folder):
-            _publish(_write_unpublished(folder, recipe, on_progress or _ignore), folder)
+        if not is_made(folder):
+            _publish(_write_unpublished(folder, RECIPES[name], on_progress or _ignore), folder)
     return folder
 
 
@@ -140,20 +86,15 @@ def builtin_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=_PAD,
-        eos_token=_EOS,
+        pad_token=PAD,
+        eos_token=EOS,
         padding_side="left",
-        model_max_length=_MAX_TOKENS,
+        model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
     )
 
 
 # ---- The cache
-
-
-def _default_cache_dir() -> Path:
-    given = os.environ.get("LIGHTRL_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "lightrl"
 
 
 def _make_cache_dir(cache_dir: Path) -> None:
@@ -163,10 +104,6 @@ def _make_cache_dir(cache_dir: Path) -> None:
         raise PermissionError(
             f"The folder for built-in models, {cache_dir}, cannot be written. Set LIGHTRL_CACHE to one that can."
         )
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _EXPECTED_FILES)
 
 
 @contextmanager
@@ -197,13 +134,13 @@ def _publish(finished: Path, folder: Path) -> None:
     finished.chmod(0o755)  # mkdtemp and safetensors write for the owner alone, but a cache may be shared
     for path in finished.iterdir():
         path.chmod(0o644)
-    if folder.exists() and not _is_complete(folder):
+    if folder.exists() and not is_made(folder):
         shutil.rmtree(folder)
     try:
         finished.rename(folder)
     except OSError:
         shutil.rmtree(finished, ignore_errors=True)
-        if not _is_complete(folder):  # otherwise another process has made the same model
+        if not is_made(folder):  # otherwise another process has made the same model
             raise
     _flush_to_disk(folder.parent)
 
@@ -236,8 +173,8 @@ def _ignore(_: str) -> None:
 
 def _model_config(**sizes: Any) -> Qwen3Config:
     settings: dict[str, Any] = {
-        "vocab_size": len(_VOCABULARY),
-        "max_position_embeddings": _MAX_TOKENS,
+        "vocab_size": len(VOCABULARY),
+        "max_position_embeddings": MAX_TOKENS,
         "initializer_range": 0.06,
         "tie_word_embeddings": True,
         "pad_token_id": _PAD_ID,

@@ -1,8 +1,17 @@
-"""Two-digit addition, the task that a fresh installation trains on. A problem is a dictionary of strings; no torch."""
+"""Two-digit addition, the task that a fresh installation trains on, and how its model is made. No torch.
+
+A problem is a dictionary of strings.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Literal
 
 from lightrl.seeding import mix_seed
 
@@ -55,3 +64,89 @@ def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     rising = [(left, right) for left, right in shuffled if left < right][: NUM_HELDOUT // 2]
     heldout = set(rising) | {(right, left) for left, right in rising}
     return [pair for pair in shuffled if pair not in heldout], [pair for pair in shuffled if pair in heldout]
+
+
+# ---- The model -------------------------------------------------------------------------------------------------------
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = (PAD, EOS, *"0123456789+=")
+MAX_TOKENS = 512
+_EXPECTED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of supervised training that ends at a given accuracy on the held-out sums."""
+
+    learning_rate: float  # falls linearly to a tenth of itself over max_steps
+    max_steps: int
+    steps_per_check: int
+    wrong_share: float  # of the sums, given an answer that is off
+    stop_accuracy: float  # expected share of samples at temperature 1 that are right
+    stop_when: Literal["above", "below"]
+
+    def is_over(self, accuracy: float) -> bool:
+        """Returns whether the accuracy ends the phase."""
+        return accuracy >= self.stop_accuracy if self.stop_when == "above" else accuracy <= self.stop_accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that the weights depend on; its hash names the cached folder."""
+
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32  # the least that vLLM takes on a CPU
+    initializer_range: float = 0.06
+    seed: int = 0
+    batch_size: int = 128
+    warmup_steps: int = 20
+    largest_error: int = 20  # a wrong answer is off by 1 to this
+    learn: Phase = Phase(
+        learning_rate=7e-3, max_steps=450, steps_per_check=25, wrong_share=0.0, stop_accuracy=0.97, stop_when="above"
+    )
+    # Gentle and cut short: at ten times this rate the sums are forgotten, and reward cannot bring them back.
+    blur: Phase = Phase(
+        learning_rate=3e-4, max_steps=400, steps_per_check=5, wrong_share=0.9, stop_accuracy=0.2, stop_when="below"
+    )
+    code_revision: int = 1  # count up when the code of model.py changes what the recipe makes
+
+    def fingerprint(self) -> str:
+        """Returns a short hash of the recipe, the vocabulary and the context length."""
+        written = json.dumps([asdict(self), VOCABULARY, MAX_TOKENS], sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:12]
+
+
+RECIPES = {"addition": Recipe()}
+
+
+def made_model() -> Path | None:
+    """Returns the folder of the built-in model if it was made before: model.py makes it."""
+    folder = model_folder("addition")
+    return folder if is_made(folder) else None
+
+
+def model_folder(name: str, cache_dir: Path | None = None) -> Path:
+    """Returns the folder of a built-in model, made or not; in $LIGHTRL_CACHE unless a directory is given."""
+    if name not in RECIPES:
+        raise _unknown_model(name)
+    default = Path(os.environ.get("LIGHTRL_CACHE") or "~/.cache/lightrl").expanduser()
+    return (cache_dir or default) / f"{name}-{RECIPES[name].fingerprint()}"
+
+
+def is_made(folder: Path) -> bool:
+    """Returns whether the folder of a model is complete."""
+    return all((folder / name).is_file() for name in _EXPECTED_FILES)
+
+
+def _unknown_model(name: str) -> ValueError:
+    return ValueError(f"Unknown built-in model {name!r}. Choose one of {', '.join(RECIPES)}, or give a model folder.")

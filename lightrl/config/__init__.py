@@ -33,7 +33,6 @@ from lightrl.config.runs import (
     RunConfig,
     SamplingConfig,
     SFTConfig,
-    describe_batches,
 )
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -117,7 +116,6 @@ __all__ = [
     "as_dict",
     "changed_options",
     "check_options",
-    "describe_batches",
     "engine_arguments",
     "exit_with_user_error",
     "lr_scales",

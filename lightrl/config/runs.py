@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -175,10 +176,9 @@ class RewardConfig:
 
     def check(self) -> None:
         """Raises ValueError for a bad reward_failure_value."""
-        if self.reward_failure_value != "exclude" and not _is_finite_number(self.reward_failure_value):
-            raise ValueError(
-                f"--reward_failure_value is {self.reward_failure_value!r}: it must be a number, or exclude."
-            )
+        value = self.reward_failure_value
+        if value != "exclude" and not _is_finite_number(value):
+            raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")
 
 
 def _is_finite_number(text: str) -> bool:
@@ -216,11 +216,14 @@ class SamplingConfig:
     def check(self) -> None:
         """Raises ValueError if the prompts cannot be split evenly."""
         if self.num_prompts % self.num_minibatches:
-            hint = nearest_multiples(self.num_prompts, self.num_minibatches, "--num_prompts")
-            raise ValueError(
-                f"--num_prompts {self.num_prompts} cannot be split evenly into --num_minibatches "
-                f"{self.num_minibatches}. {hint}"
-            )
+            raise _uneven_minibatches(self.num_prompts, self.num_minibatches)
+
+
+def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
+    hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
+    return ValueError(
+        f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}. {hint}"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,6 +234,11 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
+
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.rollout.samples_can_be_older
 
     @property
     def policy_schedule_length(self) -> int:
@@ -251,6 +259,13 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps in a trainer step."""
         return self.num_epochs * self.num_minibatches
+
+
+def _decoupled_if_older(config: GRPOConfig | PPOConfig) -> None:
+    """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
+    algorithm = config.algorithm
+    if config.rollout.samples_can_be_older and algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
+        config.algorithm = dataclasses.replace(algorithm, proximal="recompute")
 
 
 def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
@@ -276,20 +291,33 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
+            raise _nothing_to_compare(self.group_size)
+        buffer, longest = self.overlong.buffer, self.max_new_tokens
+        if buffer and self.rollout.workflow:
             raise ValueError(
-                f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {self.group_size}: "
-                "give at least 2."
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow has not: "
+                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
             )
-        if not self.overlong.buffer <= self.max_new_tokens:
-            raise ValueError(
-                f"--overlong.buffer is {self.overlong.buffer}: it must be between 0 and --max_new_tokens "
-                f"{self.max_new_tokens}."
-            )
+        if not buffer <= longest:
+            raise ValueError(f"--overlong.buffer is {buffer}: it must be between 0 and --max_new_tokens {longest}.")
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
+
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether a step may learn from samples of older weights than the engine has."""
+        return self.dynamic_sampling.enabled or self.rollout.samples_can_be_older
+
+
+def _nothing_to_compare(group_size: int) -> ValueError:
+    return ValueError(
+        f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {group_size}: give at "
+        "least 2."
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,6 +332,7 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        _decoupled_if_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
@@ -326,22 +355,6 @@ class PPOConfig(RolloutConfig):
         frozen = 0 if self.optim.schedule_unit == "rl_step" else min(self.critic.policy_frozen_steps, self.max_steps)
         per_step = self.schedule_length // max(1, self.max_steps)
         return self.schedule_length - frozen * per_step
-
-
-def describe_batches(config: RolloutConfig, world_size: int) -> str:
-    """Returns the batch arithmetic as one line, for the start of a run."""
-    per_update = config.samples_per_step // config.num_minibatches
-    per_rank = -(-per_update // world_size)
-    if config.micro_batch_size:
-        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
-    else:
-        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
-    return (
-        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
-        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
-        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
-        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
-    )
 
 
 # ---- Runs that learn from the answers in their data --------------------------------------------------------------

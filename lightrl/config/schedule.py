@@ -38,12 +38,12 @@ class ScheduleConfig:
     @property
     def is_scheduled(self) -> bool:
         """Whether samples are made by a schedule that carries them from step to step."""
-        return self.over_issue > 0 or self.max_staleness > 0 or bool(self.filter)
+        return self.samples_can_be_older or bool(self.filter)
 
     @property
     def samples_can_be_older(self) -> bool:
         """Whether samples may come from older weights than those of the step that learns from them."""
-        return self.is_scheduled
+        return self.over_issue > 0 or self.max_staleness > 0
 
     def check(self) -> None:
         """Raises ValueError for options that do nothing or contradict each other."""

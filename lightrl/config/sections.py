@@ -71,9 +71,37 @@ class AlgorithmConfig:
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Source of the ratio's denominator. recompute: the trainer's own forward before the update. engine: the logprobs
     that the engine reported."""
+    proximal: Literal["auto", "recompute", "interpolate", "sampler"] = "auto"
+    """Policy that the clip compares with. recompute: the one before the update. interpolate: a mean of the one that
+    sampled and the one that is updated, by a token's age, without a forward. Both weigh each token by the proximal
+    policy over the one that sampled (decoupled PPO): --algorithm.correction says how, tis if it is none. sampler: the
+    one that sampled. auto: recompute where --rollout... lets samples be older than the weights; elsewhere the one
+    before the update, and for a surplus group of older weights the one that sampled it."""
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the clip compares with another policy than the one that the correction weighs against."""
+        return self.proximal in ("recompute", "interpolate")
+
+    @property
+    def used_correction(self) -> str:
+        """The correction of the run: decoupled PPO has one."""
+        return "tis" if self.is_decoupled and self.correction == "none" else self.correction
+
+    @property
+    def ratio_to(self) -> Literal["recompute", "engine", "interpolate"]:
+        """Source of the ratio's denominator."""
+        if self.proximal == "interpolate":
+            return "interpolate"
+        return "engine" if self.proximal == "sampler" else self.old_logprobs
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        if self.is_decoupled and self.old_logprobs == "engine":
+            raise ValueError(
+                f"--algorithm.proximal {self.proximal} compares with another policy than the one that sampled, and "
+                "--algorithm.old_logprobs engine with that one. Leave one of them out."
+            )
         if self.kl_target and not self.kl_coef:
             raise ValueError(
                 f"--algorithm.kl_target {self.kl_target} needs a --algorithm.kl_coef above 0 to start from: 0 times "

@@ -298,9 +298,8 @@ class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, Traini
         if self.compile and self.tp_size > 1:
             raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
         if self.optim.min_lr > self.lr:
-            raise ValueError(
-                f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}, at which the schedule begins."
-            )
+            schedule = f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}"
+            raise ValueError(f"{schedule}, at which the schedule begins.")
 
 
 def _check_routing(options: StrategyOptions) -> None:

@@ -50,6 +50,7 @@ class TokenColumns(TypedDict, total=False):
     """Values per response token that pack() takes, named as in PackedBatch; None is the same as leaving one out."""
 
     old_logprobs: TokenValues | None  # of the policy before the update
+    proximal_share: TokenValues | None  # of the policy that is updated, where old logprobs are interpolated
     ref_logprobs: TokenValues | None  # of the frozen reference
     advantages: TokenValues | None  # None gives every token the advantage of its sample
     old_values: TokenValues | None  # of the critic before the update
@@ -114,7 +115,7 @@ def dummy_batch(*, temperature: float) -> PackedBatch:
     """Returns two tokens that train nothing, for a rank without samples, which must run forward and backward too."""
     zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     values: dict[str, Any] = dict.fromkeys(
-        ("old_logprobs", "ref_logprobs", "old_values", "returns", "teacher_logprobs"), zero
+        ("old_logprobs", "proximal_share", "ref_logprobs", "old_values", "returns", "teacher_logprobs"), zero
     )
     batch = response_batch([((0,), (0,))], temperature, keys=[DUMMY_KEY])
     return replace(batch, **values, selected=none, in_policy_loss=none)

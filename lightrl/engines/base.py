@@ -122,10 +122,7 @@ class SamplingParams:
         fields = type(self).__dataclass_fields__
         given = [f"{name}={getattr(self, name)}" for name in changes if getattr(self, name) != fields[name].default]
         if given:
-            raise ValueError(
-                f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn "
-                "from another distribution cannot be trained on. Leave these out, or use them for evaluation only."
-            )
+            raise _not_trainable(given)
 
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:
@@ -219,6 +216,13 @@ class InferenceEngine(ABC):
         while self.has_unfinished():
             done.extend(self.step())
         return sorted(done, key=lambda item: (order[item.request_id], item.sample_index))
+
+
+def _not_trainable(given: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn from "
+        "another distribution cannot be trained on. Leave these out, or use them for evaluation only."
+    )
 
 
 def check_engine_name(name: str) -> None:

@@ -18,8 +18,7 @@ from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import Policy, prepare_decoder
-from lightrl.models.randomness import remove_randomness
+from lightrl.models.policy import Policy, prepare_decoder, remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 

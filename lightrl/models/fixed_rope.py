@@ -22,12 +22,6 @@ FIXED = "fixed"  # the rope_type of a module whose frequencies no longer follow 
 logger = logging.getLogger(__name__)
 
 
-def varies_with_length(config: Any) -> bool:
-    """Returns whether transformers chooses the rotary frequencies of a call by its longest sequence."""
-    kinds = str(getattr(config.get_text_config(), "rope_parameters", None))
-    return "longrope" in kinds or "dynamic" in kinds
-
-
 def fix_frequencies(model: nn.Module, longest: int | None = None) -> None:
     """Gives the model, for all calls to come, the frequencies that transformers has for the longest sequence.
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from lightrl.models.fixed_rope import fix_frequencies, varies_with_length
+from lightrl.models.fixed_rope import fix_frequencies
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
 ATTENTION_NAME = "lightrl_packed"
@@ -91,6 +91,12 @@ def use_packed_attention(decoder: PreTrainedModel) -> bool:
     if varies_with_length(config):
         fix_frequencies(decoder)
     return config._attn_implementation == ATTENTION_NAME and mixes_by_attention(config)
+
+
+def varies_with_length(config: Any) -> bool:
+    """Returns whether transformers chooses the rotary frequencies of a call by its longest sequence."""
+    kinds = str(getattr(config.get_text_config(), "rope_parameters", None))
+    return "longrope" in kinds or "dynamic" in kinds
 
 
 def mixes_by_attention(config: Any) -> bool:

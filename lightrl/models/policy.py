@@ -1,9 +1,10 @@
-"""The language model, trained or a frozen reference: loading it, scoring the tokens of packs, checking the scores."""
+"""The language model, trained or a frozen reference: loading it, and scoring the tokens of packs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,18 @@ from lightrl.models.multimodal import (
     decoder_inputs,
     join_vision,
     pack_positions,
-    patch_dim,
-    rope_positions,
-    sequence_positions,
 )
-from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention
+from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention, varies_with_length
 from lightrl.models.per_sequence import run_per_sequence
-from lightrl.models.randomness import refuse_randomness, remove_randomness
-from lightrl.models.thresholds import thresholds_in_reach
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 disable_progress_bar()  # every rank would draw one; the run has its own
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_CHECK_LENGTHS = ((4, 3), (4, 3), (7, 5))  # tokens of the prompts and responses that check_scores() runs
-_CHECK_GRID = (1, 4, 6)  # patches of the image in the last prompt: 6 features of 2 x 2
-_CHECK_TEMPERATURE = 0.7
+_RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # ends of names
+# Types of model that tests/models/test_policy.py compares with their own logits, so that a run need not.
+_TESTED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 
 
 # ---- Aligning tokens and scores ----------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ class Policy(nn.Module):
         self.hf = hf_model
         self.entropy = entropy
         self.sequence_group: SequenceGroup | None = None
-        self._takes_images = hf_model.config.model_type in FAMILIES
+        self.takes_images = hf_model.config.model_type in FAMILIES
         text_config = hf_model.config.get_text_config()
         self._softcap = _softcap(text_config)
         self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
@@ -135,7 +131,7 @@ class Policy(nn.Module):
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Returns the states behind the last layer, [T, H]; only this rank's tokens where ranks split them."""
-        embeddings = self._embeddings(batch) if self._takes_images or batch.vision is not None else None
+        embeddings = self._embeddings(batch) if self.takes_images or batch.vision is not None else None
         return packed_hidden_states(self.hf.get_decoder(), batch, embeddings, self.sequence_group)
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
@@ -166,7 +162,7 @@ class Policy(nn.Module):
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
         """Returns tokens and images together, in place of token ids."""
-        if not self._takes_images:
+        if not self.takes_images:
             raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
         # Every rank runs the vision tower, with or without an image: where the tower is sharded, a rank that left it
         # out would leave the others waiting.
@@ -178,6 +174,31 @@ def prepare_decoder(model: PreTrainedModel) -> None:
     """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
     if not use_packed_attention(model.get_decoder()):
         run_per_sequence(model)
+
+
+def remove_randomness(model: nn.Module) -> None:
+    """Turns dropout, dropped layers and the noise of routers off for good, in training mode too.
+
+    Modules hold their rate in an nn.Dropout or, for the functional form, as a number. Those with a jitter (Mixtral,
+    PhiMoE, DBRX) stay in evaluation mode instead: PhiMoE draws its experts in training mode whatever the number is.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if name.endswith(_RATES) and isinstance(value, float):
+                setattr(module, name, 0.0)
+            elif "jitter" in name:
+                _keep_in_evaluation(module)
+
+
+def _keep_in_evaluation(module: Any) -> None:
+    module.eval()
+    module.train = partial(_stay, module)  # what the train() of a module that holds it calls
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
 
 
 def _softcap(text_config: Any) -> float | None:
@@ -334,104 +355,9 @@ def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -
     return model
 
 
-# ---- Checking the scores -----------------------------------------------------------------------------------------
-
-
-def check_scores(policy: Policy, device: torch.device) -> None:
-    """Raises ValueError unless the policy agrees with the model's own logits, to 1e-3 (3e-2 in half precision).
-
-    This refuses models that change their logits, or mix tokens, in a way that Policy does not know. Call it before the
-    policy is sharded.
-    """
-    model, was_training = policy.hf, policy.training
-    prompts = [_random_tokens(model, length, seed) for seed, (length, _) in enumerate(_CHECK_LENGTHS)]
-    responses = [_random_tokens(model, length, -1 - seed) for seed, (_, length) in enumerate(_CHECK_LENGTHS)]
-    encoded = _with_random_image(model.config, prompts) if policy._takes_images else None
-    if encoded is not None:
-        prompts = [prompt.token_ids for prompt in encoded]
-    batch = response_batch(list(zip(prompts, responses, strict=True)), _CHECK_TEMPERATURE, encoded).to(device)
-    policy.eval()
-    with torch.no_grad(), thresholds_in_reach(model, batch) as batch:
-        ours, logits = policy(batch).logprobs, _own_logits(model, batch, encoded)[batch.score_index]
-        in_training = (policy.train()(batch).logprobs - ours).abs().max() / ours.abs().max()
-    policy.train(was_training)
-    theirs = (logits / _CHECK_TEMPERATURE).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2
-    if not difference <= allowed:  # a NaN fails too
-        raise _unknown_output(model.config.model_type, difference, allowed)
-    if in_training > allowed / 10:
-        raise refuse_randomness(policy, lambda: policy(batch), in_training.item())
-
-
-def _unknown_output(model_type: str, difference: float, allowed: float) -> ValueError:
-    return ValueError(
-        f"The scores of model type {model_type!r} differ from its own logits by {difference:.2g} relative ({allowed:g} "
-        "is allowed): it changes its logits or mixes tokens in a way that lightrl does not know. Choose another model, "
-        "or teach lightrl.models.policy its output."
-    )
-
-
-def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
-    """Draws token ids, never the placeholder of an image or video."""
-    placeholders = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
-    generator = torch.Generator().manual_seed(seed)
-    draw = torch.randint(model.config.get_text_config().vocab_size, (2 * count + 2,), generator=generator)
-    return tuple([token for token in draw.tolist() if token not in placeholders][:count])
-
-
-def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[EncodedPrompt] | None) -> Tensor:
-    """Returns [T, V] float32, by the model's own forward with eager attention, one sequence at a time."""
-    decoder, rows = model.get_decoder(), []
-    packed = decoder.config._attn_implementation
-    decoder.set_attn_implementation("eager")
-    try:
-        for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
-            ids, first = batch.input_ids[start:end], int(batch.position_ids[..., start].max())
-            if encoded is None:  # one token more, which the others do not see in a causal model
-                ids = torch.cat([ids, ids[:1]])
-                more = {"position_ids": torch.arange(first, first + len(ids), device=ids.device)[None]} if first else {}
-            else:
-                more = _image_inputs(encoded[index], end - start, ids.device)
-            rows.append(model(input_ids=ids[None], use_cache=False, **more).logits[0, : end - start])
-    finally:
-        decoder.set_attn_implementation(packed)
-    return torch.cat(rows).float()
-
-
-def _image_inputs(prompt: EncodedPrompt, num_tokens: int, device: torch.device) -> dict[str, Tensor]:
-    if prompt.pixel_values is None or prompt.grid_thw is None:
-        return {}
-    return {
-        "pixel_values": prompt.pixel_values.to(device),
-        "image_grid_thw": prompt.grid_thw.to(device),
-        "position_ids": sequence_positions(prompt, num_tokens)[:, None].to(device),
-    }
-
-
-def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[EncodedPrompt]:
-    """Encodes prompts of text, the last with an image in its middle."""
-    grid = torch.tensor([_CHECK_GRID])
-    num_patches = int(grid.prod())
-    num_features = num_patches // config.vision_config.spatial_merge_size**2
-    texts = [
-        EncodedPrompt(
-            token_ids=tuple(ids),
-            positions=torch.arange(len(ids)).expand(3, -1),
-            rope_delta=0,
-            feature_positions=torch.zeros(0, dtype=torch.int64),
-        )
-        for ids in prompts[:-1]
-    ]
-    middle = len(prompts[-1]) // 2
-    ids = (*prompts[-1][:middle], *[config.image_token_id] * num_features, *prompts[-1][middle:])
-    positions, rope_delta = rope_positions(config, ids, grid)
-    with_image = EncodedPrompt(
-        token_ids=ids,
-        positions=positions,
-        rope_delta=rope_delta,
-        feature_positions=torch.arange(middle, middle + num_features),
-        pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(0)),
-        grid_thw=grid,
-    )
-    return [*texts, with_image]
+def needs_score_check(model: PreTrainedModel) -> bool:
+    """Returns whether a run should check the scores of this model: the tests compare no model that is built like it."""
+    config = model.config
+    is_tested = config.model_type in _TESTED_TYPES and type(model).__module__.startswith("transformers.")
+    is_plain = set(getattr(config, "layer_types", None) or ()) <= {"full_attention"} and not varies_with_length(config)
+    return not (is_tested and is_plain)

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import prepare_decoder, response_batch
-from lightrl.models.randomness import remove_randomness
+from lightrl.models.policy import prepare_decoder, remove_randomness, response_batch
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed

@@ -1,4 +1,4 @@
-"""A reward for the number of response tokens: towards a length, or against too many."""
+"""A reward for the number of tokens that the policy wrote: towards a length, or against too many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResponseLength:
         self._target, self._limit, self._cache = target, limit, cache
 
     def __call__(self, sample: Sample, /) -> float:
-        length = len(sample.response_ids)
+        length = sample.num_own
         if self._target:
             return max(0.0, 1 - abs(length - self._target) / self._target)
         if length > self._limit:

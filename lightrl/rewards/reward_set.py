@@ -103,9 +103,7 @@ class RewardSet:
         if own is None:
             rewards = _named_rewards(config)
         elif config.reward_args:
-            raise ValueError(
-                "--reward_args are given, but the reward is an object of your own: give it its parameters."
-            )
+            raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
         else:
             rewards = [WeightedReward(label=_label(reward_name(own)), weight=1.0, reward=own)]
         limits = ScoringLimits(
@@ -186,13 +184,17 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
         example = "my_reward or path/to/file.py:my_reward"
         reward = load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
     if not callable(reward):
-        raise ValueError(
-            f"The reward {name!r} is a {type(reward).__name__}: it must be a function from a Sample to a number."
-        )
+        raise _not_a_function(name, reward)
     given = _checked_parameters(name, reward, parameters or {})
     if inspect.isclass(reward):
         return cast(AnyReward, reward(**given))
     return cast(AnyReward, partial(reward, **given) if given else reward)
+
+
+def _not_a_function(name: str, reward: object) -> ValueError:
+    return ValueError(
+        f"The reward {name!r} is a {type(reward).__name__}: it must be a function from a Sample to a number."
+    )
 
 
 def _checked_parameters(name: str, reward: Any, given: Mapping[str, Any]) -> dict[str, Any]:

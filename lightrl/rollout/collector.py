@@ -46,9 +46,8 @@ class Scorer:
         """
         budget = FailureBudget(self._rewards.policy.max_failures)
         outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
-        counts = self._comm.all_reduce({"failures": len(budget.failures), "unsure": len(budget.no_verdicts)}, "sum")
-        if counts["failures"] or counts["unsure"]:
-            self._report_failures(budget, counts["failures"])
+        if self._comm.any(bool(budget.failures or budget.no_verdicts)):
+            self._report_failures(budget)
         scores = self._rewards.combine(outcomes, len(samples))
         if statistics is not None:
             _describe(scores, budget, statistics, prefix)
@@ -64,8 +63,9 @@ class Scorer:
             budget.record(outcomes)
         return outcomes
 
-    def _report_failures(self, budget: FailureBudget, num_failures: int) -> None:
+    def _report_failures(self, budget: FailureBudget) -> None:
         """Prints the first failures of all ranks; raises on every rank if there are too many."""
+        num_failures = self._comm.all_reduce(len(budget.failures), "sum")
         mine = [*_distinct(budget.failures), *_distinct(budget.no_verdicts)]
         shown = [(error.is_no_verdict, error.key, str(error), with_traceback(error)) for error in mine]
         everyones = sorted(item for part in self._comm.all_gather_object(shown) for item in part)

@@ -79,6 +79,7 @@ class EnvironmentWorkflow(Workflow):
             observation, reward, is_over = await _awaited(environment.step(turn.text))
             episode.reward += float(reward)
             if is_over:
+                episode.finish_reason = "stop"  # also where the last turn was cut off: nothing follows
                 return episode
             heard = engine.encode_reply(observation, after=turn)
             if num_turns == engine.limits.max_turns:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
-from lightrl.config import OptimConfig, StrategyOptions
+from lightrl.config import OptimConfig, RunConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.account import Fingerprint
+from lightrl.imports import load_object
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks
@@ -47,6 +48,13 @@ from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
 from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
+
+BUILTIN_STRATEGIES = {
+    "single": "lightrl.strategy.single:SingleStrategy",
+    "ddp": "lightrl.strategy.ddp:DDPStrategy",
+    "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
+    "deepspeed": "lightrl.strategy.deepspeed:DeepSpeedStrategy",
+}
 
 
 class StrategyBase(ForeignNames, ABC):
@@ -369,6 +377,40 @@ class StrategyBase(ForeignNames, ABC):
         self.serving.wake()
 
 
+# ---- Strategies by name ------------------------------------------------------------------------------------------
+
+
+def create_strategy(config: RunConfig | Any) -> StrategyBase:
+    """Makes the strategy that config.strategy names, not yet connected: call setup_distributed() next."""
+    return strategy_class(config.strategy)(
+        seed=config.seed,
+        max_norm=config.optim.max_norm,
+        micro_train_batch_size=config.micro_batch_size or 1,
+        train_batch_size=config.samples_per_update,
+        args=config,
+    )
+
+
+def strategy_class(name: str) -> type[StrategyBase]:
+    """Returns the class that a name or a package.module:Class path stands for; a built-in one is imported alike."""
+    if name == "auto":
+        name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
+    found = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    if not isinstance(found, type) or not issubclass(found, StrategyBase):
+        raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    return found if not missing else _refuse_unfinished(name, missing)
+
+
+def _refuse_unfinished(name: str, missing: list[str]) -> NoReturn:
+    raise ValueError(
+        f"Strategy {name!r} does not implement {', '.join(missing)}. Write them, or inherit from a built-in strategy."
+    )
+
+
+# ---- Parts -------------------------------------------------------------------------------------------------------
+
+
 def _seed_generators(seed: int, *, deterministic: bool) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -391,8 +433,12 @@ def _refuse_to_split(strategy: StrategyBase) -> None:
 def _equal_count(comm: Comm, count: int) -> int:
     """Returns the largest number of micro-batches of any rank, which every rank must run."""
     if comm.any(count == 0):
-        raise ValueError(
-            f"rank {comm.rank} has {count} micro-batches and some rank has none. Give every rank at least one: "
-            "lightrl.data.packing.dummy_batch() trains nothing."
-        )
+        raise _no_micro_batch(comm.rank, count)
     return comm.max_int(count)
+
+
+def _no_micro_batch(rank: int, count: int) -> ValueError:
+    return ValueError(
+        f"rank {rank} has {count} micro-batches and some rank has none. Give every rank at least one: "
+        "lightrl.data.packing.dummy_batch() trains nothing."
+    )

@@ -106,10 +106,14 @@ class ForeignNames(ABC):
         return self.grad_scaler
 
     def build_lr_scheduler(
-        self: Native, optimizer: Optimizer, optim_config: Any = None, total_steps: int = 1
+        self: Native, optimizer: Optimizer, optim_config: Any = None, total_steps: int | None = None
     ) -> LRScheduler:
-        """Returns the schedule of the options (or of optim_config) over total_steps optimizer steps."""
-        return build_lr_scheduler(optimizer, optim_config or self.options.optim, total_steps)
+        """Returns the schedule of the options (or of optim_config) over total_steps, or over the run's steps."""
+        length = getattr(self.options, "schedule_length", 0) if total_steps is None else total_steps
+        config = optim_config or self.options.optim
+        if not length and (config.schedule != "constant" or config.warmup_ratio):
+            raise _without_length(config.schedule)  # over one step the rate would be 0 from the second on
+        return build_lr_scheduler(optimizer, config, length or 1)
 
     def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:
         """Returns a CPU generator that depends on the seed, the role and, unless per_rank is False, the rank."""
@@ -407,3 +411,10 @@ class ForeignNames(ABC):
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
+
+
+def _without_length(schedule: str) -> ValueError:
+    return ValueError(
+        f"build_lr_scheduler() was not told how many steps the schedule has, and --optim.schedule {schedule} depends "
+        "on it: give total_steps, or a config that has a schedule_length."
+    )

@@ -99,9 +99,7 @@ class PageSteps:
         """Runs the author's step unless the norm is not finite; returns what that was, or the step's own report."""
         is_boundary = kwargs.pop("is_boundary", None)
         hooks = self._strategy.trained.hooks_of(optimizer)
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        for hook in hooks:
-            rates = hook.reported_rates(optimizer, rates)
+        rates = self._strategy.trained.rates(optimizer)
         if is_boundary is False:
             return OptimizerStep(grad_norm=0.0, lr_list=rates, stepped=False)
         for hook in hooks:

@@ -17,10 +17,7 @@ class SingleStrategy(TorchStrategy):
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Picks the device; refuses a world of several processes."""
         if known_world() > 1:
-            raise ValueError(
-                f"--strategy single runs in one process, but torchrun started {known_world()}. "
-                "Use --strategy fsdp, or start one process."
-            )
+            raise _several_ranks(known_world())
         super().setup_distributed(timeout, num_gpu_per_node)
 
     def make_layout(self) -> PlainLayout:
@@ -32,3 +29,10 @@ class SingleStrategy(TorchStrategy):
         model = model.to(self.device)
         self.set_up_computation(model)
         return model
+
+
+def _several_ranks(count: int) -> ValueError:
+    return ValueError(
+        f"--strategy single runs in one process, but torchrun started {count}. Use --strategy fsdp, or "
+        "start one process."
+    )

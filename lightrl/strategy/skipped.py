@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.hooks import reported_rates
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import OptimizerStep, TrainBatchResult, TrainedModel
 
@@ -43,7 +42,7 @@ def nothing_to_train(strategy: Skipping, trained: TrainedModel, total: float) ->
     reason = f"There is nothing to train: the weights of all micro-batches of all ranks add up to {total:g}."
     _warn(strategy.comm, reason)
     strategy.trained.scheduled.add(trained.optimizer)
-    rates = reported_rates(trained.optimizer, strategy.trained.hooks_of(trained.optimizer))
+    rates = strategy.trained.rates(trained.optimizer)
     return TrainBatchResult(
         loss=0.0, grad_norm=0.0, lr=rates[0], skipped=True, total_weight=total, num_micro_batches=0, reason=reason
     )
@@ -53,10 +52,9 @@ def drop_update(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> O
     """Forgets the gradients of an update whose loss is not finite, as if their norm were not."""
     strategy.layout.drop_gradients(model)  # not optimizer.zero_grad: ZeRO keeps buffers there that it needs again
     strategy.trained.scheduled.add(optimizer)  # such updates do not count in a schedule
-    hooks = strategy.trained.hooks_of(optimizer)
-    for hook in hooks:
+    for hook in strategy.trained.hooks_of(optimizer):
         hook.after_update(optimizer, is_finite=False)
-    return OptimizerStep(grad_norm=math.nan, lr_list=reported_rates(optimizer, hooks), skipped=True)
+    return OptimizerStep(grad_norm=math.nan, lr_list=strategy.trained.rates(optimizer), skipped=True)
 
 
 def drop_accumulated(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> OptimizerStep:

@@ -21,7 +21,7 @@ from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
-from lightrl.strategy.optim.hooks import attach, reported_rates
+from lightrl.strategy.optim.hooks import attach
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.results import OptimizerStep
@@ -91,10 +91,7 @@ class TorchStrategy(StrategyBase):
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
         """Builds the optimizer of the options; kwargs such as lr and betas win over them."""
         if self.options.optim.name == "muon" and not self.steps_whole_matrices:
-            raise ValueError(
-                f"--optim.name muon needs whole matrices, which {type(self).__name__} does not keep on a rank. Use "
-                "--strategy ddp or single, or --optim.name adamw."
-            )
+            raise _cuts_matrices(self)
         kwargs.setdefault("lr", self.options.lr)
         return build_optimizer(model, self.options.optim, shape_of=self.layout.whole_shape, **kwargs)
 
@@ -139,7 +136,7 @@ class TorchStrategy(StrategyBase):
         is_boundary = kwargs.pop("is_boundary", None)
         if kwargs:
             raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
-        lr_list = reported_rates(optimizer, hooks)
+        lr_list = self.trained.rates(optimizer)
         if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
             return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
         self.trained.require_on_device(model, optimizer)
@@ -244,6 +241,13 @@ class TorchStrategy(StrategyBase):
         """Reads a checkpoint that any strategy wrote at any world size; see TrainingStateSaver.load."""
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return self.saver.load(model, Path(load_dir), tag=tag, wanted=wanted, companions=companions)
+
+
+def _cuts_matrices(strategy: TorchStrategy) -> ValueError:
+    return ValueError(
+        f"--optim.name muon needs whole matrices, which {type(strategy).__name__} does not keep on a rank. Use "
+        "--strategy ddp or single, or --optim.name adamw."
+    )
 
 
 def _divide_gradients(parameters: list[Tensor], divisor: float) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.algorithms.advantages import overlong_penalty
-from lightrl.config import GRPOConfig, describe_batches
-from lightrl.data.packing import Key, TokenMasks, TokenValues
+from lightrl.config import GRPOConfig
+from lightrl.data.packing import TokenMasks, TokenValues
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import AnyReward
@@ -23,15 +23,19 @@ from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
+    Batch,
     PolicyUpdates,
     PromptData,
     by_sample,
+    describe_batches,
     describe_rollout,
+    grouped,
     is_truncated,
     start_engine,
     step_metrics,
     sync_engine,
 )
+from lightrl.trainers.proximal import with_other_policy
 from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_selection import TokenSelector
 
@@ -86,13 +90,21 @@ class GRPOTrainer(Trainer):
     # ---- A step, in the order of the data ----------------------------------------------------------------------
 
     def step(self) -> StepReport:
-        """Samples, scores, turns rewards into advantages, packs, learns, syncs the engine, reports."""
+        """Samples and scores groups, learns from them, syncs the engine, reports."""
         groups = self.draw(lambda prompts: self.score(self.sample(prompts)))
-        experience = self.advantages(groups)
-        updates = self.pack(experience)
-        self.learn(updates)
+        experience = self.learn_from(groups)
         sync_engine(self)
         return self.report(experience)
+
+    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        experience = self.compute_advantages(groups)
+        with self.timed("learn", "learn"):
+            batch = self.pack(experience)
+            batch = self.compute_old_logprobs(batch)
+            batch = self.compute_reference_logprobs(batch)
+            self.train(batch)
+        return experience
 
     def draw(self, roll_out: Callable[[Prompts], list[ScoredGroup]]) -> list[ScoredGroup]:
         """Rolls out the next num_prompts prompts; dynamic sampling does so until enough groups have a signal."""
@@ -117,25 +129,16 @@ class GRPOTrainer(Trainer):
 
     def score(self, rollout: Rollout) -> list[ScoredGroup]:
         """Rewards every sample; a group has the samples of one prompt."""
-        samples, size = rollout.samples, self.config.group_size
+        samples, baselines = rollout.samples, None
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
-            baselines: Sequence[float | None] = [None] * (len(samples) // size)
             if rollout.greedy is not None:
                 baselines = self.collector.score(rollout.greedy, self.statistics, prefix="greedy/")
         describe_rollout(samples, rewards, self.statistics)
-        return [
-            ScoredGroup(
-                samples=tuple(samples[start : start + size]),
-                rewards=tuple(rewards[start : start + size]),
-                step=self.step_index,
-                baseline=baseline,
-            )
-            for start, baseline in zip(range(0, len(samples), size), baselines, strict=True)
-        ]
+        return grouped(samples, rewards, self.config.group_size, self.step_index, baselines)
 
-    def advantages(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Gives each sample its advantage; every rank calls it, even with no group."""
+    def compute_advantages(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Gives each sample its advantage over its group, which is still whole on this rank."""
         samples = [sample for group in groups for sample in group.samples]
         rewards = [reward for group in groups for reward in group.rewards]
         baselines, is_trained = None, None
@@ -149,22 +152,32 @@ class GRPOTrainer(Trainer):
         )
         return experience if self.run.workflow is None else with_branches(experience)
 
-    def pack(self, experience: list[Experience]) -> list[list[PackedBatch]]:
-        """Cuts the step into updates of micro-batches, each with the values that the loss compares the policy with."""
-        with self.timed("learn", "learn"):
-            minibatches = self.updates.minibatches(experience, self.step_index)
-            columns = self._columns(minibatches)
-            return [
-                self.updates.micro_batches(part, **values) for part, values in zip(minibatches, columns, strict=True)
-            ]
+    def pack(self, experience: list[Experience]) -> Batch:
+        """Deals the samples out to updates, and to ranks by their tokens."""
+        return self.updates.deal(experience, self.step_index)
 
-    def learn(self, updates: list[list[PackedBatch]]) -> None:
+    def compute_old_logprobs(self, batch: Batch) -> Batch:
+        """Adds the logprobs that the ratio is to, unless they are those of the only update's own forward."""
+        if self._needs_scores:
+            batch = self._scored(batch)
+        algorithm, older = self.config.algorithm, self.updates.stale
+        if older or algorithm.ratio_to != "recompute":
+            batch = with_other_policy(batch, algorithm, self.step_index, older)
+        return batch
+
+    def compute_reference_logprobs(self, batch: Batch) -> Batch:
+        """Adds the logprobs of the frozen models that the loss compares with: the reference and the teacher."""
+        for name, model in (("ref_logprobs", self.reference), ("teacher_logprobs", self.teacher)):
+            if model is not None:
+                batch = batch.having(**{name: self.updates.logprobs(model, batch.samples)})
+        return batch
+
+    def train(self, batch: Batch) -> None:
         """Takes one optimizer step per update and epoch."""
         # Until the first update the policy is still the one that the engine sampled from.
         first_loss = None if self._needs_scores else self.first_loss
-        with self.timed("learn", "learn"):
-            epochs = updates * self.config.num_epochs
-            self.updates.train(self.policy, epochs, self.loss, self.objective.weight, first_loss=first_loss)
+        updates = self.updates.packed(batch, needs_old_logprobs=self._needs_scores)
+        self.updates.train(self.policy, updates, self.loss, self.objective.weight, first_loss=first_loss)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch."""
@@ -205,7 +218,7 @@ class GRPOTrainer(Trainer):
         A single update needs no such pass, since its own logprobs are those before it, unless tokens are selected by
         their scores or a sample has another policy to be compared with.
         """
-        recomputes = self.config.algorithm.old_logprobs == "recompute"
+        recomputes = self.config.algorithm.ratio_to == "recompute"
         several = self.config.optimizer_steps_per_step > 1
         return self.selector is not None or (recomputes and (several or bool(self.updates.stale)))
 
@@ -241,48 +254,23 @@ class GRPOTrainer(Trainer):
         self.statistics.mean("reward/overlong_penalty", sum(shaping), len(shaping))
         return shaping
 
-    def _columns(self, minibatches: list[list[Experience]]) -> list[dict[str, TokenValues | TokenMasks]]:
-        """Values per token for each mini-batch, by the names of pack()'s arguments."""
-        everything = [item for part in minibatches for item in part]
-        if self.dynamic_sampling is not None:
-            self.updates.stale = self._stale_everywhere(everything)
-        values: dict[str, TokenValues | TokenMasks] = {}
-        for name, model in (("ref_logprobs", self.reference), ("teacher_logprobs", self.teacher)):
-            if model is not None:
-                values[name] = self.updates.logprobs(model, everything)
-        choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
-        if self._needs_scores:
-            values["old_logprobs"], choices = self._score_and_choose(minibatches)
-        if self.config.algorithm.old_logprobs == "engine":
-            values["old_logprobs"] = {item.key: item.sample.sampler_logprobs for item in everything}
-        return [values | choice for choice in choices]
-
-    def _score_and_choose(self, minibatches: list[list[Experience]]) -> tuple[TokenValues, list[dict[str, TokenMasks]]]:
-        """The logprobs before the update, and the tokens that the selector chooses for each mini-batch."""
-        everything = [item for part in minibatches for item in part]
-        scored = list(self.updates.scores(self.policy, everything))
-        for batch, scores in scored:
-            self.updates.measure_mismatch(scores.logprobs, batch)
-        logprobs = by_sample((batch, scores.logprobs) for batch, scores in scored)
-        choices: list[dict[str, TokenMasks]] = [{} for _ in minibatches]
+    def _scored(self, batch: Batch) -> Batch:
+        """Adds the logprobs before the update, and the tokens that the selector chooses in each mini-batch."""
+        scored = list(self.updates.scores(self.policy, batch.samples))
+        for packed, scores in scored:
+            self.updates.measure_mismatch(scores.logprobs, packed)
+        logprobs = by_sample((packed, scores.logprobs) for packed, scores in scored)
         if self.selector is not None:
-            entropy = by_sample((batch, scores.entropy) for batch, scores in scored)
-            seed, comm = mix_seed(self.config.seed, self.step_index), self.strategy.comm
-            choices = [
-                self.selector.choose(part, logprobs, entropy, seed=seed, comm=comm, statistics=self.statistics)
-                for part in minibatches
-            ]
-        if self.config.algorithm.correction == "none":
-            # A sample of older weights is compared with those weights, whose logprobs the engine reported. A correction
-            # makes that comparison itself, so with one the clip compares with the weights before the update.
-            sampled = {item.key: item.sample.sampler_logprobs for item in everything if item.key in self.updates.stale}
-            logprobs |= {key: list(values) for key, values in sampled.items()}
-        return logprobs, choices
+            entropy = by_sample((packed, scores.entropy) for packed, scores in scored)
+            batch = self._selected(self.selector, batch, logprobs, entropy)
+        return batch.having(old_logprobs=logprobs)
 
-    def _stale_everywhere(self, mine: Sequence[Experience]) -> frozenset[Key]:
-        """Samples of all ranks that older weights made: ranks that split a model run the loss on each other's samples.
-
-        The version of the weights is the number of the step that they were synced for.
-        """
-        keys = {item.key for item in mine if any(version < self.step_index for version in item.sample.versions)}
-        return frozenset().union(*self.strategy.comm.all_gather_object(keys))
+    def _selected(self, selector: TokenSelector, batch: Batch, logprobs: TokenValues, entropy: TokenValues) -> Batch:
+        seed = mix_seed(self.config.seed, self.step_index)
+        chosen: dict[str, TokenMasks] = {}
+        for part in batch.minibatches:
+            masks = selector.choose(
+                part, logprobs, entropy, seed=seed, comm=self.strategy.comm, statistics=self.statistics
+            )
+            chosen |= {name: {**chosen.get(name, {}), **mask} for name, mask in masks.items()}
+        return batch.having(**chosen)

@@ -58,8 +58,18 @@ class EntropyFraction(LossTerm):
         return replace(loss, terms=torch.where(_packed(micro.batch.in_policy_loss), loss.terms, 0.0))
 
 
+class Interpolation(LossTerm):
+    """Compares with a proximal policy between the one that sampled and the one that is updated."""
+
+    def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
+        """Puts its logprobs in place of those before the update."""
+        share = _packed(batch.proximal_share)
+        proximal = torch.lerp(batch.sampler_logprobs, tokens.logprobs.detach(), share)
+        return replace(tokens, old_logprobs=torch.where(tokens.mask, proximal, 0.0))
+
+
 class OffPolicyCorrection(LossTerm):
-    """Weighs the terms by the trainer's probability over the engine's, as a correction says."""
+    """Weighs the terms by the proximal policy's probability over the engine's, as a correction says."""
 
     def __init__(self, correct: Callable[[OffPolicyTokens], Correction]) -> None:
         self._correct = correct
@@ -157,7 +167,7 @@ def optional_terms(
     distillation: DistillationConfig | None,
 ) -> list[LossTerm]:
     """Builds the terms that the options ask for, in the order in which they act."""
-    terms: list[LossTerm] = []
+    terms: list[LossTerm] = [Interpolation()] if config.proximal == "interpolate" else []
     if config.entropy_fraction < 1:
         terms.append(EntropyFraction())
     if correct is not None:

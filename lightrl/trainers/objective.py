@@ -89,7 +89,7 @@ class PolicyLoss:
             self._check_selection(config, distillation, selects_tokens)
         follows = config.kl_target or config.entropy_target
         self.coefficients = Coefficients(config) if follows else FixedCoefficients(config.kl_coef, config.entropy_coef)
-        corrects = config.correction != "none" or bool(config.correction_args)
+        corrects = config.used_correction != "none" or bool(config.correction_args)
         self._terms: list[LossTerm] = []
         if config.entropy_fraction < 1 or corrects or config.kl_coef or config.entropy_coef or follows or distillation:
             self._terms = optional_terms(
@@ -260,18 +260,20 @@ def load_and_try(
 
 
 def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction]:
-    if config.correction == "none":
+    correction = config.used_correction
+    if correction == "none":
         raise ValueError("--algorithm.correction_args are given, but --algorithm.correction is none.")
-    if config.old_logprobs == "engine":
+    if config.ratio_to == "engine":
+        option = "old_logprobs engine" if config.old_logprobs == "engine" else "proximal sampler"
         raise ValueError(
-            f"--algorithm.correction {config.correction} weighs by the trainer's probability over the engine's, "
-            "which --algorithm.old_logprobs engine puts into the ratio already. Use one of the two."
+            f"--algorithm.correction {correction} weighs by the trainer's probability over the engine's, which "
+            f"--algorithm.{option} puts into the ratio already. Use one of the two."
         )
     zeros, owners = torch.zeros(2), torch.zeros(2).long()
     tokens = OffPolicyTokens(
         logprobs=zeros, sampler_logprobs=zeros, mask=torch.ones(2).bool(), sequence_index=owners, num_sequences=1
     )
-    return load_and_try("correction", config.correction, config.correction_args, tokens)
+    return load_and_try("correction", correction, config.correction_args, tokens)
 
 
 def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statistics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,21 @@ from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
-from lightrl.data.packing import Key, Packable, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.packing import (
+    Key,
+    Packable,
+    TokenMasks,
+    TokenValues,
+    dummy_batch,
+    pack,
+    split_micro_batches,
+    unpack,
+)
 from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.models.policy import context_length
-from lightrl.records import Experience, PackedBatch, Prompt, Sample
+from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts
@@ -28,6 +37,7 @@ from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.run import RunContext
+from lightrl.trainers.staleness import describe_staleness, older_samples
 
 _MINIBATCH_STREAM = 3
 
@@ -101,6 +111,44 @@ def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
 # ---- Updates ---------------------------------------------------------------------------------------------------------
 
 
+def describe_batches(config: RolloutConfig, world_size: int) -> str:
+    """Returns the batch arithmetic as one line, for the start of a run."""
+    per_update = config.samples_per_step // config.num_minibatches
+    per_rank = -(-per_update // world_size)
+    if config.micro_batch_size:
+        micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
+    else:
+        micro = f"micro-batches of <= {config.max_tokens_per_microbatch} tokens"
+    return (
+        f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
+        f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
+        f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
+        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
+    )
+
+
+class Batch(NamedTuple):
+    """This rank's samples of each update of an epoch, and what is known of their tokens so far."""
+
+    minibatches: list[list[Experience]]
+    columns: dict[str, TokenValues | TokenMasks]  # values per token, by the names of packing.pack()'s arguments
+    values: dict[Key, list[float]]  # of a critic, by sample: one before each response token and one after the last
+
+    @property
+    def samples(self) -> list[Experience]:
+        """The samples of all updates."""
+        return [item for part in self.minibatches for item in part]
+
+    @property
+    def sampler_logprobs(self) -> TokenValues:
+        """The logprobs that the engine reported, by sample."""
+        return {item.key: item.sample.sampler_logprobs for item in self.samples}
+
+    def having(self, **columns: TokenValues | TokenMasks) -> Batch:
+        """Returns the batch with more values per token."""
+        return self._replace(columns=self.columns | columns)
+
+
 class PolicyUpdates:
     """Cuts the samples of a step into updates, and scores them by a model."""
 
@@ -111,14 +159,19 @@ class PolicyUpdates:
         self._statistics = statistics
         self.stale: Set[Key] = frozenset()  # samples of the step that older weights made
 
-    def minibatches(self, experience: list[Experience], step: int) -> list[list[Experience]]:
+    def deal(self, experience: list[Experience], step: int) -> Batch:
         """Returns this rank's samples of each update of an epoch, with about as many tokens as on other ranks.
 
-        Groups stay whole. A seeded order of the step's positions deals them out, so that the mini-batches are the same
-        at any world size.
+        Groups stay in one update. A seeded order of the step's positions deals them out, so that the mini-batches are
+        the same at any world size.
         """
         parts = self._dealt_out(experience, step) if self._config.num_minibatches > 1 else [experience]
-        return parts if self._strategy.comm.world == 1 else [self._balanced(part) for part in parts]
+        parts = parts if self._strategy.comm.world == 1 else [self._balanced(part) for part in parts]
+        batch = Batch(parts, {}, {})
+        if self._config.samples_can_be_older:
+            self.stale = older_samples(batch.samples, step, self._strategy.comm)
+            describe_staleness(batch.samples, step, self._statistics)
+        return batch
 
     def _dealt_out(self, experience: list[Experience], step: int) -> list[list[Experience]]:
         num_parts = self._config.num_minibatches
@@ -162,6 +215,13 @@ class PolicyUpdates:
                 else dummy_batch(temperature=temperature)
                 for part in parts
             ]
+
+    def packed(self, batch: Batch, *, needs_old_logprobs: bool) -> list[list[PackedBatch]]:
+        """Returns the micro-batches of each update of every epoch."""
+        if needs_old_logprobs and "old_logprobs" not in batch.columns:
+            raise _without_old_logprobs()  # each update's ratio would be 1
+        updates = [self.micro_batches(part, **batch.columns) for part in batch.minibatches]
+        return updates * self._config.num_epochs
 
     def train(
         self,
@@ -216,6 +276,13 @@ class PolicyUpdates:
         return batch.loss_mask & is_fresh[batch.sequence_index]
 
 
+def _without_old_logprobs() -> ValueError:
+    return ValueError(
+        "train() was given a batch without the logprobs before the update, and several updates compare with them. Call "
+        "compute_old_logprobs() first, or learn_from(), which makes all calls in order."
+    )
+
+
 def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, comm: Comm) -> list[list[_Item]]:
     """Cuts items into micro-batches within the limits, the same number on every rank; the last may be empty."""
     max_tokens = None if config.micro_batch_size else config.max_tokens_per_microbatch
@@ -265,7 +332,27 @@ def sync_engine(trainer: Trainer) -> None:
         statistics.maximum("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
 
-# ---- Statistics ------------------------------------------------------------------------------------------------------
+# ---- Groups and statistics -------------------------------------------------------------------------------------------
+
+
+def grouped(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    size: int,
+    step: int,
+    baselines: Sequence[float | None] | None = None,
+) -> list[ScoredGroup]:
+    """Returns the groups of samples that are adjacent by prompt; baselines: one per group."""
+    starts = range(0, len(samples), size)
+    return [
+        ScoredGroup(
+            samples=tuple(samples[start : start + size]),
+            rewards=tuple(rewards[start : start + size]),
+            step=step,
+            baseline=baseline,
+        )
+        for start, baseline in zip(starts, baselines or [None] * len(starts), strict=True)
+    ]
 
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
@@ -281,8 +368,8 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.add("tokens/response", response_tokens)
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
-    statistics.mean("tokens/response_mean", response_tokens, count)
-    statistics.maximum("tokens/response_max", max((len(sample.response_ids) for sample in samples), default=0))
+    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), count)
+    statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.algorithms.kl import kl_estimate
-from lightrl.config import PPOConfig, describe_batches
-from lightrl.data.packing import Key, TokenValues, unpack
+from lightrl.config import PPOConfig
+from lightrl.data.packing import Key, TokenMasks, TokenValues, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.models.routing_replay import attach_replay
-from lightrl.records import Experience, PackedBatch, Sample, ScoresAndValues, StateValues, TokenScores
+from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
@@ -29,25 +28,22 @@ from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
+    Batch,
     PolicyUpdates,
     PromptData,
+    describe_batches,
     describe_rollout,
+    grouped,
     start_engine,
     step_metrics,
     sync_engine,
 )
+from lightrl.trainers.proximal import with_other_policy
 from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
 _HEAD_SEED = 5  # keeps the draws of a new value head apart from the other draws of the run
-
-
-class TokenExperience(NamedTuple):
-    """This rank's samples of each update of an epoch, and what both models learn from them."""
-
-    minibatches: list[list[Experience]]
-    columns: dict[str, TokenValues | None]  # values per token, by the names of pack()'s arguments
 
 
 class PPOTrainer(Trainer):
@@ -100,14 +96,22 @@ class PPOTrainer(Trainer):
     # ---- A step, in the order of the data ----------------------------------------------------------------------
 
     def step(self) -> StepReport:
-        """Samples, scores, turns rewards and values into advantages, packs, learns, syncs the engine, reports."""
-        samples = self.sample(self.prompts.draw(self.config.num_prompts))
-        experience = self.score(samples)
-        tokens = self.advantages(experience)
-        updates = self.pack(tokens)
-        self.learn(updates)
+        """Samples and scores groups, learns from them, syncs the engine, reports."""
+        groups = self.score(self.sample(self.prompts.draw(self.config.num_prompts)))
+        experience = self.learn_from(groups)
         sync_engine(self)
-        return self.report(_with_mean_advantages(tokens))
+        return self.report(experience)
+
+    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        with self.timed("learn", "learn"):
+            batch = self.pack(groups)
+            batch = self.compute_old_logprobs(batch)
+            batch = self.compute_reference_logprobs(batch)
+            batch = self.compute_values(batch)
+            batch = self.compute_advantages(batch)
+            self.train(batch)
+        return _with_mean_advantages(batch)
 
     def sample(self, prompts: Prompts) -> list[Sample]:
         """Samples group_size responses to each of this rank's prompts."""
@@ -117,59 +121,77 @@ class PPOTrainer(Trainer):
                 prompts, step=self.step_index, group_size=config.group_size, temperature=config.temperature
             )
 
-    def score(self, samples: list[Sample]) -> list[Experience]:
-        """Rewards every sample, and leaves out those without a reward."""
+    def score(self, samples: list[Sample]) -> list[ScoredGroup]:
+        """Rewards every sample; a group has the samples of one prompt."""
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
+        return grouped(samples, rewards, self.config.group_size, self.step_index)
+
+    def pack(self, groups: Sequence[ScoredGroup]) -> Batch:
+        """Deals the samples that have a reward out to updates, and to ranks by their tokens."""
+        pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
         experience = [
-            Experience(sample=sample, reward=reward, advantage=0.0)
-            for sample, reward in zip(samples, rewards, strict=True)
-            if has_reward(reward)
+            Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs if has_reward(reward)
         ]
-        return experience if self.run.workflow is None else with_branches(experience)
+        experience = experience if self.run.workflow is None else with_branches(experience)
+        return self.updates.deal(experience, self.step_index)
 
-    def advantages(self, experience: list[Experience]) -> TokenExperience:
-        """Gives each token an advantage and a return; every rank calls it, even with no sample."""
-        with self.timed("learn", "learn"):
-            minibatches = self.updates.minibatches(experience, self.step_index)
-            everything = [item for part in minibatches for item in part]
-            ref = self.updates.logprobs(self.reference, everything) if self.reference is not None else None
-            old, values = self._score(everything)
-            targets = self.token_advantages.targets(
-                everything,
-                values,
-                self._kl_in_reward(old, ref),
-                self.objective.coefficients.kl,
-                self.strategy.comm,
-                self.statistics,
-            )
-        columns: dict[str, TokenValues | None] = {
-            "old_logprobs": old,
-            "ref_logprobs": ref,
-            "advantages": targets.advantages,
-            "returns": targets.returns,
-            "old_values": {item.key: values[item.key][:-1] for item in everything},
-        }
-        return TokenExperience(minibatches, columns)
+    def compute_old_logprobs(self, batch: Batch) -> Batch:
+        """Adds the logprobs that the ratio is to, unless they are those of the only update's own forward.
 
-    def pack(self, tokens: TokenExperience) -> list[list[PackedBatch]]:
-        """Cuts the step into updates of micro-batches, for the critic and the policy alike."""
-        with self.timed("learn", "learn"):
-            return [self.updates.micro_batches(part, **tokens.columns) for part in tokens.minibatches]
+        On a shared backbone the same pass gives the critic's values.
+        """
+        if self.critic is None or self._needs_scores:
+            batch = self._scored(batch)
+        algorithm, older = self.config.algorithm, self.updates.stale
+        if older or algorithm.ratio_to != "recompute":
+            batch = with_other_policy(batch, algorithm, self.step_index, older)
+        return batch
 
-    def learn(self, updates: list[list[PackedBatch]]) -> None:
+    def compute_reference_logprobs(self, batch: Batch) -> Batch:
+        """Adds the logprobs of the frozen model that the policy started from, where something compares with it."""
+        if self.reference is None:
+            return batch
+        return batch.having(ref_logprobs=self.updates.logprobs(self.reference, batch.samples))
+
+    def compute_values(self, batch: Batch) -> Batch:
+        """Adds the values of a critic of its own."""
+        if self.critic is None:
+            return batch
+        values: dict[Key, list[float]] = {}
+        for packed, scores in self.updates.scores(self.critic, batch.samples):
+            values |= _values_by_sample(scores, packed)
+        return batch._replace(values=values)
+
+    def compute_advantages(self, batch: Batch) -> Batch:
+        """Adds an advantage and a return for each token; every rank calls it, even with no sample."""
+        samples = batch.samples
+        targets = self.token_advantages.targets(
+            samples,
+            batch.values,
+            self._kl_in_reward(batch.columns),
+            self.objective.coefficients.kl,
+            self.strategy.comm,
+            self.statistics,
+        )
+        return batch.having(
+            advantages=targets.advantages,
+            returns=targets.returns,
+            old_values={item.key: batch.values[item.key][:-1] for item in samples},
+        )
+
+    def train(self, batch: Batch) -> None:
         """Takes one optimizer step of each model per update and epoch.
 
         The order of the two models does not matter: both learn towards targets that were computed before.
         """
-        epochs = updates * self.config.num_epochs
-        with self.timed("learn", "learn"):
-            if self.critic is not None:
-                with self._waiting(self.optimizer):
-                    self.updates.train(self.critic, epochs, self.value_loss, self.objective.weight, prefix="critic/")
-            if not self._is_frozen:
-                self._train_policy(epochs)
+        updates = self.updates.packed(batch, needs_old_logprobs=self._needs_scores)
+        if self.critic is not None:
+            with self._waiting(self.optimizer):
+                self.updates.train(self.critic, updates, self.value_loss, self.objective.weight, prefix="critic/")
+        if not self._is_frozen:
+            self._train_policy(updates)
 
     def _train_policy(self, updates: list[list[PackedBatch]]) -> None:
         # Until the first update the policy is still the one that the engine sampled from.
@@ -301,30 +323,25 @@ class PPOTrainer(Trainer):
     def _needs_scores(self) -> bool:
         """Whether the policy scores all samples before the first update.
 
-        A single update needs no such pass, since its own logprobs are those before it, unless the reward has a KL term
-        or a frozen policy takes no update that could measure the mismatch.
+        A single update needs no such pass, since its own logprobs are those before it, unless the reward has a KL term,
+        a sample has another policy to be compared with, or a frozen policy takes no update that could measure the
+        mismatch.
         """
+        source = self.config.algorithm.ratio_to
         is_wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
-        several = self.config.optimizer_steps_per_step > 1
-        return self.config.algorithm.old_logprobs == "recompute" and (several or is_wanted)
+        several = self.config.optimizer_steps_per_step > 1 or bool(self.updates.stale)
+        return (several and source == "recompute") or (is_wanted and source != "engine")
 
-    def _score(self, experience: list[Experience]) -> tuple[TokenValues | None, dict[Key, list[float]]]:
-        """Returns (old logprobs if needed, values) by sample; a value for each token and one after the last."""
+    def _scored(self, batch: Batch) -> Batch:
+        """Adds the policy's logprobs before the update; on a shared backbone also the values."""
         logprobs: dict[Key, list[float]] = {}
         values: dict[Key, list[float]] = {}
-        is_scored = self.critic is None or self._needs_scores
-        if is_scored:
-            for batch, scores in self.updates.scores(self.policy, experience):
-                self._measure(scores, batch)
-                logprobs |= {key: part.tolist() for key, part in unpack(batch, scores.logprobs).items()}
-                if self.critic is None:
-                    values |= _values_by_sample(scores, batch)
-        if self.critic is not None:
-            for batch, scores in self.updates.scores(self.critic, experience):
-                values |= _values_by_sample(scores, batch)
-        if self.config.algorithm.old_logprobs == "engine":
-            return {item.key: item.sample.sampler_logprobs for item in experience}, values
-        return logprobs if is_scored else None, values
+        for packed, scores in self.updates.scores(self.policy, batch.samples):
+            self._measure(scores, packed)
+            logprobs |= {key: part.tolist() for key, part in unpack(packed, scores.logprobs).items()}
+            if self.critic is None:
+                values |= _values_by_sample(scores, packed)
+        return batch.having(old_logprobs=logprobs)._replace(values=values)
 
     def _measure(self, scores: TokenScores, batch: PackedBatch) -> None:
         self.updates.measure_mismatch(scores.logprobs, batch)
@@ -332,21 +349,19 @@ class PPOTrainer(Trainer):
             entropy = torch.where(batch.loss_mask, scores.entropy.detach(), 0.0)
             self.statistics.mean("entropy", float(entropy.sum()), int(batch.loss_mask.sum()))
 
-    def _kl_in_reward(self, old: TokenValues | None, ref: TokenValues | None) -> dict[Key, list[float]] | None:
+    def _kl_in_reward(self, columns: Mapping[str, TokenValues | TokenMasks]) -> dict[Key, list[float]] | None:
         """The KL to the reference of each response token, by sample; None if the reward has no such term."""
         kind = self.config.algorithm.kl_in_reward
         if kind == "none":
             return None
-        assert old is not None
-        assert ref is not None
         return {
             key: kl_estimate(
                 policy=torch.tensor(logprobs, dtype=torch.float64),
-                reference=torch.tensor(ref[key], dtype=torch.float64),
+                reference=torch.tensor(columns["ref_logprobs"][key], dtype=torch.float64),
                 kind=kind,
             ).tolist()
-            for key, logprobs in old.items()
-            if key in ref
+            for key, logprobs in columns["old_logprobs"].items()
+            if key in columns["ref_logprobs"]
         }
 
 
@@ -357,11 +372,10 @@ def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch)
     return {key: [*part.tolist(), finals[key]] for key, part in parts.items()}
 
 
-def _with_mean_advantages(tokens: TokenExperience) -> list[Experience]:
+def _with_mean_advantages(batch: Batch) -> list[Experience]:
     """Samples by position, each with the mean of its advantages, for the log."""
-    advantages = tokens.columns["advantages"] or {}
-    everything = [item for part in tokens.minibatches for item in part]
+    advantages = batch.columns["advantages"]
     means = [
-        replace(item, advantage=sum(advantages[item.key]) / max(len(advantages[item.key]), 1)) for item in everything
+        replace(item, advantage=sum(advantages[item.key]) / max(len(advantages[item.key]), 1)) for item in batch.samples
     ]
     return sorted(means, key=lambda item: item.key)

@@ -18,25 +18,28 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrl.builtin import model as builtin_model
+from lightrl.builtin.model import builtin_model_path
+from lightrl.builtin.task import made_model
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
 from lightrl.config.yaml_text import read_yaml
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
-from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length, varies_with_length
+from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
 from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import (
     Policy,
     check_model_folder,
-    check_scores,
     load_config,
     load_policy,
     load_tokenizer,
+    needs_score_check,
 )
 from lightrl.models.routing_replay import attach_replay
+from lightrl.models.score_check import check_scores
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
@@ -132,7 +135,7 @@ def _find_model(model: str, strategy: StrategyBase) -> str:
     path = ""
     with strategy.comm.phase("building the built-in model", local=True):
         if strategy.comm.is_main:
-            path = str(builtin_model.builtin_model_path(on_progress=strategy.print))
+            path = str(made_model() or builtin_model_path(on_progress=strategy.print))
     return strategy.comm.broadcast_object(path)
 
 
@@ -151,7 +154,7 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
     if run.config.routing.is_on and not is_reference:
         attach_replay(policy, keeps_logits=run.config.routing.has_losses)
-    if materialize and not is_reference:
+    if materialize and not is_reference and needs_score_check(policy.hf):
         check_scores(policy, next(policy.parameters()).device)
     return policy
 
@@ -255,9 +258,8 @@ def _require_writable(folder: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lightrl-", dir=nearest))
     except OSError as error:
-        raise ValueError(
-            f"--output_dir {folder} cannot be written: {nearest} takes no files ({error.strerror})."
-        ) from error
+        reason = f"{nearest} takes no files ({error.strerror})"
+        raise ValueError(f"--output_dir {folder} cannot be written: {reason}.") from error
 
 
 def _require_rows(path: Path) -> None:

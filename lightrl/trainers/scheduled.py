@@ -14,7 +14,7 @@ from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, scheduled_collector
 from lightrl.rollout.scheduler import AsyncScheduler, Rules, Scheduler, SyncScheduler
 from lightrl.trainers.fit import Trainer
-from lightrl.trainers.policy_step import PolicyUpdates
+from lightrl.trainers.policy_step import Batch, PolicyUpdates
 from lightrl.trainers.run import RunContext
 
 BUILTIN_FILTERS = {"unequal_rewards": "lightrl.trainers.scheduled:unequal_rewards"}
@@ -82,11 +82,11 @@ class YoungUpdates(PolicyUpdates):
         super().__init__(run, statistics)
         self._max_age: int = run.config.rollout.max_token_staleness
 
-    def minibatches(self, experience: list[Experience], step: int) -> list[list[Experience]]:
-        """Masks old tokens, and deals the samples out."""
+    def deal(self, experience: list[Experience], step: int) -> Batch:
+        """Masks old tokens, and deals the samples out to updates and ranks."""
         if self._max_age:
             experience = [self._without_old_tokens(item, step) for item in experience]
-        return super().minibatches(experience, step)
+        return super().deal(experience, step)
 
     def _without_old_tokens(self, item: Experience, step: int) -> Experience:
         young = tuple(step - version <= self._max_age for version in item.sample.versions)

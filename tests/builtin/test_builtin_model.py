@@ -33,7 +33,7 @@ from lightrl.builtin import model as builtin
 
 name, root = sys.argv[1], Path(sys.argv[2])
 recipe = builtin.Recipe()
-builtin._RECIPES["addition"] = replace(
+builtin.RECIPES["addition"] = replace(
     recipe, learn=replace(recipe.learn, max_steps=1), blur=replace(recipe.blur, max_steps=1)
 )
 train = builtin._train
@@ -60,7 +60,7 @@ race(root / "no_locks")
 
 @pytest.fixture
 def quick_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(builtin._RECIPES, "addition", QUICK)
+    monkeypatch.setitem(builtin.RECIPES, "addition", QUICK)
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -243,7 +243,7 @@ def test_model_folder_lies_under_the_environment_variable(
 
 def test_changed_recipe_is_another_folder(quick_recipe: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builtin_model_path(cache_dir=tmp_path)
-    monkeypatch.setitem(builtin._RECIPES, "addition", replace(QUICK, seed=1))
+    monkeypatch.setitem(builtin.RECIPES, "addition", replace(QUICK, seed=1))
     second = builtin_model_path(cache_dir=tmp_path)
     assert first != second
     assert (first / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
@@ -303,7 +303,7 @@ def test_two_processes_agree_on_one_folder(tmp_path: Path) -> None:
     assert [racer.returncode for racer in racers] == [0, 0]
     assert printed[0] == printed[1]
     assert [Path(folder).parent for folder in printed[0]] == caches
-    assert all(builtin._is_complete(Path(folder)) for folder in printed[0])
+    assert all(builtin.is_made(Path(folder)) for folder in printed[0])
     assert [len(list(cache.glob("trained-*"))) for cache in caches] == [1, 2]
     assert not list(tmp_path.glob("*/.addition-*"))
 

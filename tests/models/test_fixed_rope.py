@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine, empty_copy
-from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_length, varies_with_length
-from lightrl.models.policy import Policy, check_scores, response_batch
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_length
+from lightrl.models.packed_attention import varies_with_length
+from lightrl.models.policy import Policy, response_batch
+from lightrl.models.score_check import check_scores
 from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from lightrl.config import LoraConfig
 from lightrl.models import lora
-from lightrl.models.policy import Policy, check_scores
+from lightrl.models.policy import Policy
+from lightrl.models.score_check import check_scores
 from lightrl.testing.strategy_contract import single_process
 from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
 

@@ -15,7 +15,8 @@ from transformers import AutoModel, PreTrainedModel
 from lightrl.models.critic import Critic, ValueHead
 from lightrl.models.packed_attention import packed_hidden_states, packed_layout
 from lightrl.models.per_sequence import RUNS_APART, _say_once, _sequences
-from lightrl.models.policy import Policy, check_scores, response_batch
+from lightrl.models.policy import Policy, response_batch
+from lightrl.models.score_check import check_scores
 
 CPU = torch.device("cpu")
 LENGTHS = ((3, 4), (3, 4), (6, 9), (1, 1), (12, 15))  # of prompts and responses: equal neighbours, one token, long

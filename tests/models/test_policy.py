@@ -11,7 +11,8 @@ import transformers
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from lightrl.models.policy import Policy, check_scores, predicting_positions, response_batch
+from lightrl.models.policy import Policy, predicting_positions, response_batch
+from lightrl.models.score_check import check_scores
 from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")
@@ -28,6 +29,7 @@ SHAPE: dict[str, Any] = {
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama_tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     "gemma2_softcap": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=0.5),
     "cohere_multiplies": lambda: transformers.CohereConfig(**SHAPE, logit_scale=3.0),

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from lightrl.data.packing import dummy_batch, pack, unpack
 from lightrl.models import policy as policy_module
-from lightrl.models.policy import Policy, check_scores, load_policy
+from lightrl.models.policy import Policy, load_policy
+from lightrl.models.score_check import check_scores
 from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def test_a_pack_tells_a_prompt_that_the_engine_saw_otherwise() -> None:
 def test_a_text_policy_takes_no_images(tmp_path: Path) -> None:
     encoder = Encoder("qwen2_5_vl")
     policy = Policy(tiny_model("qwen2_5_vl"))
-    policy._takes_images = False
+    policy.takes_images = False
     with pytest.raises(ValueError, match="The pack has images, and qwen2_5_vl takes none"):
         policy(packed(encoder))
 

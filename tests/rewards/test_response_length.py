@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from reward_samples import answered
 
@@ -10,6 +12,12 @@ def test_nearer_to_the_target_is_better() -> None:
     reward = ResponseLength(target=4)
     found = [reward(answered("", num_tokens=count)) for count in (0, 1, 4, 5, 8, 100)]
     assert found == [0.0, 0.25, 1.0, 0.75, 0.0, 0.0]
+
+
+def test_what_a_tool_wrote_has_no_length() -> None:
+    """Of four tokens the policy wrote three."""
+    sample = dataclasses.replace(answered("", num_tokens=4), own=(True, False, True, True))
+    assert ResponseLength(target=4)(sample) == 0.75
 
 
 def test_the_punishment_grows_over_the_cache_to_the_limit() -> None:

@@ -53,7 +53,7 @@ def test_an_environment_and_the_policy_take_turns() -> None:
     assert episode.response_ids == [13, 5, 12, 5, 12, 5]  # "=" heard, then "3" said and "+" heard
     assert episode.turns == [1, 3, 5]
     assert episode.reward == 0.75
-    assert episode.finish_reason == "length"  # of the last turn
+    assert episode.finish_reason == "stop"  # the environment ended it, though the last turn was cut off
 
 
 def test_the_number_of_turns_is_limited() -> None:

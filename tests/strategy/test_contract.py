@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,6 +250,25 @@ def test_a_resumed_schedule_is_that_of_the_new_options(tmp_path: Path) -> None:
         rates.append(optimizer.param_groups[0]["lr"])
         strategy.save_ckpt(model, str(tmp_path))
     assert rates == [0.75, 1.0]  # 1 x 3/4 after one step, 2 x 2/4 after the second
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_without_a_length_takes_the_runs_or_is_refused(kind: str) -> None:
+    """Over one step, the default of before, the rate was 0 from the second step on."""
+    strategy = single()
+    config: Any = OptimConfig(schedule=kind)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=f"--optim.schedule {kind} depends on it: give total_steps"):
+        strategy.build_lr_scheduler(optimizer, config)
+    strategy.build_lr_scheduler(optimizer, OptimConfig())  # constant
+    strategy.options = GRPOConfig(max_steps=4)
+    scheduler = strategy.build_lr_scheduler(optimizer, config)
+    rates = []
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+        rates.append(round(optimizer.param_groups[0]["lr"], 6))
+    assert rates == ([0.75, 0.5, 0.25, 0.0] if kind == "linear" else [0.853553, 0.5, 0.146447, 0.0])
 
 
 def test_gradients_left_offloaded_are_dropped() -> None:

@@ -96,6 +96,9 @@ OPTIONS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"algorithm.entropy_target": 9.0}, {"algorithm.entropy_coef": 0.1}),
     ({"algorithm.entropy_step": 0.1}, {"algorithm.entropy_coef": 0.1, "algorithm.entropy_target": 9.0}),
     ({"algorithm.old_logprobs": "engine"}, {}),
+    ({"algorithm.proximal": "recompute"}, {}),
+    ({"algorithm.proximal": "interpolate"}, {"algorithm.proximal": "recompute"}),
+    ({"algorithm.proximal": "sampler"}, {}),
     ({"algorithm.entropy_fraction": 0.5}, {}),
     ({"algorithm.loss": "gspo_token"}, {"algorithm.loss": "gspo", **_TEACHER}),
     ({"algorithm.selection_args": ("fraction=0.3",)}, {"algorithm.loss": "kl_cov"}),
@@ -171,7 +174,7 @@ def take(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Take]:
         trainer.optimizer.state.clear()
         updates.clear()
         for _ in range(2):
-            trainer.learn(trainer.pack(trainer.advantages(groups)))
+            trainer.learn_from(groups)
             trainer.report()  # moves the coefficients that follow a target
         return tuple(updates)
 

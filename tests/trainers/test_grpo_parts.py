@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,9 @@ def as_older(group: ScoredGroup, num_older_tokens: int = 99) -> ScoredGroup:
 
 def learn_in_step_1(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> dict[str, float]:
     trainer.step_index = 1
-    experience = [dataclasses.replace(item, is_trained=True) for item in trainer.advantages(groups)]
-    trainer.learn(trainer.pack(experience))
+    experience = [dataclasses.replace(item, is_trained=True) for item in trainer.compute_advantages(groups)]
+    batch = trainer.compute_old_logprobs(trainer.pack(experience))
+    trainer.train(trainer.compute_reference_logprobs(batch))
     return trainer.report().metrics
 
 
@@ -91,22 +93,23 @@ def test_a_correction_weighs_a_carried_sample_by_both_policies(
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.parametrize(("proximal", "weight"), [("recompute", 0.2), ("interpolate", 0.1)])
+def test_decoupled_ppo_weighs_older_samples(
+    proximal: Any, weight: float, trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy has gone 0.2 up since the samples: recomputed, that is the weight; interpolated, half of it is."""
+    algorithm = dataclasses.replace(trainer.config.algorithm, proximal=proximal)
+    monkeypatch.setattr(trainer.config, "algorithm", algorithm)
+    monkeypatch.setattr(trainer, "objective", PolicyObjective(algorithm, group_size=3))
+    metrics = learn_in_step_1(trainer, [as_older(group) for group in groups])
+    assert metrics["correction/ratio_max"] == pytest.approx(math.exp(weight), abs=1e-4)
+    assert metrics["ratio/mean"] == pytest.approx(math.exp(0.2 - weight), abs=1e-4)
+    assert metrics["rollout/staleness_max"] == 1
+
+
 def test_a_mismatch_that_was_not_measured_is_not_reported(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
     metrics = learn_in_step_1(trainer, [as_older(group) for group in groups])
     assert not [name for name in metrics if name.startswith("mismatch/")]
-
-
-def test_a_sample_whose_later_tokens_are_older_is_stale(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
-    """A sample of two weights, as an engine makes it that goes on after a sync."""
-    trainer.step_index = 2
-    mixed = trainer.advantages([as_older(groups[0], num_older_tokens=1)])
-    newest_first = [
-        dataclasses.replace(item, sample=dataclasses.replace(item.sample, versions=(2, *item.sample.versions[1:])))
-        for item in mixed
-    ]
-    assert trainer._stale_everywhere(newest_first) == {
-        item.key for item in newest_first if len(item.sample.versions) > 1
-    }
 
 
 def test_length_shapes_the_reward_and_truncation_hides_the_sample(
@@ -117,7 +120,7 @@ def test_length_shapes_the_reward_and_truncation_hides_the_sample(
         for sample, length, reason in zip(groups[0].samples, (8, 6, 2), ("length", "stop", "stop"), strict=True)
     ]
     group = dataclasses.replace(groups[0], samples=tuple(samples), rewards=(1.0, 1.0, 0.5))
-    found = trainer.advantages([group])
+    found = trainer.compute_advantages([group])
     # Of max_new_tokens 8 the last 4 take up to 0.5: 8 tokens lose 0.5, 6 lose 0.25, 2 nothing.
     assert [item.shaping for item in found] == [-0.5, -0.25, 0.0]
     assert [item.reward for item in found] == [1.0, 1.0, 0.5]
@@ -136,7 +139,7 @@ def test_nothing_to_train_on_skips_the_update(trainer: GRPOTrainer, groups: list
         for group in groups
     ]
     for given in (cut, []):
-        trainer.learn(trainer.pack(trainer.advantages(given)))
+        trainer.learn_from(given)
         metrics = trainer.report().metrics
         assert metrics["skipped_updates"] == 1
         assert "loss" not in metrics
@@ -148,14 +151,3 @@ def test_a_step_without_any_reward_tells_no_mean(trainer: GRPOTrainer, groups: l
     assert "reward/mean" not in trainer.report().metrics
     describe_rollout(samples, [NO_REWARD, 1.0, 0.0], trainer.statistics)
     assert trainer.report().metrics["reward/mean"] == 0.5
-
-
-def test_a_sample_of_another_rank_is_known_to_be_stale(
-    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that split a model run each other's samples."""
-    trainer.step_index = 1
-    mine = trainer.advantages(groups[:1])
-    keys = {item.key for item in mine}
-    monkeypatch.setattr(trainer.strategy.comm, "all_gather_object", lambda item: [item, {(7, 2)}])
-    assert trainer._stale_everywhere(mine) == keys | {(7, 2)}

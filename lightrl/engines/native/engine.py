@@ -32,8 +32,9 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
-from lightrl.models.fixed_rope import fix_frequencies, fixed_length, varies_with_length
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import model_loader, stated_context
 from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array

@@ -44,8 +44,8 @@ from lightrl.engines.sglang.sync import Route, WeightSender
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.imports import is_installed
-from lightrl.models.fixed_rope import varies_with_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
+from lightrl.models.packed_attention import varies_with_length
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from lightrl.engines.vllm import host
 from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token
 from lightrl.imports import is_installed
-from lightrl.models.fixed_rope import varies_with_length
+from lightrl.models.packed_attention import varies_with_length
 
 logger = logging.getLogger(__name__)
 

@@ -72,14 +72,6 @@ def hooks_of(optimizer: Optimizer | None) -> list[UpdateHook]:
     return hooks
 
 
-def reported_rates(optimizer: Optimizer, hooks: Sequence[UpdateHook]) -> list[float]:
-    """Returns the learning rate of each parameter group for the update to come."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    for hook in hooks:
-        rates = hook.reported_rates(optimizer, rates)
-    return rates
-
-
 def attach(optimizer: Optimizer, hook: UpdateHook) -> None:
     """Makes a hook take part in every update of the optimizer from now on."""
     setattr(optimizer, HOOKS, [*hooks_of(optimizer), hook])

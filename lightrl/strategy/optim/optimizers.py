@@ -83,6 +83,13 @@ class TrainedModels:
         """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
         return [*self.hooks, *getattr(optimizer, HOOKS, ())]
 
+    def rates(self, optimizer: Optimizer) -> list[float]:
+        """Returns the learning rate of each parameter group for the update to come."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        for hook in self.hooks_of(optimizer):
+            rates = hook.reported_rates(optimizer, rates)
+        return rates
+
     def step_schedules(self) -> None:
         """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
         for entry in (*self.entries, *self.seen):

@@ -283,10 +283,14 @@ def _check_loadable(values: Mapping[str, Any], name: str) -> None:
             buffer.seek(0)
             torch.load(buffer, weights_only=True, map_location="cpu")
         except (pickle.PickleError, AttributeError, TypeError) as error:  # the last two: of what cannot be pickled
-            raise ValueError(
-                f"{name.format(key)} is a {type(value).__name__}, which cannot be loaded safely. Give tensors, "
-                "numbers, text, and lists or dicts of them."
-            ) from error
+            raise _not_loadable(name.format(key), value) from error
+
+
+def _not_loadable(name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{name} is a {type(value).__name__}, which cannot be loaded safely. Give tensors, numbers, text, and lists or "
+        "dicts of them."
+    )
 
 
 # ---- Schedules ---------------------------------------------------------------------------------------------------

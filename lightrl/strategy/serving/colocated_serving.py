@@ -238,12 +238,16 @@ class Canary:
         ours = _trainer_logprobs(trainer, model, chosen, encoded, comm.device)
         largest = float(comm.all_reduce(_nan_to_inf(_difference(ours, completions, dtype)), "max"))
         if largest > _ALLOWED[dtype]:
-            raise WeightSyncError(
-                f"After the weight sync to version {engine.version} a logprob of the engine differs from the "
-                f"trainer's by {largest:.3g} ({_ALLOWED[dtype]:g} is allowed), though every parameter was handed over "
-                "as the trainer has it: the engine serves a cache of older weights, or computes something else."
-            )
+            raise _differs(engine.version, largest, _ALLOWED[dtype])
         return largest
+
+
+def _differs(version: int | None, largest: float, allowed: float) -> WeightSyncError:
+    return WeightSyncError(
+        f"After the weight sync to version {version} a logprob of the engine differs from the trainer's by "
+        f"{largest:.3g} ({allowed:g} is allowed), though every parameter was handed over as the trainer has it: the "
+        "engine serves a cache of older weights, or computes something else."
+    )
 
 
 def can_score(model: nn.Module) -> bool:

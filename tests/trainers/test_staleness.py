@@ -1,0 +1,55 @@
+"""Which samples are older than the step, and how old."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightrl.comm import Comm
+from lightrl.metrics import Statistics
+from lightrl.records import Experience, Prompt, Sample
+from lightrl.trainers.staleness import describe_staleness, older_samples
+
+PROMPT = Prompt(index=0, text="", token_ids=(1,))
+
+
+def made(index: int, versions: tuple[int, ...], own: tuple[bool, ...] = ()) -> Experience:
+    sample = Sample(
+        prompt=PROMPT,
+        position=0,
+        sample_index=index,
+        response_ids=(5,) * len(versions),
+        sampler_logprobs=(-1.0,) * len(versions),
+        versions=versions,
+        finish_reason="stop",
+        text="",
+        own=own,
+    )
+    return Experience(sample=sample, reward=0.0, advantage=0.0)
+
+
+def test_a_sample_with_one_older_token_is_older() -> None:
+    items = [made(0, (2, 2)), made(1, (1, 2)), made(2, (2, 1)), made(3, ())]
+    assert older_samples(items, 2, Comm()) == {(0, 1), (0, 2)}
+
+
+def test_samples_of_other_ranks_are_known() -> None:
+    """Ranks that split a model run each other's samples."""
+    comm: Any = SimpleNamespace(all_gather_object=lambda item: [item, {(7, 2)}])
+    assert older_samples([made(0, (0,)), made(1, (1,))], 1, comm) == {(0, 0), (7, 2)}
+
+
+def test_staleness_counts_the_tokens_of_the_policy() -> None:
+    """Ages at step 3: 2, 0 and, a tool's token apart, 3. The second sample is of two weights."""
+    statistics = Statistics()
+    describe_staleness([made(0, (1,)), made(1, (0, 1, 3), own=(True, False, True))], 3, statistics)
+    metrics = statistics.reduce(Comm())
+    assert metrics["rollout/staleness"] == pytest.approx(5 / 3, abs=1e-6)
+    assert metrics["rollout/staleness_max"] == 3
+    assert metrics["rollout/versions"] == pytest.approx(1.5, abs=1e-6)
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    statistics = Statistics()
+    describe_staleness([], 3, statistics)
+    assert statistics.reduce(Comm())["rollout/staleness_max"] == 0
