@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -83,6 +83,7 @@ class Comm:
         self._control = control_group
         self._board = RankBoard(store, self.rank, self.world) if store is not None else None
         self._owns_group = owns_group
+        self.failure_of_others: Callable[[], str] | None = None  # what ended a world beside this one, if there is one
 
     @property
     def is_main(self) -> bool:
@@ -177,6 +178,8 @@ class Comm:
 
     def has_failed_elsewhere(self) -> bool:
         """Returns whether another rank has left with an error; no collective."""
+        if self.failure_of_others is not None and self.failure_of_others():
+            return True
         return self._board is not None and bool(self._board.errors_of_others())
 
     # ---- decisions ---------------------------------------------------------------------------------------------

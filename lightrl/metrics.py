@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,21 @@ class Statistics:
         """Keeps the maximum over calls and ranks, which for a number that all ranks share is that number."""
         _, before, _ = self._values.get(name, ("max", float("-inf"), 0.0))
         self._values[name] = ("max", max(before, float(value)), 0.0)
+
+    def take(self) -> dict[str, tuple[str, float, float]]:
+        """Returns what was added, for merge() in another process, and starts anew."""
+        values, self._values = self._values, {}
+        return values
+
+    def merge(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Adds what another process took."""
+        for name, (kind, numerator, denominator) in values.items():
+            if kind == "max":
+                self.maximum(name, numerator)
+            elif kind == "mean":
+                self.mean(name, numerator, denominator)
+            else:
+                self.add(name, numerator)
 
     def reduce(self, comm: Reducer) -> dict[str, float]:
         """Returns the step's numbers over all ranks, sorted by name, and starts anew."""

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+_LINK_WATCH = timedelta(days=365)  # of a receive that ends when the peer does
+
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_role = ""  # of this rank in a run whose ranks are split into worlds of their own
+_meeting: Store | None = None  # of all ranks that torchrun started
 
 
 class EnvironmentVariableError(ValueError, RuntimeError):
@@ -20,14 +26,15 @@ class EnvironmentVariableError(ValueError, RuntimeError):
 
 def join(device: torch.device, timeout: timedelta) -> Store:
     """Makes the process group of the ranks that torchrun started; returns the store that they share."""
+    global _meeting
     check_environment()
     # Sub-groups of a device mesh take this default and would otherwise wait 30 minutes whatever was asked.
     dist.distributed_c10d.default_pg_timeout = timeout
     meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
     store, rank, world = next(iter(meeting))
     store.set_timeout(timeout)
-    # After an elastic restart the agent's store still holds the addresses of the ranks that died.
-    store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _meeting = store
+    store = store_of(_role)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
         backend_for(device),
@@ -38,6 +45,20 @@ def join(device: torch.device, timeout: timedelta) -> Store:
         **options,
     )
     return store
+
+
+def take_role(role: str) -> None:
+    """Makes join() enter the world of this role, which shares torchrun's store with other worlds."""
+    global _role
+    _role = role
+
+
+def store_of(role: str) -> Store:
+    """Returns the store of a role's world; only after join()."""
+    assert _meeting is not None, "join() comes first"
+    # After an elastic restart the agent's store still holds the addresses of the ranks that died.
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(f"{attempt}/{role}" if role else attempt, _meeting)
 
 
 def check_environment() -> None:
@@ -69,3 +90,18 @@ def control_group(timeout: timedelta) -> dist.ProcessGroup:
     """Makes the group for numbers, objects and decisions."""
     group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
     return group
+
+
+def link_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Makes a group of ranks of several worlds, which is no group of any of them; all `size` ranks call it."""
+    store = PrefixStore(name, store_of("link"))
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def watch_group(rank: int, size: int) -> Any:
+    """Makes a group over which nothing is sent while all is well: a receive in it ends when the peer does."""
+    return link_group("watch", rank, size, torch.device("cpu"), _LINK_WATCH)

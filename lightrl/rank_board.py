@@ -52,13 +52,17 @@ class RankBoard:
 
     def errors_of_others(self) -> dict[int, str]:
         """Returns the tracebacks that other ranks posted, after a short wait: a broken connection travels faster."""
-        keys = {rank: f"lightrl/error/{rank}" for rank in range(self._world) if rank != self._rank}
         for _ in range(10):
-            errors = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
+            errors = self.errors_now()
             if errors:
                 return errors
             time.sleep(0.1)
         return {}
+
+    def errors_now(self) -> dict[int, str]:
+        """Returns the tracebacks that other ranks have posted."""
+        keys = {rank: f"lightrl/error/{rank}" for rank in range(self._world) if rank != self._rank}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
 
     def describe_errors(self, errors: Mapping[int, str]) -> str:
         """Returns a message that names the failed ranks and holds their tracebacks."""

@@ -28,3 +28,14 @@ def test_a_stopwatch_adds_up_and_starts_anew() -> None:
 
 def test_memory_in_use_is_that_of_this_process() -> None:
     assert 0.01 < memory_in_use()["memory/host_gb"] < 100
+
+
+def test_what_one_process_took_another_can_merge() -> None:
+    there, here = Statistics(), Statistics()
+    for statistics, factor in ((there, 1.0), (here, 3.0)):
+        statistics.mean("mean", 4 * factor, 2)
+        statistics.add("sum", factor)
+        statistics.maximum("max", factor)
+    here.merge(there.take())
+    assert there.take() == {}
+    assert here.take() == {"mean": ("mean", 16.0, 4.0), "sum": ("sum", 4.0, 0.0), "max": ("max", 3.0, 0.0)}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, ge
 
 import yaml
 
+from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
@@ -213,6 +214,10 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
         return parse(config_class, [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args)
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
+    except SystemExit as end:  # tyro has said what is wrong
+        for reason in reasons_against(args, option_names(config_class)) if end.code else ():
+            print_user_error(ValueError(reason))
+        raise
 
 
 def _parse(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:
@@ -263,9 +268,14 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         return []
     types = option_types(config_class)
     flags: list[str] = []
+    given: set[str] = set()
     for name, value in flatten(_read_yaml(path)):
+        if name in given:
+            raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
+        given.add(name)
         if name not in types:
-            raise ValueError(f"--config {path}: unknown option {name!r}. {nearest_name(name, set(types))}")
+            hint = reason_against(name, types) or nearest_name(name, set(types))
+            raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
         if value is None and type(None) not in get_args(types[name]):
             raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
         if isinstance(value, list) and any(str(part).startswith("--") for part in value):

@@ -212,9 +212,14 @@ class SamplingConfig:
     """Maximum length of a response, in tokens."""
     temperature: float = option(1.0, above=0, wanted=_GREEDY)
     """Sampling temperature. The training logprobs are those of the same distribution."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
+    one that completes such a text are trained on, and rewards read the text with it."""
 
     def check(self) -> None:
-        """Raises ValueError if the prompts cannot be split evenly."""
+        """Raises ValueError for an empty stop string, and if the prompts cannot be split evenly."""
+        if "" in self.stop:
+            raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
         if self.num_prompts % self.num_minibatches:
             raise _uneven_minibatches(self.num_prompts, self.num_minibatches)
 
@@ -230,6 +235,8 @@ def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
 class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
+    rollout_ranks: int = option(0, at_least=0, resume="free")
+    """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
     data: DataConfig = section(DataConfig)
     rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")

@@ -386,8 +386,27 @@ class EvalConfig(EvalScheduleConfig):
 
     temperature: float = option(1.0, at_least=0)
     """Sampling temperature of the evaluation. 0: greedy."""
+    top_p: float = option(1.0, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability. 1: from all."""
+    top_k: int = option(0, at_least=0)
+    """Draw from so many of the likeliest tokens. 0: from all."""
+    min_new_tokens: int = option(0, at_least=0)
+    """No end token or stop string ends a response before it has as many tokens."""
+    presence_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of every token that the response has already."""
+    frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of a token each time that the response has it already."""
+    repetition_penalty: float = option(1.0, above=0)
+    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
+    off."""
     max_prompts: int = option(0, at_least=0)
     """Evaluate on this many prompts, the first ones. 0: on all."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What changes the distribution that is sampled from, which training may not do."""
+        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(kw_only=True, slots=True)

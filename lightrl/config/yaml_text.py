@@ -10,10 +10,27 @@ import yaml
 _MAX_BYTES = 1 << 20  # of a file of options; the reader takes a minute for ten times as much
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads plain values, and refuses a name that a mapping gives twice, of which YAML would keep the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Is called for each mapping before `<<` brings names of another one in, which own names may replace."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    where = f"line {line}" if line == lines[name] else f"lines {lines[name]} and {line}"
+                    raise ValueError(f"it gives {key.value!r} twice, in {where}. Keep one.")
+                lines[name] = line
+        return node
+
+
 def parse_yaml(text: str, label: str) -> Any:
     """Returns the value of a text; raises ValueError that begins with the label."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)  # which is a safe one
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as the date 2020-99-99, or 5,000 digits
         raise ValueError(f"{label} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:

@@ -99,7 +99,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # texts that end a sample; the tokens that complete one are its last
-    min_new_tokens: int = 0  # no end token comes before as many
+    min_new_tokens: int = 0  # no end token comes before as many, and no stop string counts
     presence_penalty: float = 0.0  # taken from the logit of every token that was generated before
     frequency_penalty: float = 0.0  # the same for each time that it was
     repetition_penalty: float = (
@@ -116,13 +116,21 @@ class SamplingParams:
         """Whether tokens that came before change what comes next."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a trainer, which knows only a temperature, computes the same logprobs for the tokens."""
+        return not self._changes()
+
     def require_trainable(self) -> None:
-        """Raises ValueError if a trainer, which knows only a temperature, computes other logprobs for the tokens."""
-        changes = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        """Raises ValueError for settings that make a trainer compute other logprobs for the tokens."""
+        if changes := self._changes():
+            raise _not_trainable(changes)
+
+    def _changes(self) -> list[str]:
+        """Returns the settings, as name=value, that change the distribution besides the temperature."""
+        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
         fields = type(self).__dataclass_fields__
-        given = [f"{name}={getattr(self, name)}" for name in changes if getattr(self, name) != fields[name].default]
-        if given:
-            raise _not_trainable(given)
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != fields[name].default]
 
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:

@@ -21,7 +21,7 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
 )
-from lightrl.engines.stop_strings import check_stop, cut_after_stop
+from lightrl.engines.stop_strings import check_stop, cut_after_stop, cut_to
 from lightrl.engines.weights.account import Fingerprint, WeightProof
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,8 @@ class ColocatedEngine:
         if self._placeholder_ids:
             item = _cut_before(self._placeholder_ids, item)
         item = item if request.partial is None else _joined(request.partial, item)
-        return item if not request.params.stop else cut_after_stop(item, request.params.stop, self.tokenizer)
+        params = request.params
+        return cut_after_stop(item, params.stop, self.tokenizer, params.min_new_tokens) if params.stop else item
 
     # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
 
@@ -327,15 +328,7 @@ def _joined(partial: Completion, item: Completion) -> Completion:
 def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Completion:
     """Cuts before the first sampled image or video placeholder: a trainer would look for the image behind it."""
     end = next((i for i, token in enumerate(item.output_token_ids) if token in placeholder_ids), None)
-    if end is None:
-        return item
-    return replace(
-        item,
-        output_token_ids=item.output_token_ids[:end],
-        logprobs=item.logprobs[:end],
-        versions=item.versions[:end],
-        finish_reason="length",
-    )
+    return item if end is None else cut_to(item, end, "length")
 
 
 def _describe_bad_level(engine: InferenceEngine, level: int) -> str:

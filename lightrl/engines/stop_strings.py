@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.engines.base import Completion
+from lightrl.records import FinishReason
 
 
 def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
@@ -17,32 +18,47 @@ def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
         raise ValueError("Stop strings need a tokenizer: set strategy.tokenizer before the engine is set up.")
 
 
-def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any) -> Completion:
+def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any, min_new_tokens: int = 0) -> Completion:
     """Cuts behind the token that completes the first stop string, where an engine that knew it would have stopped.
 
-    A draw depends on seed, sample and token alone, so what stays is what such an engine would have made.
+    A draw depends on seed, sample and token alone, so what stays is what such an engine would have made. A stop string
+    that ends within the first min_new_tokens tokens does not count.
     """
-    end = first_stop(item.output_token_ids, stop, tokenizer)
-    if end is None:
-        return item
+    end = first_stop(item.output_token_ids, stop, tokenizer, after=min_new_tokens)
+    return item if end is None else cut_to(item, end, "stop")
+
+
+def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
+    """Returns the completion as if its sample had ended after so many tokens."""
+    num_run = len(item.prompt_token_ids) + length - 1  # an engine runs no sample's last token
     return replace(
         item,
-        output_token_ids=item.output_token_ids[:end],
-        logprobs=item.logprobs[:end],
-        versions=item.versions[:end],
-        finish_reason="stop",
+        output_token_ids=item.output_token_ids[:length],
+        logprobs=item.logprobs[:length],
+        versions=item.versions[:length],
+        routing=None if item.routing is None else item.routing[:num_run],
+        finish_reason=reason,
     )
 
 
-def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any) -> int | None:
-    """Returns how many tokens hold the first stop string, or None; a binary search, as text only grows."""
+def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *, after: int = 0) -> int | None:
+    """Returns how many tokens hold the first stop string that ends after so many, or None.
+
+    It is a binary search, since text only grows.
+    """
+
+    def decode(count: int) -> str:
+        text: str = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
+        return text
+
+    start = len(decode(after)) if after else 0
 
     def has_stop(count: int) -> bool:
-        text = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
-        return any(wanted in text for wanted in stop)
+        text = decode(count)
+        return any(text.find(wanted, max(0, start + 1 - len(wanted))) >= 0 for wanted in stop)
 
-    low, high = 1, len(token_ids)
-    if not high or not has_stop(high):
+    low, high = after + 1, len(token_ids)
+    if low > high or not has_stop(high):
         return None
     while low < high:
         middle = (low + high) // 2

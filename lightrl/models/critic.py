@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import Policy, prepare_decoder, remove_randomness
+from lightrl.models.policy import Policy, explained, prepare_decoder, remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
@@ -133,8 +133,8 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
     if materialize:
         body = _load_body(path, trust_remote_code)
     else:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
+        with explained(path, "config"), torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     body.config.use_cache = False
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
@@ -155,12 +155,14 @@ def load_value_head(path: str, config: Any, *, materialize: bool, init_std: floa
     with torch.no_grad():
         head.weight.normal_(std=init_std, generator=torch.Generator().manual_seed(seed % 2**63))
         head.bias.zero_()
-        for name, value in _saved_head(path).items():
+        with explained(path, "value head"):
+            saved = _saved_head(path)
+        for name, value in saved.items():
             target: Tensor = getattr(head, name)
             if value.shape != target.shape:
                 raise ValueError(
-                    f"{path}: its value head's {name} has shape {list(value.shape)}, but a critic of this model needs "
-                    f"{list(target.shape)}. Give a model with one score per token."
+                    f"--model {path}: its value head's {name} has shape {list(value.shape)}, but a critic of this "
+                    f"model needs {list(target.shape)}. Give a model with one score per token."
                 )
             target.copy_(value)
     return head
@@ -172,13 +174,14 @@ def save_value_head(path: str | Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _load_body(path: str, trust_remote_code: bool) -> PreTrainedModel:
-    with _without_load_report():  # it would name the output embedding, which is left out on purpose
+    # The report would name the output embedding, which is left out on purpose.
+    with _without_load_report(), explained(path, "weights"):
         body, report = AutoModel.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ValueError(f"--critic_model {path} lacks weights: {', '.join(missing[:5])}. Give a whole model.")
+        raise ValueError(f"--model {path} lacks weights: {', '.join(missing[:5])}. Give a whole model.")
     loaded: PreTrainedModel = body
     return loaded
 

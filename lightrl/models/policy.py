@@ -31,6 +31,7 @@ from lightrl.models.multimodal import (
     join_vision,
     pack_positions,
 )
+from lightrl.models.option_names import naming
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention, varies_with_length
 from lightrl.models.per_sequence import run_per_sequence
 from lightrl.models.token_split import SequenceGroup, apply_to_split
@@ -236,19 +237,19 @@ def check_model_folder(path: str, option: str = "--model") -> None:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder or Hugging Face name."""
-    with _explained(path, "tokenizer"):
+    with explained(path, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Loads the transformers config of a folder or Hugging Face name."""
-    with _explained(path, "config"):
+    with explained(path, "config"):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
-def _explained(path: str, what: str) -> Iterator[None]:
+def explained(path: str, what: str) -> Iterator[None]:
     """Turns whatever a library says about a file that it cannot use into one sentence that names the model."""
     try:
         yield
@@ -279,14 +280,14 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     config = load_config(path, trust_remote_code=trust_remote_code)
     loader = model_loader(config)
     if materialize:
-        with _explained(path, "weights"):
+        with explained(path, "weights"):
             model, found = loader.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
             )
         if found["missing_keys"]:
             raise _missing_weights(path, found["missing_keys"])
     else:
-        with _explained(path, "config"):
+        with explained(path, "config"):
             model = _empty_model(loader, config, path, trust_remote_code)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
@@ -312,14 +313,17 @@ def load_teacher(
         materialize: as for load_policy().
     """
     check_model_folder(path, "--teacher_model")
-    theirs, ours = load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab(), tokenizer.get_vocab()
+    with naming("--teacher_model"):
+        theirs = load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab()
+    ours = tokenizer.get_vocab()
     if theirs != ours:
         different = sorted(set(theirs.items()) ^ set(ours.items()))
         raise ValueError(
             f"--teacher_model {path} has another tokenizer than --model: {len(different)} entries differ, such as "
             f"{different[0]}. It judges the policy's tokens by their ids: choose a teacher of the same family."
         )
-    return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)
+    with naming("--teacher_model"):
+        return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)
 
 
 def model_loader(config: Any) -> Any:

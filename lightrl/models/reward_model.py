@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import prepare_decoder, remove_randomness, response_batch
+from lightrl.models.policy import explained, prepare_decoder, remove_randomness, response_batch
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
@@ -83,7 +83,8 @@ def load_reward_model(
 
 
 def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Any:
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with explained(path, "config"):
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
     if is_classifier and config.num_labels != 1:
         raise ValueError(f"--model {path} scores {config.num_labels} labels: a reward model has one. Choose another.")
@@ -106,9 +107,10 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would report the new head
     try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        with explained(path, "weights"):
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
     finally:
         transformers_logging.set_verbosity(verbosity)
     head = f"{HEAD_NAME}.weight"

@@ -7,10 +7,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from lightrl.comm import Comm
-from lightrl.models.policy import check_model_folder, context_length, load_tokenizer, response_batch
+from lightrl.models.option_names import naming
+from lightrl.models.policy import check_model_folder, context_length, load_config, load_tokenizer, response_batch
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
 from lightrl.records import PackedBatch, Sample
 from lightrl.rewards.scoring import Outcome, failed, score_outcome
@@ -63,8 +63,9 @@ class ModelReward:
         self._trust_remote_code = trust_remote_code
         self._append_eos = append_eos
         self._max_tokens = max_tokens  # in one forward of a rank
-        self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        self._context = context_length(path, trust_remote_code=trust_remote_code)
+        with naming("--reward_model"):
+            self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
+            self._context = context_length(path, trust_remote_code=trust_remote_code)
         self._renders = chat_template != "never" and bool(self._tokenizer.chat_template)
         if chat_template == "always" and not self._renders:
             raise ValueError(f"reward_model.chat_template is always, and the tokenizer in {path} has no template.")
@@ -76,7 +77,7 @@ class ModelReward:
 
     def prepare(self, host: ModelHost) -> None:
         """Loads and shards the model; every rank calls it."""
-        with host.comm.phase("loading the reward model", local=True):
+        with host.comm.phase("loading the reward model", local=True), naming("--reward_model"):
             model = load_reward_model(
                 self._path,
                 self._tokenizer,
@@ -168,11 +169,9 @@ def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
     """Refuses models that are no classifier of one output: a language model would get a head of random weights."""
     if not path:
         raise ValueError("The reward reward_model needs --reward_model, the folder or name of the model.")
-    try:
-        check_model_folder(path)
-    except (ValueError, FileNotFoundError) as error:
-        raise type(error)(str(error).replace("--model", "--reward_model")) from error
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    check_model_folder(path, "--reward_model")
+    with naming("--reward_model"):
+        config = load_config(path, trust_remote_code=trust_remote_code)
     kinds = config.architectures or ["of no known kind"]
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ValueError(

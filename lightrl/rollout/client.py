@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.engines.base import EnginePrompt, SamplingParams
@@ -34,15 +34,16 @@ class EngineClient:
         *,
         seed: int,
         sample_index: int,
-        temperature: float,
+        sampling: SamplingParams,
         limits: EpisodeLimits,
     ) -> None:
+        """sampling: what every turn asks for: a temperature, stop strings."""
         self.tokenizer = tokenizer
         self.sample_index = sample_index
         self.limits = limits
         self._driver = driver
         self._seed = seed
-        self._temperature = temperature
+        self._sampling = sampling
         self._num_calls = 0
 
     @property
@@ -63,6 +64,7 @@ class EngineClient:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ) -> Turn:
         """Samples what follows the tokens.
 
@@ -71,6 +73,7 @@ class EngineClient:
             max_new_tokens: At most this many; None: as many as there is room for.
             temperature: None: the run's. A turn of another one cannot be trained.
             stop_token_ids: Tokens that end the turn, in addition to the model's own.
+            stop: Texts that end the turn, in addition to the run's. The token that completes one is the turn's last.
         """
         room = self.room(ids)
         if room < 1:
@@ -80,12 +83,14 @@ class EngineClient:
             )
         seed = mix_seed(_TURN_STREAM, self._seed, self._num_calls) if self._num_calls else self._seed
         self._num_calls += 1
-        params = SamplingParams(
+        params = replace(
+            self._sampling,
             max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
-            temperature=self._temperature if temperature is None else temperature,
+            temperature=self._sampling.temperature if temperature is None else temperature,
             seed=seed,
             first_sample=self.sample_index,
             stop_token_ids=tuple(stop_token_ids),
+            stop=(*self._sampling.stop, *stop),
         )
         completion = await self._driver.generate(EnginePrompt(token_ids=tuple(ids)), params)
         return Turn(
@@ -94,7 +99,7 @@ class EngineClient:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
-            is_trainable=params.temperature == self._temperature,
+            is_trainable=params.temperature == self._sampling.temperature,
             routing=completion.routing,
         )
 

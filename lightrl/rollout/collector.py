@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrl.comm import Comm
+from lightrl.config import RolloutConfig
 from lightrl.data.media import read_media
 from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
 ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+
+_PLAIN = SamplingParams()
 
 Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position in the step's global batch
 
@@ -76,6 +79,12 @@ class Scorer:
             self._num_shown += 1
 
 
+def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
+    """Returns what the requests of a run ask for, as arguments of Collector."""
+    sampling = SamplingParams(stop=config.stop)
+    return {"sampling": sampling, "evaluation": replace(sampling, **config.eval.sampling)}  # type: ignore[arg-type]
+
+
 class Collector(Scorer):
     """Samples and scores this rank's prompts. Every rank calls each method, even with no prompt."""
 
@@ -86,30 +95,38 @@ class Collector(Scorer):
         *,
         seed: int,
         max_new_tokens: int,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams = _PLAIN,
+        evaluation: SamplingParams | None = None,
     ) -> None:
-        """sampling: what else each request asks for, such as stop strings; refused if it changes the distribution."""
+        """Refuses settings of sampling that a trainer cannot follow.
+
+        Args:
+            sampling: what else each request asks for, such as stop strings.
+            evaluation: the same for evaluate(), where any setting is allowed; None: as sampling.
+        """
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
         self._seed = seed
-        self._sampling = replace(sampling or SamplingParams(), max_new_tokens=max_new_tokens)
-        self._sampling.require_trainable()
+        sampling.require_trainable()
+        self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        self._evaluation = replace(evaluation or sampling, max_new_tokens=max_new_tokens)
 
     def sample(
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
     ) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
         seeds = [mix_seed(ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
-        return self._generate(prompts, seeds, group_size, temperature, sleep_engine)
+        sampling = replace(self._sampling, temperature=temperature)
+        return self._generate(prompts, seeds, group_size, sampling, sleep_engine)
 
     def sample_greedily(self, prompts: Prompts) -> list[Sample]:
         """Generates the greedy response to each prompt."""
-        return self._generate(prompts, [0] * len(prompts), 1, 0.0)
+        return self._generate(prompts, [0] * len(prompts), 1, replace(self._sampling, temperature=0.0))
 
     def _generate(
-        self, prompts: Prompts, seeds: list[int], n: int, temperature: float, sleep_engine: bool = True
+        self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
     ) -> list[Sample]:
-        params = [replace(self._sampling, temperature=temperature, n=n, seed=seed) for seed in seeds]
+        params = [replace(sampling, n=n, seed=seed) for seed in seeds]
         with self._comm.phase("reading images", local=True):
             requests = [_engine_prompt(prompt) for _, prompt in prompts]
         completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
@@ -143,7 +160,7 @@ class Collector(Scorer):
         comm, statistics = self._comm, Statistics()
         mine = shard(list(enumerate(prompts)), comm.rank, comm.world)
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
-        samples = self._generate(mine, seeds, 1, temperature)
+        samples = self._generate(mine, seeds, 1, replace(self._evaluation, temperature=temperature))
         scored = self.score(samples, statistics, prefix="eval/")
         rewards = [reward for reward in scored if has_reward(reward)]
         if rewards:

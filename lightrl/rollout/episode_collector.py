@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightrl.config import RolloutConfig
+from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
-from lightrl.rollout.collector import Collector, Prompts
+from lightrl.rollout.collector import Collector, Prompts, sampling_of
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, episode_of_several, episode_of_tensors
 from lightrl.rollout.workflow import Workflow
@@ -31,7 +32,7 @@ class _Job(NamedTuple):
     prompt: Prompt
     sample_index: int
     seed: int
-    temperature: float
+    sampling: SamplingParams
 
 
 class _Failure(NamedTuple):
@@ -51,7 +52,13 @@ def collector_of_episodes(
         max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
     )
     return EpisodeCollector(
-        strategy, rewards, workflow, seed=config.seed, limits=limits, timeout_s=config.rollout.episode_timeout_s
+        strategy,
+        rewards,
+        workflow,
+        seed=config.seed,
+        limits=limits,
+        timeout_s=config.rollout.episode_timeout_s,
+        **sampling_of(config),
     )
 
 
@@ -73,8 +80,9 @@ class EpisodeCollector(Collector):
         seed: int,
         limits: EpisodeLimits,
         timeout_s: float = 0.0,
+        **sampling: SamplingParams,
     ) -> None:
-        super().__init__(strategy, rewards, seed=seed, max_new_tokens=limits.max_new_tokens)
+        super().__init__(strategy, rewards, seed=seed, max_new_tokens=limits.max_new_tokens, **sampling)
         self._workflow = workflow
         self._limits = limits
         self._timeout_s = timeout_s
@@ -91,10 +99,10 @@ class EpisodeCollector(Collector):
         return [next(scores) if sample.status is Status.COMPLETED else NO_REWARD for sample in samples]
 
     def _generate(
-        self, prompts: Prompts, seeds: list[int], n: int, temperature: float, sleep_engine: bool = True
+        self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
     ) -> list[Sample]:
         jobs = [
-            _Job(position, prompt, index, seed, temperature)
+            _Job(position, prompt, index, seed, sampling)
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
             for index in range(n)
         ]
@@ -111,7 +119,7 @@ class EpisodeCollector(Collector):
             self._strategy.tokenizer,
             seed=job.seed,
             sample_index=job.sample_index,
-            temperature=job.temperature,
+            sampling=job.sampling,
             limits=self._limits,
         )
         try:

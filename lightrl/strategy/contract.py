@@ -340,14 +340,18 @@ class ForeignNames(ABC):
         images_num: list[int] | None = None,
         all_videos: Any | None = None,
         videos_num: list[int] | None = None,
+        *,
+        for_training: bool = False,
     ) -> list[EasyDict]:
         """Samples this rank's prompts (any number, also none) on the engine that its group shares.
 
         Images and videos go with texts or with token ids that hold one placeholder for each. Where both are given, a
-        prompt with images or videos is its text, any other its token ids. Shared sampling_params
-        draw by the prompt's position among those of all ranks, so results do not depend on the world size; give one
-        SamplingParams per prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised
-        on all.
+        prompt with images or videos is its text, any other its token ids. Shared sampling_params draw by the prompt's
+        position among those of all ranks, so results do not depend on the world size; give one SamplingParams per
+        prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised on all.
+
+        for_training: refuse settings such as top_p or a penalty, under which a trainer computes other logprobs than the
+        engine; the items of such settings have is_trainable False.
         """
         return foreign_inputs.generate_gathered(
             self,
@@ -356,6 +360,7 @@ class ForeignNames(ABC):
             texts=all_prompts,
             media=(all_images, images_num, all_videos, videos_num),
             sleep_engine=sleep_engine,
+            for_training=for_training,
             find_tokenizer=partial(find_tokenizer, self),
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,13 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]
 EOS = 1
 _TOLERANCE = 1e-5  # of a logprob in float32
+
+
+class _Numbers:
+    """Decodes tokens as their numbers, with a space on both sides."""
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(f" {token} " for token in token_ids)
 
 
 class EngineContract:
@@ -148,6 +156,18 @@ class EngineContract:
         )
         assert cut.finish_reason == "stop"
         assert cut.output_token_ids == whole.output_token_ids[: place + 1]  # the stop token is kept
+
+    def test_a_stop_string_ends_a_sample_with_all_that_belongs_to_its_tokens(self, ready: ColocatedEngine) -> None:
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        (whole,) = ready.generate(PROMPTS[:1], [params])
+        tokens = whole.output_token_ids
+        pairs = list(pairwise(tokens))
+        length = pairs.index(pairs[3]) + 2  # the pair may come earlier
+        ready.tokenizer = _Numbers()
+        (cut,) = ready.generate(PROMPTS[:1], [replace(params, stop=(_Numbers().decode(tokens[3:5]),))])
+        assert (cut.output_token_ids, cut.finish_reason) == (tokens[:length], "stop")  # two tokens complete it
+        assert len(cut.logprobs) == len(cut.versions) == length < 8
+        assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=_TOLERANCE)
 
     def test_the_models_own_end_token_ends_a_sample(self, ready: ColocatedEngine) -> None:
         samples = SamplingParams(max_new_tokens=100, n=16, seed=4)

@@ -26,6 +26,7 @@ from torch import nn
 from lightrl.checkpoint import DISK_ERRORS, describe_disk_error
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import RolloutConfig, RunConfig, print_user_error
+from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -37,7 +38,7 @@ from lightrl.trainers.lifetime import (
     how_to_go_on,
     is_under_torchrun,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, open_run
+from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_empty_runs
 
 logger = logging.getLogger(__name__)
 
@@ -173,17 +174,23 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     if is_under_torchrun():
         end_with_torchrun()
-    if isinstance(config, RolloutConfig) and config.rollout.is_scheduled:
-        from lightrl.trainers.scheduled import scheduled  # noqa: PLC0415  (only such runs need it)
-
-        trainer_class = scheduled(trainer_class)
+    build: Callable[[Any], Any] = trainer_class
+    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
+        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     trainer: Trainer | None = None
     try:
-        trainer = _build(trainer_class, config)
+        trainer = _build(build, config)
         trainer.fit()
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
         _end(error, trainer)
+
+
+def _part_of(config: RolloutConfig) -> str:
+    """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
+    if config.rollout_ranks:
+        return "lightrl.trainers.separate:in_role"
+    return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
 def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
@@ -191,13 +198,17 @@ def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Traine
     try:
         return trainer_class(config)
     except MISTAKES as error:
-        print_user_error(error)
-        end_process(2)
+        _refuse(error)
     except RankError as error:
         if not error.mistake:
             raise
-        print_user_error(ValueError(error.mistake))
-        end_process(2)
+        _refuse(ValueError(error.mistake))
+
+
+def _refuse(error: BaseException) -> NoReturn:
+    print_user_error(error)
+    remove_empty_runs()
+    end_process(2)
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:

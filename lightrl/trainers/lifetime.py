@@ -173,7 +173,10 @@ class SignalWatch:
 
     def _follow_a_failure(self) -> None:
         """Ends at once where torchrun ends this rank because another one has failed."""
-        if self._run.strategy.comm.has_failed_elsewhere():
+        comm = self._run.strategy.comm
+        if comm.has_failed_elsewhere():
+            if comm.failure_of_others is not None:
+                _say(comm.failure_of_others())
             end_process(1)
 
     def _set_deadline(self, seconds: float, exit_code: int) -> None:

@@ -30,7 +30,7 @@ from lightrl.models.policy import context_length
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
-from lightrl.rollout.collector import Collector, Prompts
+from lightrl.rollout.collector import Collector, Prompts, sampling_of
 from lightrl.rollout.episode_collector import collector_of_episodes, longest_episode
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
@@ -312,7 +312,7 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
         strategy.sleep_engine()
     if run.workflow is not None:
         return collector_of_episodes(run.workflow, strategy, rewards, config)
-    return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
+    return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens, **sampling_of(config))
 
 
 def sync_engine(trainer: Trainer) -> None:

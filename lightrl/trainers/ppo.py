@@ -16,6 +16,7 @@ from lightrl.config import PPOConfig
 from lightrl.data.packing import Key, TokenMasks, TokenValues, unpack
 from lightrl.models.critic import ActorCritic, Critic, load_critic, load_value_head, save_value_head
 from lightrl.models.lora import add_adapters, options_for_companion
+from lightrl.models.option_names import naming
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, ScoresAndValues, StateValues, TokenScores
@@ -261,7 +262,8 @@ class PPOTrainer(Trainer):
 
     def _add_critic(self) -> None:
         """Loads a critic of its own after the policy was prepared: rank 0 never holds both models whole."""
-        with self.strategy.comm.phase("loading the critic", local=True):
+        option = "--critic_model" if self.config.critic_model else "--model"
+        with self.strategy.comm.phase("loading the critic", local=True), naming(option):
             critic = self._load_critic()
         trained = self.strategy.prepare_trained(
             critic,

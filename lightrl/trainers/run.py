@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -45,6 +46,8 @@ from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 
 TrainerConfig = RolloutConfig | OfflineConfig
+
+_new_paths: list[Path] = []  # that this process has made under runs/
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +294,17 @@ def new_run_path(kind: str) -> Path:
         except FileExistsError:
             number += 1
         else:
+            _new_paths.append(path.absolute())
             return path
+
+
+def remove_empty_runs() -> None:
+    """Removes the folder that a refused run has made and not written to, and runs/ with its last folder."""
+    while _new_paths:
+        path = _new_paths.pop()
+        with suppress(OSError):
+            path.rmdir()
+            path.parent.rmdir()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

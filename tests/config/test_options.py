@@ -1,14 +1,28 @@
 """How an option is declared, checked, described and compared, on configs of a few fields."""
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from lightrl.config import as_dict, changed_options, check_options, named_values, nearest_name, option, section, to_yaml
+from lightrl.config import (
+    GRPOConfig,
+    as_dict,
+    changed_options,
+    check_options,
+    named_values,
+    nearest_name,
+    option,
+    section,
+    to_yaml,
+)
 from lightrl.config.options import constant, option_names, parse_config, without
 
 ROOT = Path(__file__).parents[2]
@@ -186,3 +200,37 @@ def test_named_values_are_read_as_yaml() -> None:
         "e": None,
     }
     assert nearest_name("fspd", {"fsdp", "single"}) == "Did you mean fsdp?"
+
+
+# ---- Any command line ------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(
+    ["--lr", "--optim.betas", "--model", "--reward", "--eval.every", "--config", "--", "-", "--=", "--lr=", "--optim",
+     "1", "-1", "1e999", "nan", "True", "None", "", "a=b", "@x", "\ud800", "\0", "--seed=\u0661", "0x1", "1_0",
+     "--nothing"]
+) | st.text(max_size=8)  # fmt: skip
+
+
+def read_or_refused(kind: type[Any], argv: list[str]) -> None:
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            assert isinstance(parse_config(kind, argv), kind)
+        except SystemExit as end:
+            assert end.code == (0 if {"-h", "--help"} & set(argv) else 2), argv  # noqa: PT017
+            assert output.getvalue() or errors.getvalue()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(argv=st.lists(WORDS, max_size=5))
+def test_any_command_line_is_read_or_refused(argv: list[str]) -> None:
+    read_or_refused(Outer, argv)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)  # a third of a second each
+@given(argv=st.lists(WORDS, min_size=1, max_size=3))
+@example(argv=["--config"])
+@example(argv=["--config=/"])
+@example(argv=["--model", "\ud800"])
+def test_any_command_line_of_a_run_is_read_or_refused(argv: list[str]) -> None:
+    read_or_refused(GRPOConfig, argv)

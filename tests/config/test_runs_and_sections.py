@@ -278,3 +278,10 @@ def test_one_text_is_a_list_of_one_in_python() -> None:
     assert config.reward == ("contains",)
     assert config.engine_args == ("a=1",)
     assert config.algorithm.loss_args == ("dual_clip=3",)
+
+
+def test_stop_strings_are_texts_with_something_in_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text('stop: ["\\n", "</answer>"]\n')
+    assert parse_config(GRPOConfig, ["--config", str(path)]).stop == ("\n", "</answer>")
+    assert "--stop has an empty text" in fail(capsys, "--stop", "a", "")

@@ -31,6 +31,13 @@ WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "a section with a value": ("optim: 5", "unknown option 'optim'. Did you mean optim.eps"),
     "an option with a section": ("lr: {a: 1}", "unknown option 'lr.a'. Did you mean lr"),
     "a flag in a list": ("reward: ['--lr', '5']", "reward is ['--lr', '5']: a value cannot begin with dashes."),
+    "an option twice": ("lr: 1e-6\n# a comment\nlr: 2e-6", "it gives 'lr' twice, in lines 1 and 3. Keep one."),
+    "an option twice in a line": ("optim: {eps: 1.0, 'eps': 2.0}", "it gives 'eps' twice, in line 1."),
+    "a section twice": ("optim:\n  eps: 1.0\noptim:\n  eps: 2.0", "it gives 'optim' twice, in lines 1 and 3."),
+    "an option on its own and in its section": (
+        "optim.eps: 1.0\noptim: {eps: 2.0}",
+        "optim.eps is given twice, on its own and in a section. Keep one.",
+    ),
     "two megabytes": ("# " + "x" * 2_000_000, "has 2,000,002 bytes: a file of options has at most 1,048,576."),
 }
 
@@ -47,8 +54,14 @@ def test_a_wrong_file_of_options_gives_one_sentence(kind: str, tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
+def test_a_name_may_replace_one_that_a_merge_brings_in() -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b, y: 3}\nd: {<<: *b, x: 4}"
+    found = parse_yaml(text, "it")
+    assert (found["b"], found["c"], found["d"]) == ({"x": 1, "y": 2}, {"x": 1, "y": 3}, {"x": 4, "y": 2})
+
+
 @pytest.mark.parametrize(
-    "value", ["[1", "[" * 100_000, "2020-99-99", "1" * 5000, "!!python/name:os.system", "\0", "*a"]
+    "value", ["[1", "[" * 100_000, "2020-99-99", "1" * 5000, "!!python/name:os.system", "\0", "*a", "{a: 1, a: 2}"]
 )
 def test_a_wrong_value_of_an_argument_names_its_option(value: str) -> None:
     with pytest.raises(ValueError, match=r"^--engine_args 'x=.* is not valid YAML: ") as error:

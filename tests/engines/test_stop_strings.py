@@ -1,5 +1,6 @@
 """Stop strings end a sample behind the token that completes the first of them."""
 
+import numpy as np
 import pytest
 
 from lightrl.engines.base import Completion, SamplingParams
@@ -30,6 +31,26 @@ def test_a_completion_is_cut_with_all_that_belongs_to_its_tokens() -> None:
     assert (cut.output_token_ids, cut.logprobs, cut.versions) == ((0, 1, 2), (1.0, 2.0, 3.0), (5, 5, 6))
     assert cut.finish_reason == "stop"
     assert cut_after_stop(item, ("nowhere",), Syllables()) is item
+
+
+def test_the_experts_of_tokens_that_are_cut_off_go_with_them() -> None:
+    # Prompt of 2, response of 4: an engine runs all but the last, so it knows the experts of 5; of 4 if the response
+    # has 3.
+    item = Completion(
+        request_id=0, sample_index=0, prompt_token_ids=(0, 0), output_token_ids=(0, 1, 2, 3),
+        logprobs=(0.0,) * 4, versions=(1,) * 4, finish_reason="length", routing=np.zeros((5, 1, 2), np.int16),
+    )  # fmt: skip
+    cut = cut_after_stop(item, ("\n\n",), Syllables())
+    assert cut.routing is not None
+    assert (len(cut.output_token_ids), len(cut.routing)) == (3, 4)
+
+
+def test_a_stop_string_within_the_minimum_of_tokens_does_not_count() -> None:
+    ids = [0, 1, 2, 0, 3, 4]  # a b\n \nc a <en d>
+    found = [first_stop(ids, ("a", "<end>"), Syllables(), after=count) for count in range(7)]
+    assert found == [1, 4, 4, 4, 6, 6, None]
+    # One that ends right behind the minimum counts, although it begins before.
+    assert [first_stop(ids, ("\n\n",), Syllables(), after=count) for count in (2, 3)] == [3, None]
 
 
 def test_stop_strings_that_cannot_be_looked_for_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,12 @@ def test_what_gives_no_score_is_refused_at_once(folder: Path, tmp_path: Path) ->
         RewardSet.from_config(GRPOConfig(reward=("reward_model",), reward_model=str(tmp_path / "lm")))
     with pytest.raises(FileNotFoundError, match="--reward_model ./absent: there is no such folder"):
         RewardSet.from_config(GRPOConfig(reward=("reward_model",), reward_model="./absent"))
+    for name in ("config.json", "tokenizer.json"):
+        damaged = tmp_path / name.partition(".")[0]
+        shutil.copytree(folder, damaged)
+        (damaged / name).write_text("{")
+        with pytest.raises(ValueError, match=r"^--reward_model .* cannot be read"):
+            ModelReward(path=str(damaged))
     with pytest.raises(ValueError, match="needs --reward_model, the folder or name"):
         RewardSet.from_config(GRPOConfig(reward=("reward_model",)))
     with pytest.raises(ValueError, match="append_eos is 'maybe': choose one of auto, always, never"):

@@ -46,7 +46,7 @@ def client(recorder: Recorder, sample_index: int = 2, **limits: int) -> EngineCl
         builtin_tokenizer(),
         seed=11,
         sample_index=sample_index,
-        temperature=0.5,
+        sampling=SamplingParams(temperature=0.5, stop=("=",)),
         limits=EpisodeLimits(**settings),
     )
 
@@ -60,6 +60,12 @@ def test_a_turn_has_room_up_to_both_limits() -> None:
     assert [params.max_new_tokens for params in recorder.asked] == [5, 2]
     with pytest.raises(ValueError, match="no room for a turn behind 20 tokens: an episode may have 20"):
         asyncio.run(mine.generate([1] * 20))
+
+
+def test_a_turn_ends_at_stop_strings_of_the_run_and_of_the_call() -> None:
+    recorder = Recorder()
+    asyncio.run(client(recorder).generate([1], stop=("</tool>",)))
+    assert recorder.asked[0].stop == ("=", "</tool>")
 
 
 def test_calls_draw_apart_and_samples_by_their_index() -> None:

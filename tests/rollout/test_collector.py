@@ -7,13 +7,14 @@ import torch
 from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.builtin.model import tiny_model
-from lightrl.config import GRPOConfig
+from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.models.policy import Policy, load_policy, load_tokenizer
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import NoVerdictError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
-from lightrl.rollout.collector import Collector
+from lightrl.rollout.collector import Collector, sampling_of
 from lightrl.strategy import EngineStatus, StrategyBase, create_strategy
 
 
@@ -136,3 +137,29 @@ def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:
     missing = Prompt(index=2, text="", token_ids=tuple(ids), images=(str(tmp_path / "gone.png"),))
     with pytest.raises(ValueError, match=r"there is no image .*gone.png"):
         sample(strategy, [(0, missing)])
+
+
+def test_stop_strings_end_training_and_evaluation_samples(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    config = GRPOConfig(strategy="single", stop=("=", "1"), eval=EvalConfig(top_k=1, min_new_tokens=3))
+    mine = Collector(strategy, length_reward, seed=0, max_new_tokens=6, **sampling_of(config))
+    samples = mine.sample(prompts, step=1, group_size=8, temperature=1.0)
+    free = sample(strategy, prompts, group_size=8)
+    assert {item.finish_reason for item in samples} >= {"stop"}
+    for item, whole in zip(samples, free, strict=True):
+        length = len(item.response_ids)
+        assert item.response_ids == whole.response_ids[:length]
+        assert item.sampler_logprobs == whole.sampler_logprobs[:length]
+        assert len(item.versions) == length
+        assert not {"=", "1"} & set(item.text[:-1])
+        assert item.text[-1:] in ("=", "1") or item.response_ids == whole.response_ids
+    # Greedy by top_k, and at least three tokens: the mean length shows that evaluation has its own settings.
+    found = mine.evaluate([prompt for _, prompt in prompts], temperature=1.0)
+    assert found["eval/response_tokens"] >= 3
+    with pytest.raises(
+        ValueError, match=r"top_p=0.9, min_new_tokens=2: a trainer computes logprobs at the temperature"
+    ):
+        Collector(
+            strategy, length_reward, seed=0, max_new_tokens=6, sampling=SamplingParams(top_p=0.9, min_new_tokens=2)
+        )

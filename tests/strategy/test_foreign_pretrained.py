@@ -112,6 +112,20 @@ def test_stop_strings_cut_tokens_and_text(folder: Path) -> None:
         {**params, "stop": [stop], "include_stop_str_in_output": True}, all_prompts=["1+2="]
     )
     assert kept.text == free.text[: at + 1]
+    assert cut.is_trainable
+    strategy.close()
+
+
+def test_samples_that_cannot_be_trained_are_marked_or_refused(folder: Path) -> None:
+    strategy, args = started(folder)
+    strategy.setup_inference_engine(args, "native")
+    params = {"max_tokens": 4, "repetition_penalty": 1.3, "min_tokens": 2}
+    (item,) = strategy.gather_and_generate(params, all_prompts=["1+2="], sleep_engine=False)
+    assert not item.is_trainable
+    (item,) = strategy.engine_generate_local({"max_tokens": 4, "temperature": 0.7}, prompt_token_ids=[[3, 4]])
+    assert item.is_trainable
+    with pytest.raises(ValueError, match=r"min_new_tokens=2, repetition_penalty=1.3: a trainer computes logprobs at"):
+        strategy.gather_and_generate(params, all_prompts=["1+2="], for_training=True)
     strategy.close()
 
 

@@ -26,7 +26,9 @@ from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_types, own_fields
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.data.prompts import build_prompts, load_records
-from lightrl.models.policy import check_model_folder, load_config, load_policy, load_tokenizer
+from lightrl.models.critic import load_critic
+from lightrl.models.option_names import naming
+from lightrl.models.policy import check_model_folder, load_config, load_policy, load_teacher, load_tokenizer
 from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
@@ -298,6 +300,20 @@ def test_a_damaged_model_is_named(kind: str, toy: Path, tmp_path: Path) -> None:
         load_policy(str(folder), materialize=True)
 
 
+@pytest.mark.parametrize("option", ["--teacher_model", "--critic_model"])
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_a_damaged_model_is_named_by_its_own_option(kind: str, option: str, toy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(toy / "model", folder)
+    MODELS[kind][0](folder)
+    with refused(f"{option} {folder}"), naming(option):
+        if option == "--teacher_model":
+            load_teacher(str(folder), builtin_tokenizer(), materialize=True)
+        check_model_folder(str(folder), option)
+        load_tokenizer(str(folder))
+        load_critic(str(folder), materialize=True, init_std=0.0, seed=0)
+
+
 @pytest.mark.parametrize("name", ["", "a:b", "/nowhere", "./nowhere", "a b/c", "a/b/c"])
 def test_a_name_that_is_no_model_is_told(name: str) -> None:
     with refused(name):
@@ -448,18 +464,18 @@ def test_there_are_two_hundred_cases() -> None:
 def test_every_rank_says_so_and_writes_nothing(toy_flags: list[str], tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1\\ud800"}\n')
-    flags = [*toy_flags, "--output_dir", str(tmp_path / "run")]
     before = snapshot(tmp_path)
     for program, wrong, world, text in (
         ("train_grpo.py", ["--train_data", str(bad)], 2, "half of a pair of surrogates"),
         ("train_ppo.py", ["--algorithm.advantage_args", "gamma=2"], 0, "gamma is 2, and it must be between 0 and 1"),
     ):
-        command = [*flags, *wrong]
+        command = [*toy_flags, *wrong]
         script = str(SCRIPTS / program)
         if world:
-            output = run_spmd(script, *command, world_size=world, timeout_s=120, expect_failure=True)
-        else:
-            output = run_program([sys.executable, script, *command], timeout_s=120, expect_failure=True)
+            folder = ["--output_dir", str(tmp_path / "run")]
+            output = run_spmd(script, *command, *folder, world_size=world, timeout_s=120, expect_failure=True)
+        else:  # the folder would be a new one under runs/
+            output = run_program([sys.executable, script, *command], timeout_s=120, cwd=tmp_path, expect_failure=True)
         assert "error: " in output, output
         assert text in output
         assert "Traceback" not in output

@@ -32,6 +32,7 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, raise_problems
 from lightrl.engines.weights.storage import drop_weights
+from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.packed_attention import varies_with_length
@@ -73,18 +74,24 @@ def build_native_engine(
 
 @torch.no_grad()
 def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Returns the source's architecture with unset parameters and the source's buffers, which are in no checkpoint."""
+    """Returns the source's architecture with unset parameters and the source's buffers, which are in no checkpoint.
+
+    The buffers of a source on the meta device are computed anew.
+    """
     config = type(source.config).from_dict(source.config.to_dict())
     attention = "sdpa" if source._supports_sdpa else "eager"
     with torch.device("meta"):
         model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
     model.to_empty(device=device)
     model.tie_weights()
+    is_meta = any(buffer.is_meta for buffer in source.buffers())
+    if is_meta:
+        compute_buffers(model)
     if varies_with_length(config):  # a source that nobody fixed would differ from the engine
         fix_frequencies(source)
         fix_frequencies(model, fixed_length(source))
     buffers = dict(source.named_buffers())
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers() if not is_meta else ():
         buffer.copy_(buffers[name])
     return model.requires_grad_(False)
 

@@ -240,8 +240,8 @@ class SGLangEngine(InferenceEngine):
             self._check_cut(params)
         if params.min_new_tokens or params.has_penalties:
             raise ValueError(
-                "Without its own tokenizer SGLang takes no min_new_tokens, and its logprobs under penalties are "
-                "not known. Use --engine native or vllm for them."
+                "SGLang needs a tokenizer of its own for min_new_tokens, and here it has none; whether its logprobs "
+                "count penalties has not been checked. Use --engine native or vllm for these."
             )
         request_id = self._next_request_id
         self._next_request_id += 1

@@ -138,7 +138,7 @@ class ColocatedServing:
         """
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
-        expected = self._trainer.weight_fingerprints(model, dtype)
+        expected = self.fingerprints(model, dtype)
         weights = self._trainer.full_parameters(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         error: WeightSyncError | None = None
@@ -159,6 +159,10 @@ class ColocatedServing:
         self.num_syncs += 1
         self.last_sync = report
         return report
+
+    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, Fingerprint] | None:
+        """Returns the fingerprints of the weights that are sent next, by which the engine's are proven."""
+        return self._trainer.weight_fingerprints(model, dtype)
 
     def sleep(self) -> None:
         """Frees the engine's memory as far as --engine_sleep_level says; without an engine it does nothing."""

@@ -1,7 +1,7 @@
 """The inputs and results of gather_and_generate and engine_generate_local, as code for other trainers writes them.
 
-Texts or token ids, and results that are read by attribute. lightrl's
-own trainers call generate() with EnginePrompt and SamplingParams, and enter none of this.
+Texts or token ids, and results that are read by attribute. lightrl's own trainers call generate() with EnginePrompt and
+SamplingParams, and enter none of this.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def generate_gathered(
     texts: list[str] | None,
     media: tuple[Any, Any, Any, Any],
     sleep_engine: bool,
+    for_training: bool,
     find_tokenizer: FindTokenizer,
 ) -> list[EasyDict]:
     """Samples this rank's prompts on the engine that its group shares; a collective.
@@ -90,6 +91,9 @@ def generate_gathered(
     with comm.phase("generate", local=True):
         first = sum(counts[: comm.rank])
         params = params_for_each(sampling_params, len(prompts), first, gathered_seeds(caller.seed, call, first))
+        if for_training:
+            for item in params:
+                item.require_trainable()
         _give_tokenizer(caller, params, find_tokenizer)
     completions = caller.serving.generate(prompts, params, sleep_engine=sleep_engine)
     return _items(caller, completions, params, sampling_params)
@@ -136,6 +140,7 @@ def _items(
     items = []
     for completion, own in zip(completions, owners, strict=True):
         item = as_item(completion, caller.tokenizer)
+        item.is_trainable = own.is_trainable
         if own.stop and item.text is not None and not keeps_stop:
             item.text = min((item.text.partition(stop)[0] for stop in own.stop), key=len)
         items.append(item)

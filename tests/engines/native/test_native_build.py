@@ -40,6 +40,16 @@ def test_a_built_engine_generates_once_weights_have_come() -> None:
     assert set(found.versions) == {3}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+def test_a_source_without_memory_gives_the_same_buffers(family, tiny_model) -> None:
+    source = tiny_model(family)
+    expected = empty_copy(source, torch.float32, CPU)
+    found = empty_copy(source.to("meta"), torch.float32, CPU)
+    assert [name for name, _ in found.named_buffers()] == [name for name, _ in expected.named_buffers()]
+    for (name, buffer), (_, other) in zip(found.named_buffers(), expected.named_buffers(), strict=True):
+        assert_close(buffer, other, atol=0, rtol=0, msg=name)
+
+
 def test_it_needs_the_actor() -> None:
     with pytest.raises(ValueError, match="needs the actor"):
         build_native_engine(source=None, tokenizer=None, options=StrategyOptions(), device=CPU, group=EngineGroup())

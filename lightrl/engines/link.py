@@ -1,0 +1,301 @@
+"""Link: the connection between the ranks that train and those that generate, and the trainer's end of it, an engine.
+
+Trainer rank 0 and all rollout ranks share a group of their own. Commands and answers go through the store, weights over
+the group. A rank that dies is noticed at once: everybody listens to a connection over which nothing comes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.comm import RankError
+from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams
+from lightrl.engines.weights.account import Fingerprint
+from lightrl.process_group import link_group, store_of, watch_group
+from lightrl.rank_board import RankBoard
+from lightrl.roles import Role
+
+Command = dict[str, Any]
+
+_POLL_S = (0.0005, 0.01)  # between two looks at the store: at first, and after a while
+_LOOK_S = 0.5  # between two looks for errors of the other role
+_ALIGNMENT = 16  # bytes: a view of a bucket must begin at a multiple of its element's size
+_LEAVING_S = 5.0
+_WATCH_TAG = 7
+
+
+class Link:
+    """One end of the connection. Trainer rank 0 commands; rollout ranks obey and answer."""
+
+    def __init__(self, role: Role, device: torch.device, timeout: timedelta) -> None:
+        self.role = role
+        self.num_bytes = 0  # of weights, sent or received
+        self._device = device
+        self._timeout = timeout
+        self._rank = 0 if role.is_trainer else role.rank + 1
+        self._size = role.num_rollout + 1
+        self._store: Any = store_of("link")
+        self._own_board = RankBoard(store_of(role.name), role.rank, 0)
+        self._their_board = RankBoard(store_of(role.other), -1, role.num_others)
+        self._num_commands = 0
+        self._looked_at = 0.0
+        self._watch: _Watch | None = None
+
+    def meet(self) -> None:
+        """Waits for the other ranks of the link, and connects."""
+        self._store.set(f"here/{self._rank}", "")
+        everyone = [f"here/{rank}" for rank in range(self._size)]
+        self.wait(lambda: self._store.check(everyone), "the other role to be ready")
+        self._texts = link_group("texts", self._rank, self._size, torch.device("cpu"), self._timeout)
+        self._data = self._texts
+        if self._device.type == "cuda":
+            self._data = link_group("data", self._rank, self._size, self._device, self._timeout)
+        peers = range(1, self._size) if self.role.is_trainer else [0]
+        self._watch = _Watch(watch_group(self._rank, self._size), peers)
+
+    # ---- Waiting -----------------------------------------------------------------------------------------------
+
+    def wait(self, is_done: Callable[[], bool], what: str) -> None:
+        """Waits until something is done; RankError if the other role has failed, or at the time-out."""
+        started = time.monotonic()
+        while not is_done():
+            self.require_others()
+            waited = time.monotonic() - started
+            if waited > self._timeout.total_seconds():
+                raise RankError(f"The {self.role.name} ranks gave up after {waited:.0f} s of waiting for {what}.")
+            time.sleep(min(max(waited / 10, _POLL_S[0]), _POLL_S[1]))
+
+    def require_others(self) -> None:
+        """Raises RankError with what the other role said if one of its ranks has failed."""
+        is_lost = self._watch is not None and bool(self._watch.lost)
+        if not is_lost and time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        if failure := self.failure_of_others():
+            raise RankError(failure)
+
+    def failure_of_others(self) -> str:
+        """Returns what the failed ranks of the other role said, or that they are gone; empty if all is well."""
+        lost = self._watch.lost if self._watch is not None else []
+        errors = self._their_board.errors_of_others() if lost else self._their_board.errors_now()
+        if errors:
+            return "\n".join(f"{self.role.other} rank {rank} failed:\n{errors[rank]}" for rank in sorted(errors))
+        if not lost:
+            return ""
+        ranks = [0] if not self.role.is_trainer else [peer - 1 for peer in lost]
+        return (
+            f"{self.role.other} rank {', '.join(map(str, ranks))} is gone: the process has ended and posted no error. "
+            "torchrun's report names its exit code or signal."
+        )
+
+    def report(self, error: BaseException) -> None:
+        """Posts why this rank leaves, for the other role to read."""
+        self._own_board.post_error(error)
+
+    def leave(self) -> None:
+        """Takes leave of the other ranks, so that they do not take this one's end for a failure."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+    # ---- Commands and answers ----------------------------------------------------------------------------------
+
+    def post(self, command: Command) -> None:
+        """Gives all rollout ranks a command."""
+        self._store.set(f"command/{self._num_commands}", json.dumps(command))
+        self._num_commands += 1
+
+    def next_command(self) -> Command:
+        """Waits for the next command."""
+        self.wait(self.has_command, "the next command of the trainer")
+        command: Command = json.loads(self._store.get(f"command/{self._num_commands}"))
+        self._num_commands += 1
+        return command
+
+    def has_command(self) -> bool:
+        """Whether next_command() has one at once."""
+        return bool(self._store.check([f"command/{self._num_commands}"]))
+
+    def answer(self, content: bytes) -> None:
+        """Answers the last command; every rollout rank does."""
+        self.put(f"answer/{self._num_commands}/{self.role.rank}", content)
+
+    def answers(self) -> list[bytes]:
+        """Waits for the answers of all rollout ranks to the last command."""
+        keys = [f"answer/{self._num_commands}/{rank}" for rank in range(self.role.num_rollout)]
+        self.wait(lambda: self._store.check(keys), "the rollout ranks")
+        return [self.take(key) for key in keys]
+
+    # ---- Values of the store -----------------------------------------------------------------------------------
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes a value that any rank of the link can take."""
+        self._store.set(key, content)
+
+    def take(self, key: str) -> bytes:
+        """Returns a value and removes it."""
+        content: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return content
+
+    # ---- Weights -----------------------------------------------------------------------------------------------
+
+    def send_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        expected: Mapping[str, Fingerprint] | None,
+        bucket_bytes: int,
+    ) -> None:
+        """Sends (name, tensor) pairs in buckets of about this size; the rollout ranks receive_weights()."""
+        self._send_text(None if expected is None else {name: [*values] for name, values in expected.items()})
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            bucket.append((name, tensor.detach()))
+            size += tensor.nbytes
+            if size >= bucket_bytes:
+                self._send_bucket(bucket)
+                bucket, size = [], 0
+        if bucket:
+            self._send_bucket(bucket)
+        self._send_text([])
+
+    def receive_weights(self) -> tuple[dict[str, Fingerprint] | None, Iterator[tuple[str, Tensor]]]:
+        """Returns the trainer's fingerprints, and the pairs, which must be consumed to the end."""
+        expected = self._receive_text()
+        if expected is not None:
+            expected = {name: Fingerprint(*values) for name, values in expected.items()}
+        return expected, self._receive_buckets()
+
+    def _send_bucket(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        entries, total = [], 0
+        for name, tensor in bucket:
+            entries.append((name, [*tensor.shape], str(tensor.dtype).removeprefix("torch."), total))
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._send_text(entries)
+        flat = torch.zeros(total, dtype=torch.uint8, device=self._device)
+        for (_, tensor), (*_, start) in zip(bucket, entries, strict=True):
+            flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._broadcast(flat, self._data)
+
+    def _receive_buckets(self) -> Iterator[tuple[str, Tensor]]:
+        while entries := self._receive_text():
+            tensors = [(name, shape, getattr(torch, dtype), start) for name, shape, dtype, start in entries]
+            name, shape, dtype, start = tensors[-1]
+            total = start + -(-_num_bytes(shape, dtype) // _ALIGNMENT) * _ALIGNMENT
+            flat = torch.empty(total, dtype=torch.uint8, device=self._device)
+            self._broadcast(flat, self._data)
+            for name, shape, dtype, start in tensors:
+                yield name, flat[start : start + _num_bytes(shape, dtype)].view(dtype).view(shape)
+
+    def _send_text(self, content: Any) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+        self._broadcast(torch.tensor([text.numel()]), self._texts)
+        self._broadcast(text, self._texts)
+
+    def _receive_text(self) -> Any:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(length, self._texts)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(text, self._texts)
+        return json.loads(text.numpy().tobytes())
+
+    def _broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Sends trainer rank 0's tensor to all rollout ranks."""
+        try:
+            group.broadcast([tensor]).wait()
+        except RuntimeError as error:
+            self._looked_at = 0.0
+            self.require_others()
+            raise RankError(f"The weight sync between trainer and rollout ranks broke off: {error}") from error
+        self.num_bytes += tensor.nbytes
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return int(torch.Size(shape).numel() * dtype.itemsize)
+
+
+class _Watch:
+    """Knows which peers have ended: a receive of each ends with their farewell, or with their process."""
+
+    def __init__(self, group: Any, peers: Iterable[int]) -> None:
+        self.lost: list[int] = []
+        self._group = group
+        self._threads = {peer: threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in peers}
+        for thread in self._threads.values():
+            thread.start()
+
+    def _listen(self, peer: int) -> None:
+        try:
+            self._group.recv([torch.zeros(1)], peer, _WATCH_TAG).wait()
+        except RuntimeError:
+            self.lost.append(peer)
+
+    def end(self) -> None:
+        """Says farewell, and waits a moment for that of the peers."""
+        for peer in self._threads:
+            with suppress(RuntimeError):  # it has gone first
+                self._group.send([torch.zeros(1)], peer, _WATCH_TAG).wait()
+        for thread in self._threads.values():
+            thread.join(_LEAVING_S)
+
+
+# ---- The trainer's end -----------------------------------------------------------------------------------------------
+
+
+class LinkEngine(InferenceEngine):
+    """The engine of a trainer whose samples come from other ranks: it passes weights on and generates nothing."""
+
+    sleep_levels = (0, 1, 2)
+
+    def __init__(self, link: Link | None, *, max_model_len: int, vocab_size: int, bucket_bytes: int) -> None:
+        """link: None on all trainer ranks but the first, which only take part in gathering the weights."""
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.expected: Mapping[str, Fingerprint] | None = None  # of the weights that come next
+        self._link = link
+        self._bucket_bytes = bucket_bytes
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sends the weights to the rollout ranks, with the fingerprints by which they prove them."""
+        if self._link is None:
+            for _ in weights:
+                pass
+            return
+        self._link.post({"do": "weights", "version": version})
+        self._link.send_weights(weights, self.expected, self._bucket_bytes)
+
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
+        """Refuses: the rollout ranks generate."""
+        raise RuntimeError("With --rollout_ranks a trainer has no engine of its own: ask the collector for samples.")
+
+    def step(self) -> list[Completion]:
+        """Has nothing to do."""
+        return []
+
+    def has_unfinished(self) -> bool:
+        """Returns False: no request is ever under way."""
+        return False
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Has nothing to stop."""
+        return []
+
+    def sleep(self, level: int = 1) -> int:
+        """Frees nothing: the device is the trainer's alone."""
+        return 0
+
+    def wake(self, part: EnginePart) -> None:
+        """Takes no memory."""
+
+    def close(self) -> None:
+        """Leaves the link to its owner."""

@@ -1,0 +1,31 @@
+"""Buffers that no checkpoint holds, such as rotary frequencies: computed from a model's configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Gives every buffer its value, for a model whose memory was never set.
+
+    The modules that have buffers are initialised as transformers does it where it loads a model. A buffer that a
+    checkpoint holds cannot be computed: ValueError names it.
+    """
+    saved = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if saved:
+        raise ValueError(
+            f"{type(model).__name__} keeps {saved[0]} in its checkpoint beside its parameters, so that it cannot be "
+            "computed from the configuration: load the model with its weights."
+        )
+    _compute(model, model)
+
+
+def _compute(module: nn.Module, owner: PreTrainedModel) -> None:
+    owner = module if isinstance(module, PreTrainedModel) else owner  # a part such as a vision tower has its own rules
+    if module._buffers:
+        owner._init_weights(module)
+    for child in module.children():
+        _compute(child, owner)

@@ -1,0 +1,19 @@
+"""Makes errors about a model's files name the option that gave the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MODEL = "--model "
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Names another option in errors that blame --model, which is what loaders take every model for."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if not str(error).startswith(_MODEL):
+            raise
+        raise type(error)(f"{option} {str(error).removeprefix(_MODEL)}") from error

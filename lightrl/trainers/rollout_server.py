@@ -1,0 +1,181 @@
+"""RolloutServer: a rank that only generates (--rollout_ranks). It does what trainer rank 0 asks for over the link."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from lightrl.config import LoraConfig, RolloutConfig
+from lightrl.data.sampler import PromptSampler, shard
+from lightrl.engines.base import create_engine, create_recording_engine
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.link import Command, Link
+from lightrl.metrics import Statistics
+from lightrl.models.packed_attention import varies_with_length
+from lightrl.models.policy import load_policy
+from lightrl.records import Sample, ScoredGroup
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.roles import Role
+from lightrl.rollout.collector import Collector, sampling_of
+from lightrl.rollout.episode_collector import collector_of_episodes
+from lightrl.rollout.sample_messages import to_bytes
+from lightrl.rollout.saved_groups import group_state
+from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.trainers.lifetime import SignalWatch
+from lightrl.trainers.policy_step import PromptData
+from lightrl.trainers.run import RunContext, RunFolder, fix_for_run, open_run
+
+
+class RolloutServer:
+    """Generates, scores and evaluates with the weights that the trainer sends."""
+
+    def __init__(self, config: RolloutConfig, role: Role) -> None:
+        options = _server_options(config, role)
+        self.config = config
+        self.step_index = 0  # that the run began with
+        self.strategy: StrategyBase = create_strategy(options)
+        self.run: RunContext = open_run(options, kind="rollout", strategy=self.strategy)
+        self.folder: RunFolder = self.run.folder
+        self.link = Link(role, self.strategy.device, self.strategy.comm.timeout)
+        self.strategy.comm.failure_of_others = self.link.failure_of_others
+        try:
+            self.prompts = PromptData(self.run)
+            self.rewards = RewardSet.from_config(config)
+            self._start_engine()
+            self.collector = self._make_collector()
+        except Exception as error:
+            self.link.report(error)
+            raise
+        self._actions: dict[str, Callable[[Command], None]] = {
+            "begin": self._begin,
+            "weights": self._take_weights,
+            "rollout": self._roll_out,
+            "evaluate": self._evaluate,
+        }
+
+    def fit(self) -> None:
+        """Serves until the trainer ends the run. A signal is the trainer's to act on: it stops the run, and this."""
+        watch = SignalWatch(self)
+        watch.start()
+        try:
+            self.link.meet()
+            self._serve()
+        except Exception as error:
+            self.link.report(error)
+            raise
+        finally:
+            watch.stop()
+        self.link.leave()
+
+    def _serve(self) -> None:
+        while True:
+            with self.strategy.comm.phase("waiting for the trainer"):
+                command = self.link.next_command()
+            if command["do"] == "stop":
+                return
+            self._actions[command["do"]](command)
+
+    def save(self) -> None:
+        """Leaves saving to the trainer."""
+
+    def close(self) -> None:
+        """Ends the rewards' processes and the engine, and leaves the process group."""
+        self.rewards.close()
+        self.strategy.close()
+
+    # ---- Commands ----------------------------------------------------------------------------------------------
+
+    def _begin(self, command: Command) -> None:
+        self.folder, self.step_index = RunFolder(Path(command["folder"])), command["step"]
+
+    def _take_weights(self, command: Command) -> None:
+        engine = self.strategy.serving.require_engine()
+        with self.strategy.comm.phase("weight sync"):
+            expected, weights = self.link.receive_weights()
+            engine.update_weights(weights, command["version"], expected=expected)
+
+    def _roll_out(self, command: Command) -> None:
+        """Makes and scores this rank's part of a step's samples, as a trainer with an engine does."""
+        config, comm, statistics = self.config, self.strategy.comm, Statistics()
+        sampler = PromptSampler(len(self.prompts.train), config.num_prompts, config.seed)
+        sampler.num_drawn = command["first"]
+        batch = [(position, self.prompts.train[index]) for position, index in enumerate(sampler.next_batch())]
+        samples = self.collector.sample(
+            shard(batch, comm.rank, comm.world),
+            step=command["step"],
+            group_size=config.group_size,
+            temperature=config.temperature,
+        )
+        rewards = self.collector.score(samples, statistics)
+        groups = _groups(samples, rewards, command["step"])
+        self.link.answer(
+            to_bytes({"groups": [group_state(group) for group in groups], "statistics": statistics.take()})
+        )
+
+    def _evaluate(self, command: Command) -> None:
+        metrics = self.collector.evaluate(self.prompts.evaluation, temperature=command["temperature"])
+        self.link.answer(json.dumps(metrics).encode())
+
+    # ---- Set-up ------------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        """Builds the engine; its weights come over the link, and so the model here has none."""
+        config, serving = self.config, self.strategy.serving
+        with self.strategy.comm.phase("starting the engine", local=True):
+            policy = load_policy(
+                self.run.model_path, materialize=False, trust_remote_code=self.config.trust_remote_code
+            )
+            if varies_with_length(policy.hf.config):
+                fix_for_run(self.run, policy)
+            make = create_recording_engine if config.routing.replay else create_engine
+            engine = make(
+                config.engine,
+                source=self.strategy.unwrap_model(policy),
+                tokenizer=self.run.tokenizer,
+                options=self.strategy.options,
+                device=self.strategy.device,
+                group=serving.group,
+            )
+        serving.engine = ColocatedEngine(engine, self.run.tokenizer)
+
+    def _make_collector(self) -> Collector:
+        if self.run.workflow is not None:
+            return collector_of_episodes(self.run.workflow, self.strategy, self.rewards, self.config)
+        config = self.config
+        return Collector(
+            self.strategy,
+            self.rewards,
+            seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
+            **sampling_of(config),
+        )
+
+
+def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
+    """Returns the options of a run without a trainer; its folder is the trainer's, and none is opened here."""
+    return replace(
+        config,
+        strategy="single" if role.num_rollout == 1 else "ddp",
+        output_dir=str(Path(tempfile.gettempdir()) / f"lightrl-rollout-{os.getpid()}"),
+        resume="never",
+        tp_size=1,
+        sp_size=1,
+        engine_sleep_level=0,
+        canary_every=0,
+        compile=False,
+        lora=LoraConfig(),
+    )
+
+
+def _groups(samples: list[Sample], rewards: list[float], step: int) -> list[ScoredGroup]:
+    """Returns the samples by prompt, those of which are adjacent."""
+    groups = []
+    for _, part in groupby(zip(samples, rewards, strict=True), key=lambda pair: pair[0].position):
+        own, scores = zip(*part, strict=True)
+        groups.append(ScoredGroup(samples=own, rewards=scores, step=step))
+    return groups

@@ -1,0 +1,117 @@
+"""Runs in which some ranks train and others generate (--rollout_ranks): what a rank becomes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.engines.link import Link
+from lightrl.rewards.reward_set import RewardSet, is_collective
+from lightrl.roles import Role, split
+from lightrl.rollout.remote_collector import RemoteCollector
+from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy.serving.remote_serving import RemoteServing
+from lightrl.trainers.fit import Trainer
+from lightrl.trainers.rollout_server import RolloutServer
+
+
+def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
+    """Returns what builds this rank's part of the run: a trainer of that class, or the server of its samples."""
+
+    def build(config: RolloutConfig) -> Trainer | RolloutServer:
+        check_split(config)
+        role = split(config.rollout_ranks, engine_tp_size=config.engine_tp_size)
+        if not role.is_trainer:
+            return RolloutServer(config, role)
+        if not isinstance(trainer_class, type):
+            raise TypeError("--rollout_ranks needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
+        learner: type[Any] = type(f"Remote{trainer_class.__name__}", (Learner, trainer_class), {})
+        made: Trainer = learner(config, role)
+        return made
+
+    return build
+
+
+class Learner(Trainer):
+    """Goes in front of a trainer's class: its samples come from the rollout ranks, and its weights go there."""
+
+    collector: RemoteCollector
+    prompts: Any  # PromptData of the trainer
+
+    def __init__(self, config: RolloutConfig, role: Role) -> None:
+        self._link: Link | None = None
+        self._role = role
+        try:
+            super().__init__(config, strategy=self._make_strategy(config))
+            self._check_needs()
+            self.collector = RemoteCollector(self.strategy.comm, self._link, self.prompts.train, self.prompts.sampler)
+            if self._link is not None:
+                self._link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index})
+        except Exception as error:
+            self._report(error)
+            raise
+
+    def fit(self) -> dict[str, float]:
+        """Trains to max_steps; an error is posted for the rollout ranks."""
+        try:
+            return super().fit()
+        except Exception as error:
+            self._report(error)
+            raise
+
+    def close(self) -> None:
+        """Ends the rollout ranks, then this one."""
+        if self._link is not None:
+            self._link.post({"do": "stop"})
+            self._link.leave()
+        super().close()
+
+    def _report(self, error: Exception) -> None:
+        if self._link is not None:
+            self._link.report(error)
+
+    def _make_strategy(self, config: RolloutConfig) -> StrategyBase:
+        """Makes the trainer's strategy, on which no engine leans."""
+        options = replace(config, engine_tp_size=1, engine_sleep_level=0, canary_every=0)
+        strategy = create_strategy(options)
+        strategy.serving = RemoteServing(strategy, options, lambda: self._connect(strategy))
+        return strategy
+
+    def _connect(self, strategy: StrategyBase) -> Link | None:
+        """Makes the trainer's end of the link, on its first rank."""
+        if not strategy.comm.is_main:
+            return None
+        self._link = Link(self._role, strategy.device, strategy.comm.timeout)
+        strategy.comm.failure_of_others = self._link.failure_of_others
+        self._link.meet()
+        return self._link
+
+    def _check_needs(self) -> None:
+        if getattr(getattr(self, "objective", None), "needs_greedy_baseline", False):
+            raise _refused("an advantage that compares with greedy responses", "Choose another --algorithm.advantage")
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_split(config: RolloutConfig) -> None:
+    """Raises ValueError for an option that separate ranks do not have."""
+    collective = [name for name in config.reward if name.split("=")[0] == "reward_model"]
+    if not collective:
+        rewards = RewardSet.from_config(config)
+        collective = [item.label for item in rewards.rewards if is_collective(item.reward)]
+        rewards.close()
+    if collective:
+        raise _refused(f"--reward {collective[0]}, which all ranks compute together", "Choose another reward")
+    if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
+        raise _refused("--dynamic_sampling.enabled", "Leave it out")
+    if config.offload_while_generating:
+        raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
+    if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":
+        raise _refused("--algorithm.advantage remax, which needs greedy responses", "Choose another advantage")
+
+
+def _refused(what: str, remedy: str) -> ValueError:
+    return ValueError(f"--rollout_ranks does not go with {what}. {remedy}, or use --rollout_ranks 0.")

@@ -1,0 +1,78 @@
+import json
+
+import pytest
+
+from lightrl.comm import Comm
+from lightrl.data.sampler import PromptSampler
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rollout.remote_collector import RemoteCollector, at_position
+from lightrl.rollout.sample_messages import to_bytes
+from lightrl.rollout.saved_groups import group_state
+
+PROMPTS = [Prompt(index=index, text=str(index), token_ids=(index,)) for index in range(4)]
+
+
+def group(prompt, position, reward):
+    sample = Sample(
+        prompt=PROMPTS[prompt],
+        position=position,
+        sample_index=0,
+        response_ids=(7,),
+        sampler_logprobs=(-0.1,),
+        versions=(2,),
+        finish_reason="stop",
+        text="x",
+    )
+    return ScoredGroup(samples=(sample,), rewards=(reward,), step=2)
+
+
+class ScriptedLink:
+    def __init__(self, answers):
+        self.posted, self._answers = [], answers
+
+    def post(self, command):
+        self.posted.append(command)
+
+    def answers(self):
+        return self._answers
+
+
+def answer(*groups, **statistics):
+    return to_bytes({"groups": [group_state(item) for item in groups], "statistics": statistics})
+
+
+def test_the_rollout_ranks_make_the_samples_of_the_step():
+    link = ScriptedLink(
+        [
+            answer(group(3, 0, 1.0), group(2, 2, 0.5), failures=("sum", 1.0, 0.0), score=("mean", 1.5, 2.0)),
+            answer(group(1, 1, 0.0), failures=("sum", 2.0, 0.0), score=("mean", 0.0, 1.0)),
+        ]
+    )
+    sampler = PromptSampler(4, 3, seed=0)
+    sampler.draw(9)
+    collector = RemoteCollector(Comm(), link, PROMPTS, sampler)
+    samples = collector.sample([], step=2, group_size=1, temperature=1.0)
+    assert link.posted == [{"do": "rollout", "step": 2, "first": 6}]
+    assert [(sample.position, sample.prompt.index) for sample in samples] == [(0, 3), (1, 1), (2, 2)]
+    statistics = Statistics()
+    assert collector.score(samples, statistics) == [1.0, 0.0, 0.5]
+    assert statistics.reduce(Comm()) == {"failures": 3.0, "score": 0.5}
+    assert collector.score(samples) == [1.0, 0.0, 0.5]
+
+
+def test_the_rollout_ranks_evaluate():
+    link = ScriptedLink([json.dumps({"eval/reward": 0.25}).encode(), b""])
+    collector = RemoteCollector(Comm(), link, PROMPTS, PromptSampler(4, 1, seed=0))
+    assert collector.evaluate(PROMPTS, temperature=0.0) == {"eval/reward": 0.25}
+    assert link.posted == [{"do": "evaluate", "temperature": 0.0}]
+    assert collector.evaluate([], temperature=0.0) == {}
+
+
+def test_there_are_no_greedy_responses():
+    with pytest.raises(RuntimeError, match="no greedy responses"):
+        RemoteCollector(Comm(), None, PROMPTS, PromptSampler(4, 1, seed=0)).sample_greedily([])
+
+
+def test_a_group_moves_as_a_whole():
+    assert [sample.position for sample in at_position(group(0, 5, 1.0), 1).samples] == [1]

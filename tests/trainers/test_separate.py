@@ -1,0 +1,35 @@
+import pytest
+
+from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.separate import check_split, in_role
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward": ("reward_model",), "reward_model": "x"}, "--reward reward_model, which all ranks compute together"),
+        ({"dynamic_sampling": DynamicSamplingConfig(enabled=True)}, "--dynamic_sampling.enabled"),
+        ({"offload_while_generating": True}, "--offload_while_generating, since no engine shares"),
+    ],
+)
+def test_what_separate_ranks_do_not_have_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=f"--rollout_ranks does not go with {message}"):
+        check_split(GRPOConfig(rollout_ranks=1, **options))
+
+
+def test_greedy_baselines_are_refused():
+    config = GRPOConfig(rollout_ranks=1)
+    config.algorithm.advantage = "remax"
+    with pytest.raises(ValueError, match="--algorithm.advantage remax, which needs greedy responses"):
+        check_split(config)
+
+
+def test_ppo_can_be_split():
+    check_split(PPOConfig(rollout_ranks=2))
+
+
+def test_one_process_is_told_to_start_more(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="--rollout_ranks 1 of 1 rank leaves none to train"):
+        in_role(GRPOTrainer)(GRPOConfig(rollout_ranks=1))
