@@ -22,7 +22,9 @@ _SETTLING_PASSES = 3  # turns of the loop in which no episode asks for anything,
 _POLL_S = 0.02  # wait for a tool while the engine has nothing to do
 
 
-Request = tuple[EnginePrompt, SamplingParams, Completion | None]  # the last: what was generated of it before
+Request = tuple[
+    Any, ...
+]  # what ColocatedEngine.submit() takes: prompt, parameters, and what was generated before, if any
 
 
 class Wish(NamedTuple):
@@ -116,7 +118,7 @@ class EpisodeDriver:
         merged = _merged([wish for wish in self._take_wishes() if not wish.answer.done()])
         tick = self._group.broadcast(_Tick(self._unwanted(), [request for request, _ in merged]))
         first_id, completions = self._do(tick)
-        for request_id, ((_, params, _), wishes) in enumerate(merged, start=first_id):
+        for request_id, ((_, params, *_), wishes) in enumerate(merged, start=first_id):
             for offset, wish in enumerate(wishes):
                 self._waiting[request_id, params.first_sample + offset] = wish
         for completion in completions:
@@ -181,10 +183,11 @@ def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
         is_alone = wish.prompt.images or wish.prompt.videos or wish.partial is not None
         key = id(wish) if is_alone else (wish.prompt.token_ids, settings)
         if key in last:
-            (prompt, params, _), siblings = merged[last[key]]
+            (prompt, params), siblings = merged[last[key]]
             if params.first_sample + params.n == wish.params.first_sample:
-                merged[last[key]] = ((prompt, replace(params, n=params.n + 1), None), [*siblings, wish])
+                merged[last[key]] = ((prompt, replace(params, n=params.n + 1)), [*siblings, wish])
                 continue
         last[key] = len(merged)
-        merged.append(((wish.prompt, wish.params, wish.partial), [wish]))
+        behind = () if wish.partial is None else (wish.partial,)
+        merged.append(((wish.prompt, wish.params, *behind), [wish]))
     return merged
