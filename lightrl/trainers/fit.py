@@ -42,7 +42,6 @@ from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_emp
 
 logger = logging.getLogger(__name__)
 
-_IN_ROLE = "lightrl.trainers.separate:in_role"
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
 
@@ -176,8 +175,8 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
     if is_under_torchrun():
         end_with_torchrun()
     build: Callable[[Any], Any] = trainer_class
-    if isinstance(config, RolloutConfig) and config.rollout_ranks:  # by name: the module imports this one
-        build = load_object(_IN_ROLE, builtin={}, what="function", example="in_role")(trainer_class)
+    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
+        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     trainer: Trainer | None = None
     try:
         trainer = build(config)
@@ -185,6 +184,13 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
         _end(error, trainer)
+
+
+def _part_of(config: RolloutConfig) -> str:
+    """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
+    if config.rollout_ranks:
+        return "lightrl.trainers.separate:in_role"
+    return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
