@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class RecordConfig:
     """The folder that keeps rollouts, or the one that they come from in place of an engine."""
+
+    __slots__ = ()
 
     record: str = ""
     """Folder that gets the scored groups of every step, as JSON lines and safetensors. Empty: none are kept."""

@@ -243,7 +243,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
 
     def check(self) -> None:
         """Raises ValueError for a record of samples that more than one step, or other ranks, have made."""
-        self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.samples_can_be_older)
+        self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
 
     @property
     def samples_can_be_older(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightrl.config.options import option
 from lightrl.config.record_section import RecordConfig
+from lightrl.config.rollout_schedule import ScheduleConfig
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
 
@@ -299,8 +300,8 @@ class MarginPairDataConfig(PairDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class WorkflowConfig(RecordConfig):
-    """How a sample is made, where it is more than one response to its prompt."""
+class WorkflowConfig(RecordConfig, ScheduleConfig):
+    """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
 
     workflow: str = ""
     """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; serve, programs
@@ -316,11 +317,6 @@ class WorkflowConfig(RecordConfig):
     may have if those are fewer."""
     episode_timeout_s: float = option(0.0, at_least=0)
     """Seconds after which an episode has failed. 0: no limit."""
-
-    @property
-    def samples_can_be_older(self) -> bool:
-        """Whether samples may come from older weights than those of the step that learns from them."""
-        return False
 
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""

@@ -190,7 +190,9 @@ def _part_of(config: RolloutConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
     if config.rollout_ranks:
         return "lightrl.trainers.separate:in_role"
-    return "lightrl.trainers.recorded:recorded" if config.rollout.is_recorded else ""
+    if config.rollout.is_recorded:
+        return "lightrl.trainers.recorded:recorded"
+    return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
