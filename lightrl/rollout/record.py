@@ -104,6 +104,7 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "status": sample.status.value,
         "ticket": sample.ticket,
         "start_version": sample.start_version,
+        "is_scored": sample.is_scored,
         "branches": [_sample_row(branch, tensors) for branch in sample.branches],
     }
 
@@ -128,7 +129,7 @@ def _groups_of(path: Path, prompts: Sequence[Prompt]) -> Iterator[ScoredGroup]:
 
 def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapping[str, Tensor]) -> Sample:
     name = row["tensors"]
-    per_token = {field: tuple(tensors[f"{name}.{field}"].tolist()) for field in _PER_TOKEN}
+    per_token: dict[str, Any] = {field: tuple(tensors[f"{name}.{field}"].tolist()) for field in _PER_TOKEN}
     routing = tensors.get(f"{name}.routing")
     return Sample(
         prompt=prompt,
@@ -144,6 +145,7 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         status=Status(row["status"]),
         ticket=row["ticket"],
         start_version=row["start_version"],
+        is_scored=row["is_scored"],
         branches=tuple(_sample(branch, position, prompt, tensors) for branch in row["branches"]),
         **per_token,
     )

@@ -35,7 +35,15 @@ def group(position: int, **changes: object) -> ScoredGroup:
 def test_all_that_a_group_holds_comes_back(tmp_path: Path) -> None:
     branch = sample(0, 1_000_000, own=(False, True))
     odd = sample(
-        0, 0, own=(True, False), turns=(0, 1), numbers={"tool_calls": 2.0}, reward=0.5, ticket=9, branches=(branch,)
+        0,
+        0,
+        own=(True, False),
+        turns=(0, 1),
+        numbers={"tool_calls": 2.0},
+        reward=0.5,
+        is_scored=True,
+        ticket=9,
+        branches=(branch,),
     )
     failed = sample(0, 1, response_ids=(), sampler_logprobs=(), versions=(), status=Status.FAILED, turns=())
     routed = sample(0, 2, routing=np.arange(8, dtype=np.int16).reshape(4, 2, 1))
