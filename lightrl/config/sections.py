@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.options import option
+from lightrl.config.schedule import ScheduleConfig
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
 
@@ -298,8 +299,8 @@ class MarginPairDataConfig(PairDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class WorkflowConfig:
-    """How a sample is made, where it is more than one response to its prompt."""
+class WorkflowConfig(ScheduleConfig):
+    """How a sample is made, where it is more than one response to its prompt, and when."""
 
     workflow: str = ""
     """What makes a sample: environment, tools, or your own subclass of lightrl.Workflow as package.module:Class. Empty:
@@ -315,15 +316,12 @@ class WorkflowConfig:
     episode_timeout_s: float = option(0.0, at_least=0)
     """Seconds after which an episode has failed. 0: no limit."""
 
-    @property
-    def samples_can_be_older(self) -> bool:
-        """Whether samples may come from older weights than those of the step that learns from them."""
-        return False
-
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""
-        if not self.workflow and self != WorkflowConfig():
-            raise ValueError("The options --rollout... do nothing without --rollout.workflow.")
+        names = ("workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
+        given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
+        if given and not self.workflow:
+            raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
 
 
 # ---- Rewards, evaluation, logs -----------------------------------------------------------------------------------

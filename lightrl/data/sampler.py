@@ -50,12 +50,13 @@ class PromptSampler:
 
     def draw(self, count: int) -> list[int]:
         """Returns the data indices of the next count prompts."""
-        drawn = [self._data_index(draw) for draw in range(self.num_drawn, self.num_drawn + count)]
+        drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
         self.num_drawn += count
         return drawn
 
-    def _data_index(self, draw: int) -> int:
-        epoch, index = divmod(draw, self.num_prompts_in_data)
+    def index_at(self, ticket: int) -> int:
+        """Returns the data index of the prompt at a place of the run's one order."""
+        epoch, index = divmod(ticket, self.num_prompts_in_data)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, permutation(self.num_prompts_in_data, self.seed, epoch))
         return self._order[1][index]

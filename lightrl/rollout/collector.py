@@ -25,7 +25,7 @@ from lightrl.strategy import StrategyBase
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
-_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
 
 _PLAIN = SamplingParams()
 
@@ -115,7 +115,7 @@ class Collector(Scorer):
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
     ) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
-        seeds = [mix_seed(_ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
+        seeds = [mix_seed(ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
         sampling = replace(self._sampling, temperature=temperature)
         return self._generate(prompts, seeds, group_size, sampling, sleep_engine)
 

@@ -22,12 +22,17 @@ _SETTLING_PASSES = 3  # turns of the loop in which no episode asks for anything,
 _POLL_S = 0.02  # wait for a tool while the engine has nothing to do
 
 
-class _Wish(NamedTuple):
+Request = tuple[EnginePrompt, SamplingParams, Completion | None]  # the last: what was generated of it before
+
+
+class Wish(NamedTuple):
     """A sample that an episode waits for."""
 
     prompt: EnginePrompt
     params: SamplingParams  # of one sample
     answer: asyncio.Future[Completion]
+    partial: Completion | None = None  # the sample goes on behind it
+    ticket: int = -1  # of the episode, where the run has tickets
 
 
 @dataclass(slots=True)
@@ -35,7 +40,7 @@ class _Tick:
     """What the ranks of a group do together: abort, submit, step."""
 
     aborted: list[int]
-    submitted: list[tuple[EnginePrompt, SamplingParams]]
+    submitted: list[Request]
     failure: str | None = None  # the first rank has failed, and the others must not wait for it
     is_last: bool = False
 
@@ -47,8 +52,8 @@ class EpisodeDriver:
         self.engine = engine
         self.num_steps = 0  # of the engine
         self._group = group
-        self._wishes: list[_Wish] = []
-        self._waiting: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # by request and sample
+        self._wishes: list[Wish] = []
+        self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
 
     def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
         """Returns what start() returned for each of this rank's jobs; every rank of the engine's group calls it.
@@ -73,9 +78,9 @@ class EpisodeDriver:
         """Samples one completion; only for episodes that run() has started. A bad prompt raises in the episode."""
         checked = as_prompt(prompt)
         self.engine.check_prompt("the prompt of a turn", checked, params)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._wishes.append(_Wish(checked, params, answer))
-        return await answer
+        wish = Wish(checked, params, asyncio.get_running_loop().create_future())
+        self._wishes.append(wish)
+        return await wish.answer
 
     # ---- The first rank of the group ---------------------------------------------------------------------------
 
@@ -108,37 +113,48 @@ class EpisodeDriver:
 
     def _tick(self) -> None:
         """Submits what the episodes wish for, steps the engine once, and answers the episodes whose samples ended."""
-        wishes, self._wishes = [wish for wish in self._wishes if not wish.answer.done()], []
-        merged = _merged(wishes)
-        tick = self._group.broadcast(_Tick(self._unwanted(), [(prompt, params) for prompt, params, _ in merged]))
+        merged = _merged([wish for wish in self._take_wishes() if not wish.answer.done()])
+        tick = self._group.broadcast(_Tick(self._unwanted(), [request for request, _ in merged]))
         first_id, completions = self._do(tick)
-        for request_id, (_, params, answers) in enumerate(merged, start=first_id):
-            for offset, answer in enumerate(answers):
-                self._waiting[request_id, params.first_sample + offset] = answer
+        for request_id, ((_, params, _), wishes) in enumerate(merged, start=first_id):
+            for offset, wish in enumerate(wishes):
+                self._waiting[request_id, params.first_sample + offset] = wish
         for completion in completions:
-            answer = self._waiting.pop((completion.request_id, completion.sample_index))
-            if not answer.done():  # cancelled, by a time-out
-                answer.set_result(completion)
+            self._answer(completion)
+
+    def _take_wishes(self) -> list[Wish]:
+        """Returns what this tick submits."""
+        wishes, self._wishes = self._wishes, []
+        return wishes
+
+    def _answer(self, completion: Completion) -> None:
+        answer = self._waiting.pop((completion.request_id, completion.sample_index)).answer
+        if not answer.done():  # cancelled, by a time-out
+            answer.set_result(completion)
 
     def _unwanted(self) -> list[int]:
         """Returns the requests that no episode waits for any more, and forgets them."""
-        wanted = {key[0] for key, answer in self._waiting.items() if not answer.done()}
+        wanted = {key[0] for key, wish in self._waiting.items() if not wish.answer.done()}
         unwanted = sorted({key[0] for key in self._waiting} - wanted)
-        self._waiting = {key: answer for key, answer in self._waiting.items() if key[0] in wanted}
+        self._waiting = {key: wish for key, wish in self._waiting.items() if key[0] in wanted}
         return unwanted
 
     # ---- All ranks of the group --------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        while True:
-            tick: _Tick = self._group.broadcast(_Tick([], []))
-            if tick.failure is not None:
-                self._drop_leftovers()
-                raise RuntimeError(f"The first rank of the engine's group has failed: {tick.failure}")
-            if tick.is_last:
-                self._drop_leftovers()
-                return
+        while not self._follow_once():
+            pass
+        self._drop_leftovers()
+
+    def _follow_once(self) -> bool:
+        """Does what the first rank says for one tick; returns whether that was the last."""
+        tick: _Tick = self._group.broadcast(_Tick([], []))
+        if tick.failure is not None:
+            self._drop_leftovers()
+            raise RuntimeError(f"The first rank of the engine's group has failed: {tick.failure}")
+        if not tick.is_last:
             self._do(tick)
+        return tick.is_last
 
     def _drop_leftovers(self) -> None:
         """Aborts what cancelled episodes have left in the engine."""
@@ -149,25 +165,26 @@ class EpisodeDriver:
         """Carries out a tick; returns the id of the first request submitted and what the step finished."""
         if tick.aborted:
             self.engine.abort(tick.aborted)
-        ids = [self.engine.submit(prompt, params) for prompt, params in tick.submitted]
+        ids = [self.engine.submit(*request) for request in tick.submitted]
         if not self.engine.has_unfinished():
             return 0, []
         self.num_steps += 1
         return (ids[0] if ids else 0), self.engine.step()
 
 
-def _merged(wishes: Sequence[_Wish]) -> list[tuple[EnginePrompt, SamplingParams, list[asyncio.Future[Completion]]]]:
+def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
     """Makes one request of samples that differ in their index alone, so that their prompt is computed once."""
-    merged: list[tuple[EnginePrompt, SamplingParams, list[asyncio.Future[Completion]]]] = []
+    merged: list[tuple[Request, list[Wish]]] = []
     last: dict[Any, int] = {}  # index in merged of the newest request for the same prompt and settings
     for wish in sorted(wishes, key=lambda wish: wish.params.first_sample):
         settings = replace(wish.params, first_sample=0)
-        key = (wish.prompt.token_ids, settings) if not wish.prompt.images and not wish.prompt.videos else id(wish)
+        is_alone = wish.prompt.images or wish.prompt.videos or wish.partial is not None
+        key = id(wish) if is_alone else (wish.prompt.token_ids, settings)
         if key in last:
-            prompt, params, answers = merged[last[key]]
+            (prompt, params, _), siblings = merged[last[key]]
             if params.first_sample + params.n == wish.params.first_sample:
-                merged[last[key]] = (prompt, replace(params, n=params.n + 1), [*answers, wish.answer])
+                merged[last[key]] = ((prompt, replace(params, n=params.n + 1), None), [*siblings, wish])
                 continue
         last[key] = len(merged)
-        merged.append((wish.prompt, wish.params, [wish.answer]))
+        merged.append(((wish.prompt, wish.params, wish.partial), [wish]))
     return merged

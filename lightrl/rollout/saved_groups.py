@@ -39,6 +39,8 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "status": sample.status.value,
         "ticket": sample.ticket,
         "start_version": sample.start_version,
+        "prompt_ids": torch.tensor(sample.prompt_ids, dtype=torch.int64),
+        "branches": [_sample_state(branch) for branch in sample.branches],
     }
 
 
@@ -48,26 +50,28 @@ def group_from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> Sco
         step=state["step"],
         rewards=tuple(state["rewards"].tolist()),
         baseline=state["baseline"],
-        samples=tuple(
-            Sample(
-                prompt=prompts[state["prompt"]],
-                position=state["position"],
-                sample_index=item["index"],
-                response_ids=tuple(item["ids"].tolist()),
-                sampler_logprobs=tuple(item["logprobs"].tolist()),
-                versions=tuple(item["versions"].tolist()),
-                finish_reason=item["finish_reason"],
-                text=item["text"],
-                prompt_ids=tuple(state["prompt_ids"].tolist()),
-                own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
-                turns=tuple(item.get("turns", (0,))),
-                reward=item.get("reward"),
-                numbers=item.get("numbers", {}),
-                status=Status(item.get("status", "completed")),
-                ticket=item.get("ticket", -1),
-                start_version=item.get("start_version", -1),
-                routing=None if item.get("routing") is None else item["routing"].numpy(),
-            )
-            for item in state["samples"]
-        ),
+        samples=tuple(_sample_from(item, state, prompts[state["prompt"]]) for item in state["samples"]),
+    )
+
+
+def _sample_from(item: Mapping[str, Any], group: Mapping[str, Any], prompt: Prompt) -> Sample:
+    return Sample(
+        prompt=prompt,
+        position=group["position"],
+        sample_index=item["index"],
+        response_ids=tuple(item["ids"].tolist()),
+        sampler_logprobs=tuple(item["logprobs"].tolist()),
+        versions=tuple(item["versions"].tolist()),
+        finish_reason=item["finish_reason"],
+        text=item["text"],
+        own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
+        turns=tuple(item.get("turns", (0,))),
+        reward=item.get("reward"),
+        numbers=item.get("numbers", {}),
+        status=Status(item.get("status", "completed")),
+        ticket=item.get("ticket", -1),
+        start_version=item.get("start_version", -1),
+        prompt_ids=tuple(item.get("prompt_ids", group["prompt_ids"]).tolist()),
+        branches=tuple(_sample_from(branch, group, prompt) for branch in item.get("branches", ())),
+        routing=None if item.get("routing") is None else item["routing"].numpy(),
     )

@@ -43,6 +43,7 @@ from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_emp
 logger = logging.getLogger(__name__)
 
 _IN_ROLE = "lightrl.trainers.separate:in_role"
+_SCHEDULED = "lightrl.trainers.scheduled:scheduled"
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
 
@@ -176,8 +177,9 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
     if is_under_torchrun():
         end_with_torchrun()
     build: Callable[[Any], Any] = trainer_class
-    if isinstance(config, RolloutConfig) and config.rollout_ranks:  # by name: the module imports this one
-        build = load_object(_IN_ROLE, builtin={}, what="function", example="in_role")(trainer_class)
+    if isinstance(config, RolloutConfig) and (config.rollout_ranks or config.rollout.is_scheduled):
+        kind = _IN_ROLE if config.rollout_ranks else _SCHEDULED  # by name: the modules import this one
+        build = load_object(kind, builtin={}, what="function", example="in_role")(trainer_class)
     trainer: Trainer | None = None
     try:
         trainer = _build(build, config)

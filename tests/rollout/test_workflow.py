@@ -94,5 +94,5 @@ def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> N
 
 
 def test_arguments_without_a_workflow_are_refused() -> None:
-    with pytest.raises(ValueError, match="--rollout... do nothing without --rollout.workflow"):
+    with pytest.raises(ValueError, match="--rollout.max_turns does nothing without --rollout.workflow"):
         GRPOConfig(rollout=WorkflowConfig(max_turns=3))

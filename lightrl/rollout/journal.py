@@ -1,0 +1,123 @@
+"""A journal has what an episode has heard from outside, so that its code can be run again and go on from there.
+
+An episode's code runs anew; each call gets the answer that its journal has, by the number of the call. What an episode
+computes between two calls must therefore depend on what it heard alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lightrl.engines.base import Completion
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Journal:
+    """What one episode has heard."""
+
+    ticket: int
+    sample_index: int
+    start_version: int  # of the weights when the ticket was started
+    completions: dict[int, Completion] = field(default_factory=dict)  # by the number of the call
+    partials: dict[int, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped half way
+    results: dict[int, Any] = field(default_factory=dict)  # of tools
+    num_calls: int = 0  # of this run of the episode's code
+    num_results: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names the episode in the whole run."""
+        return (self.ticket, self.sample_index)
+
+    def rewind(self) -> None:
+        """Prepares for the episode's code to run from its beginning."""
+        self.num_calls = self.num_results = 0
+
+    def forget(self) -> None:
+        """Prepares for an episode that begins again at its prompt."""
+        self.completions, self.partials, self.results = {}, {}, {}
+        self.rewind()
+
+    def next_call(self) -> int:
+        """Returns the number of a call of the engine."""
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the journal as plain values and tensors."""
+        return {
+            "ticket": self.ticket,
+            "sample": self.sample_index,
+            "start_version": self.start_version,
+            "completions": {number: _completion_state(item) for number, item in self.completions.items()},
+            "partials": {number: _completion_state(item) for number, item in self.partials.items()},
+            "results": dict(self.results),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Journal:
+        """Returns the journal that state_dict() saved."""
+        return cls(
+            state["ticket"],
+            state["sample"],
+            state["start_version"],
+            {number: _completion_from(item) for number, item in state["completions"].items()},
+            {number: _completion_from(item) for number, item in state["partials"].items()},
+            dict(state["results"]),
+        )
+
+
+CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of the episode whose code runs
+
+
+async def remembered(result: Awaitable[T]) -> T:
+    """Returns what was awaited, or what the episode's journal has in its place. For tools: results are plain values.
+
+    Call it in the same order each time that the episode's code runs.
+    """
+    journal = CURRENT.get()
+    if journal is None:
+        return await result
+    number = journal.num_results
+    journal.num_results += 1
+    if number in journal.results:
+        if hasattr(result, "close"):
+            result.close()  # a coroutine that will not run
+        known: T = journal.results[number]
+        return known
+    journal.results[number] = made = await result
+    return made
+
+
+def _completion_state(item: Completion) -> dict[str, Any]:
+    return {
+        "sample": item.sample_index,
+        "prompt": torch.tensor(item.prompt_token_ids, dtype=torch.int64),
+        "ids": torch.tensor(item.output_token_ids, dtype=torch.int64),
+        "logprobs": torch.tensor(item.logprobs, dtype=torch.float64),
+        "versions": torch.tensor(item.versions, dtype=torch.int64),
+        "finish_reason": item.finish_reason,
+        "routing": None if item.routing is None else torch.from_numpy(item.routing),
+    }
+
+
+def _completion_from(state: Mapping[str, Any]) -> Completion:
+    return Completion(
+        request_id=-1,
+        sample_index=state["sample"],
+        prompt_token_ids=tuple(state["prompt"].tolist()),
+        output_token_ids=tuple(state["ids"].tolist()),
+        logprobs=tuple(state["logprobs"].tolist()),
+        versions=tuple(state["versions"].tolist()),
+        finish_reason=state["finish_reason"],
+        routing=None if state["routing"] is None else state["routing"].numpy(),
+    )

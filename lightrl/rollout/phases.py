@@ -1,0 +1,145 @@
+"""Episodes that outlive a step: they wait while the model trains, and go on under the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
+
+from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.rollout.driver import _POLL_S, EpisodeDriver, Wish, _Tick
+from lightrl.rollout.journal import CURRENT, Journal
+
+
+class PhasedDriver(EpisodeDriver):
+    """Drives episodes in phases of as many engine steps as it is told. Between two phases the engine has no request.
+
+    The first rank of the engine's group runs the episodes; on the others `step` follows it.
+    """
+
+    def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
+        super().__init__(engine, group)
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[tuple[int, int], asyncio.Task[Any]] = {}
+        self._journals: dict[asyncio.Future[Completion], tuple[Journal, int]] = {}  # and the number of the call
+        self._allowed: Collection[int] | None = None  # tickets that the engine works on; None: all
+
+    def begin(self, journal: Journal, start: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Starts the code of an episode, which goes on as far as its journal has answers for it."""
+        journal.rewind()
+
+        async def run() -> Any:
+            CURRENT.set(journal)
+            return await start()
+
+        self._tasks[journal.key] = self._loop.create_task(run())
+
+    @property
+    def under_way(self) -> Collection[tuple[int, int]]:
+        """The episodes that have begun and were not taken."""
+        return self._tasks.keys()
+
+    def take_ended(self) -> dict[tuple[int, int], Any]:
+        """Returns the results of the episodes that have ended, each once."""
+        ended = {key: task for key, task in self._tasks.items() if task.done()}
+        self._tasks = {key: task for key, task in self._tasks.items() if key not in ended}
+        return {key: task.result() for key, task in ended.items()}
+
+    async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
+        """Samples one completion, or returns the one that the episode's journal has."""
+        journal = CURRENT.get()
+        assert journal is not None, "begin() has set it"
+        number = journal.next_call()
+        if number in journal.completions:
+            return journal.completions[number]
+        checked = as_prompt(prompt)
+        self.engine.check_prompt("the prompt of a turn", checked, params)
+        answer = self._loop.create_future()
+        self._journals[answer] = (journal, number)
+        self._wishes.append(Wish(checked, params, answer, journal.partials.get(number), journal.ticket))
+        try:
+            completion: Completion = await answer
+        finally:
+            del self._journals[answer]
+            journal.partials.pop(number, None)
+        journal.completions[number] = completion
+        return completion
+
+    # ---- Phases ------------------------------------------------------------------------------------------------
+
+    def step(self, count: int, allowed: Collection[int]) -> None:
+        """Steps the engine so many times for the tickets that are allowed; every rank of its group calls it."""
+        self._allowed = allowed
+        if self._group.rank:
+            for _ in range(count):
+                self._follow_once()
+            return
+        try:
+            self._loop.run_until_complete(self._lead_steps(count))
+        except BaseException as error:
+            self._group.broadcast(_Tick([], [], failure=f"{type(error).__name__}: {error}", is_last=True))
+            raise
+
+    async def _lead_steps(self, count: int) -> None:
+        for _ in range(count):
+            await self._let_episodes_go_on()
+            if not (self._waiting or self._has_wishes) and (left := [t for t in self._tasks.values() if not t.done()]):
+                await asyncio.wait(left, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            self._tick()
+        await self._let_episodes_go_on()
+
+    @property
+    def _has_wishes(self) -> bool:
+        return any(self._allowed is None or wish.ticket in self._allowed for wish in self._wishes)
+
+    def _take_wishes(self) -> list[Wish]:
+        if self._allowed is None:
+            return super()._take_wishes()
+        taken = [wish for wish in self._wishes if wish.ticket in self._allowed]
+        self._wishes = [wish for wish in self._wishes if wish.ticket not in self._allowed]
+        return taken
+
+    def pause(self, *, keep: bool) -> list[tuple[int, int]]:
+        """Takes every request out of the engine; every rank of its group calls it.
+
+        keep: what was generated is kept, and goes on in the next phase. Otherwise the episodes are dropped, and their
+        names are returned, on the first rank of the group.
+        """
+        stopped = self.engine.abort()
+        if self._group.rank:
+            return []
+        for completion in stopped:
+            wish = self._waiting.get((completion.request_id, completion.sample_index))
+            if wish is None or completion.finish_reason != "abort":
+                if wish is not None:
+                    self._answer(completion)
+                continue
+            del self._waiting[completion.request_id, completion.sample_index]
+            if not wish.answer.done():
+                self._put_back(wish, completion)
+        assert not self._waiting, "the engine gave every sample back"
+        return [] if keep else self._drop()
+
+    def _put_back(self, wish: Wish, completion: Completion) -> None:
+        partial = completion if completion.output_token_ids else None
+        if partial is not None:
+            journal, number = self._journals[wish.answer]
+            journal.partials[number] = partial
+        self._wishes.append(wish._replace(partial=partial))
+
+    def _drop(self) -> list[tuple[int, int]]:
+        dropped = [key for key, task in self._tasks.items() if not task.done()]
+        tasks = [self._tasks.pop(key) for key in dropped]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._wishes = []
+        return dropped
+
+    def close(self) -> None:
+        """Ends the episodes."""
+        if not self._loop.is_closed():
+            self._drop()
+            self._loop.close()

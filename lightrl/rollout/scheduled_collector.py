@@ -1,0 +1,245 @@
+"""Samples by a schedule: more prompts than a batch are under way, and what is not finished goes on in the next step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Sample, ScoredGroup, Status
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode_collector import EpisodeCollector, _Failure, _Job, longest_episode
+from lightrl.rollout.journal import Journal
+from lightrl.rollout.phases import PhasedDriver
+from lightrl.rollout.schedule import Schedule
+from lightrl.rollout.workflow import Workflow
+from lightrl.seeding import mix_seed
+from lightrl.strategy import StrategyBase
+
+logger = logging.getLogger(__name__)
+
+Filter = Callable[[ScoredGroup], bool]
+
+
+class SingleTurn(Workflow):
+    """One response to the prompt."""
+
+    async def arun_episode(self, engine: EngineClient, data: Any) -> Episode:
+        """Makes the episode of one turn."""
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids))
+        return episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a scheduled run proceeds."""
+
+    agree_every: int = 16  # engine steps between two agreements of all ranks
+    partial: bool = True  # False: what is not finished in a step begins again at its prompt
+    keep: Filter | None = None  # False rejects a scored group
+
+
+class ScheduledCollector(EpisodeCollector):
+    """Returns in each step the batch that the schedule makes. Every rank calls each method."""
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        rewards: RewardSet,
+        workflow: Workflow,
+        schedule: Schedule,
+        pace: Pace,
+        statistics: Statistics,
+        **episodes: Any,
+    ) -> None:
+        """episodes: the other arguments of EpisodeCollector."""
+        super().__init__(strategy, rewards, workflow, **episodes)
+        self.schedule = schedule
+        self._pace = pace
+        self._statistics = statistics
+        self._driver: PhasedDriver | None = None
+        self._ended: dict[tuple[int, int], Sample] = {}  # of unfinished groups
+        self._unscored: dict[int, list[Sample]] = {}  # of finished groups, by ticket
+        self._taken: list[ScoredGroup] | None = None  # the batch, until it was scored
+
+    def sample(
+        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
+    ) -> list[Sample]:
+        """Returns this rank's samples of the step's batch. The prompts are those of the schedule, not the given."""
+        serving = self._strategy.serving
+        with serving.session(sleep_engine=sleep_engine) as engine:
+            if self._driver is None or self._driver.engine is not engine:
+                self._driver = PhasedDriver(engine, serving.group)
+            first = self._driver.num_steps
+            batch = self._roll_out(self._driver, step, group_size, temperature)
+            self._statistics.maximum("rollout/engine_steps", self._driver.num_steps - first)
+            with self._comm.phase("episodes", local=True):
+                self._pause(self._driver)
+        groups = self.schedule.buffer.take(batch)
+        self.schedule.scheduler.take(batch)
+        self._describe_step(step)
+        positions = {ticket: position for position, ticket in enumerate(batch)}
+        self._taken = [at_position(group, positions[group.ticket]) for group in groups]
+        return [sample for group in self._taken for sample in group.samples]
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """Returns the rewards of the batch, which has them already, or scores other samples."""
+        if self._taken is None:
+            return super().score(samples, statistics, prefix=prefix)
+        taken, self._taken = self._taken, None
+        return [reward for group in taken for reward in group.rewards]
+
+    def sample_greedily(self, prompts: Prompts) -> list[Sample]:
+        """Generates the greedy response to each prompt of the batch. The given prompts are not the batch's."""
+        taken, self._taken = self._taken or [], None
+        own = [(group.samples[0].position, group.samples[0].prompt) for group in taken]
+        samples = super().sample_greedily(own)
+        self._taken = taken
+        return samples
+
+    def close(self) -> None:
+        """Ends the episodes that are under way."""
+        if self._driver is not None:
+            self._driver.close()
+
+    # ---- A step ------------------------------------------------------------------------------------------------
+
+    def _roll_out(self, driver: PhasedDriver, step: int, group_size: int, temperature: float) -> tuple[int, ...]:
+        """Generates until there is a batch, and returns its tickets."""
+        scheduler = self.schedule.scheduler
+        while True:
+            self.schedule.open(scheduler.start(step), group_size, step)
+            batch = scheduler.batch(step)
+            if batch is not None:
+                self._score_finished(step)
+                rejected = self._rejected(batch)
+                if not rejected:
+                    self._require_groups(batch)
+                    return batch
+                scheduler.lose(rejected)
+                self.schedule.buffer.take(rejected)
+                continue
+            with self._comm.phase("episodes", local=True):
+                self._begin(driver, temperature)
+                driver.step(self._pace.agree_every, scheduler.may_run(step))
+                mine = self._take_ended(driver, group_size)
+            facts = self._comm.all_gather_object(mine)
+            scheduler.finish(sorted(ticket for done, _ in facts for ticket in done))
+            scheduler.lose(lost := sorted(ticket for _, gone in facts for ticket in gone))
+            self._num_lost += len(lost)
+
+    def _begin(self, driver: PhasedDriver, temperature: float) -> None:
+        """Starts the code of this rank's episodes that are not under way, in the order of their tickets."""
+        for key, journal in self.schedule.journals.items():
+            if key not in driver.under_way and key not in self._ended:
+                job = self._job(journal, temperature)
+                driver.begin(journal, partial(self._episode, driver, job))
+
+    def _job(self, journal: Journal, temperature: float) -> _Job:
+        step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
+        seed = mix_seed(ROLLOUT_STREAM, self._seed, step, position)  # the draws of a run that is not scheduled
+        return _Job(journal.ticket, self.schedule.prompt(journal.ticket), journal.sample_index, seed, temperature)
+
+    def _take_ended(self, driver: PhasedDriver, group_size: int) -> tuple[list[int], list[int]]:
+        """Returns the tickets of this rank whose groups are complete now, and those that have no completed sample."""
+        for key, made in driver.take_ended().items():
+            self._ended[key] = self._record(self.schedule.journals[key], made)
+        done, lost = [], []
+        for ticket in sorted({ticket for ticket, _ in self._ended}):
+            keys = [(ticket, index) for index in range(group_size)]
+            if not all(key in self._ended for key in keys):
+                continue
+            samples = [self._ended.pop(key) for key in keys]
+            if any(sample.status is Status.COMPLETED for sample in samples):
+                self._unscored[ticket] = samples
+                done.append(ticket)
+            else:
+                lost.append(ticket)
+        self.schedule.close([*done, *lost])
+        return done, lost
+
+    def _record(self, journal: Journal, made: Episode | _Failure | None) -> Sample:
+        sample = self._as_sample(self._job(journal, 1.0), made)
+        return replace(sample, ticket=journal.ticket, start_version=journal.start_version)
+
+    def _score_finished(self, step: int) -> None:
+        """Scores the groups that were finished since the last time."""
+        fresh, self._unscored = dict(sorted(self._unscored.items())), {}
+        rewards = iter(super().score([item for group in fresh.values() for item in group], self._statistics))
+        for group in fresh.values():
+            given = tuple(next(rewards) for _ in group)
+            self.schedule.buffer.put(ScoredGroup(samples=tuple(group), rewards=given, step=step))
+
+    def _rejected(self, batch: Iterable[int]) -> list[int]:
+        """Returns the tickets of the batch that the run's filter rejects, on every rank alike."""
+        keep, buffer = self._pace.keep, self.schedule.buffer
+        if keep is None:
+            return []
+        with self._comm.phase("the filter of groups", local=True):
+            mine = [ticket for ticket in batch if ticket in buffer and not keep(buffer[ticket])]
+        rejected = sorted(ticket for part in self._comm.all_gather_object(mine) for ticket in part)
+        self._statistics.add("rollout/filtered", len(mine))
+        return rejected
+
+    def _require_groups(self, batch: Sequence[int]) -> None:
+        if not batch and self._pace.keep is None:
+            raise RuntimeError("Every episode of the step has failed; the log has the first failure.")
+
+    def _pause(self, driver: PhasedDriver) -> None:
+        """Takes what is not finished out of the engine."""
+        for key in driver.pause(keep=self._pace.partial):
+            self.schedule.journals[key].forget()
+
+    def _describe_step(self, step: int) -> None:
+        scheduler, statistics = self.schedule.scheduler, self._statistics
+        statistics.maximum("rollout/carried", len(scheduler.running))
+        statistics.maximum("rollout/waiting", len(scheduler.finished))
+        statistics.maximum("rollout/lost", self._num_lost)
+        if scheduler.rules.tail_batch > 0:
+            statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
+        self._num_lost = 0
+
+    _num_lost = 0  # groups of the step that have no completed sample, over all ranks
+
+
+def at_position(group: ScoredGroup, position: int) -> ScoredGroup:
+    """Returns the group at a position of a batch."""
+    return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))
+
+
+def scheduled_collector(
+    workflow: Workflow | None,
+    strategy: StrategyBase,
+    rewards: RewardSet,
+    schedule: Schedule,
+    pace: Pace,
+    statistics: Statistics,
+    config: RolloutConfig,
+) -> ScheduledCollector:
+    """Returns the collector of a scheduled run; without a workflow a sample is one response."""
+    limits = EpisodeLimits(
+        max_new_tokens=config.max_new_tokens,
+        max_turns=config.rollout.max_turns,
+        max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
+    )
+    return ScheduledCollector(
+        strategy,
+        rewards,
+        workflow or SingleTurn(),
+        schedule,
+        pace,
+        statistics,
+        seed=config.seed,
+        limits=limits,
+        timeout_s=config.rollout.episode_timeout_s,
+    )

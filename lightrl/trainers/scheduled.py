@@ -1,0 +1,134 @@
+"""Runs in which a step leaves prompts under way for the next one (--rollout.over_issue, --rollout.filter)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.imports import load_object
+from lightrl.metrics import Statistics
+from lightrl.records import Experience, ScoredGroup, Status
+from lightrl.rollout.schedule import Schedule
+from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, scheduled_collector
+from lightrl.rollout.scheduler import AsyncScheduler, Rules, Scheduler, SyncScheduler
+from lightrl.trainers.fit import Trainer
+from lightrl.trainers.policy_step import Batch, PolicyUpdates
+from lightrl.trainers.run import RunContext
+
+BUILTIN_FILTERS = {"unequal_rewards": "lightrl.trainers.scheduled:unequal_rewards"}
+
+
+def unequal_rewards(group: ScoredGroup) -> bool:
+    """Keeps groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476)."""
+    return group.has_signal
+
+
+def scheduled(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
+    """Returns the trainer of a scheduled run, from the class of an ordinary one."""
+    if not isinstance(trainer_class, type):
+        raise TypeError("A scheduled run needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
+    made: Callable[[Any], Trainer] = type(f"Scheduled{trainer_class.__name__}", (ScheduledTrainer, trainer_class), {})
+    return made
+
+
+class ScheduledTrainer(Trainer):
+    """Goes in front of a trainer's class: its batches are those of a schedule, which its checkpoints hold."""
+
+    collector: ScheduledCollector
+    schedule: Schedule
+    prompts: Any
+    rewards: Any
+
+    def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
+        config: RolloutConfig = run.config if isinstance(run, RunContext) else run
+        check_schedule(config)
+        keep = load_filter(config)
+        super().__init__(run, **parts)
+        with self.strategy.comm.phase("set-up", local=True):
+            self._check_prompts()
+        pace = Pace(agree_every=config.rollout.agree_every, partial=config.rollout.partial, keep=keep)
+        self.collector = scheduled_collector(
+            self.run.workflow, self.strategy, self.rewards, self.schedule, pace, self.statistics, config
+        )
+        self.updates = YoungUpdates(self.run, self.statistics)
+
+    def resume(self) -> None:
+        """Begins the schedule, or continues that of a checkpoint."""
+        comm, size = self.strategy.comm, self.strategy.serving.group.size
+        scheduler = scheduler_of(self.config)
+        self.schedule = Schedule(scheduler, comm, self.prompts.train, self.prompts.sampler.index_at, engine_size=size)
+        self.saved["schedule"] = self.schedule
+        super().resume()
+
+    def close(self) -> None:
+        """Ends the episodes that are under way, and then the run."""
+        self.collector.close()
+        super().close()
+
+    def _check_prompts(self) -> None:
+        if any(prompt.images or prompt.videos for prompt in self.prompts.train):
+            raise ValueError(
+                "The prompts have images or videos, which a scheduled run takes no part of yet. Leave "
+                "--rollout.over_issue, --rollout.max_staleness and --rollout.filter out."
+            )
+
+
+class YoungUpdates(PolicyUpdates):
+    """Leaves out the tokens that --rollout.max_token_staleness calls too old; a sample of such alone has expired."""
+
+    def __init__(self, run: RunContext, statistics: Statistics) -> None:
+        super().__init__(run, statistics)
+        self._max_age: int = run.config.rollout.max_token_staleness
+
+    def deal(self, experience: list[Experience], step: int) -> Batch:
+        """Masks old tokens, and deals the samples out to updates and ranks."""
+        if self._max_age:
+            experience = [self._without_old_tokens(item, step) for item in experience]
+        return super().deal(experience, step)
+
+    def _without_old_tokens(self, item: Experience, step: int) -> Experience:
+        young = tuple(step - version <= self._max_age for version in item.sample.versions)
+        if all(young):
+            return item
+        own = [is_young for is_young, is_own in zip(young, item.sample.is_own, strict=True) if is_own]
+        self._statistics.add("rollout/tokens_too_old", len(own) - sum(own))
+        if any(own):
+            return replace(item, is_young=young)
+        self._statistics.add("rollout/expired", 1)
+        return replace(item, is_young=young, is_trained=False, sample=item.sample.to(Status.EXPIRED))
+
+
+def scheduler_of(config: RolloutConfig) -> Scheduler:
+    """Returns the scheduler that the options ask for."""
+    options = config.rollout
+    rules = Rules(
+        batch_size=config.num_prompts,
+        max_staleness=options.max_staleness,
+        over_issue=options.over_issue,
+        max_groups=options.max_groups,
+        tail_batch=options.tail_batch,
+        tail_after=options.tail_after,
+    )
+    return AsyncScheduler(rules) if options.over_issue else SyncScheduler(rules)
+
+
+def load_filter(config: RolloutConfig) -> Filter | None:
+    """Returns the function of --rollout.filter; ValueError if there is none of that name."""
+    if not config.rollout.filter:
+        return None
+    found = load_object(config.rollout.filter, builtin=BUILTIN_FILTERS, what="filter", example="my_filter")
+    if not callable(found):
+        raise ValueError(f"--rollout.filter {config.rollout.filter}: this is no function of a scored group.")
+    keep: Filter = found
+    return keep
+
+
+def check_schedule(config: RolloutConfig) -> None:
+    """Raises ValueError for options that a scheduled run does not have."""
+    if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
+        raise ValueError(
+            "--dynamic_sampling.enabled does not go with a schedule: use --rollout.filter unequal_rewards, which "
+            "replaces groups of equal rewards too."
+        )

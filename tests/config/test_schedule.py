@@ -1,0 +1,28 @@
+"""Options of schedules that do nothing, or that contradict each other."""
+
+import pytest
+
+from lightrl.config import GRPOConfig, WorkflowConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"over_issue": 0.5}, "max_staleness 0 allows for at most 0 times num_prompts.*Give --rollout.max_staleness 1"),
+        ({"over_issue": 2.5, "max_staleness": 2}, "Give --rollout.max_staleness 3"),
+        ({"partial": False}, "--rollout.partial does nothing"),
+        ({"agree_every": 4}, "--rollout.agree_every does nothing"),
+        ({"max_staleness": 2, "tail_after": 1}, "--rollout.tail_after does nothing without --rollout.tail_batch"),
+        ({"over_issue": -1.0}, "over_issue"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GRPOConfig(rollout=WorkflowConfig(**options))  # type: ignore[arg-type]
+
+
+def test_a_run_is_scheduled_where_it_is_asked_for() -> None:
+    assert not WorkflowConfig().is_scheduled
+    assert not WorkflowConfig().samples_can_be_older
+    assert WorkflowConfig(over_issue=0.5, max_staleness=1).samples_can_be_older
+    assert WorkflowConfig(filter="unequal_rewards").is_scheduled

@@ -1,0 +1,75 @@
+"""Journals: what an episode has heard comes back in the same order, also through a checkpoint."""
+
+import asyncio
+import io
+
+import numpy as np
+import torch
+
+from lightrl.engines.base import Completion
+from lightrl.rollout.journal import CURRENT, Journal, remembered
+
+CALLS: list[int] = []
+
+
+async def tool(value: int) -> int:
+    CALLS.append(value)
+    await asyncio.sleep(0.01 / value)  # the later one ends first
+    return 10 * value
+
+
+async def episode(journal: Journal) -> list[int]:
+    journal.rewind()
+    CURRENT.set(journal)
+    return [*await asyncio.gather(remembered(tool(1)), remembered(tool(2))), await remembered(tool(3))]
+
+
+def completion(**changes: object) -> Completion:
+    values = {
+        "request_id": -1,
+        "sample_index": 2,
+        "prompt_token_ids": (1, 2),
+        "output_token_ids": (3, 4, 5),
+        "logprobs": (-0.1, -1 / 3, -0.5),
+        "versions": (0, 0, 1),
+        "finish_reason": "abort",
+    }
+    return Completion(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_tools_are_called_once() -> None:
+    CALLS.clear()
+    journal = Journal(4, 2, 1)
+    assert asyncio.run(episode(journal)) == [10, 20, 30]
+    assert asyncio.run(episode(journal)) == [10, 20, 30]
+    del journal.results[2]  # as after a kill before the third
+    assert asyncio.run(episode(journal)) == [10, 20, 30]
+    assert CALLS == [1, 2, 3, 3]
+    journal.forget()
+    asyncio.run(episode(journal))
+    assert CALLS == [1, 2, 3, 3, 1, 2, 3]
+
+
+def test_without_a_journal_a_tool_is_simply_called() -> None:
+    async def alone() -> int:
+        return await remembered(tool(4))
+
+    assert asyncio.run(alone()) == 40
+
+
+def test_a_journal_goes_through_a_checkpoint() -> None:
+    journal = Journal(4, 2, 1)
+    journal.completions[0] = completion(finish_reason="stop", routing=np.full((5, 1, 2), 3, np.int16))
+    journal.partials[1] = completion()
+    journal.results[0] = ["text", False]
+    file = io.BytesIO()
+    torch.save(journal.state_dict(), file)
+    file.seek(0)
+    read = Journal.from_state(torch.load(file, weights_only=True))
+    assert read == journal
+    assert read.key == (4, 2)
+    routing = read.completions[0].routing
+    assert routing is not None
+    assert (routing == 3).all()
+    assert read.next_call() == 0
+    assert read.next_call() == 1

@@ -1,0 +1,120 @@
+"""Phases of a driver: episodes that stop half way go on under new weights, or are dropped, and the engine is idle."""
+
+import asyncio
+
+import torch
+
+from lightrl.builtin.model import tiny_model
+from lightrl.engines.base import EngineGroup, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.native.engine import NativeEngine
+from lightrl.rollout.journal import Journal
+from lightrl.rollout.phases import PhasedDriver
+
+
+def driver() -> PhasedDriver:
+    torch.manual_seed(0)
+    engine = ColocatedEngine(NativeEngine(tiny_model()[0], eos_token_ids=[], device=torch.device("cpu")))
+    engine.version = 0
+    return PhasedDriver(engine, EngineGroup())
+
+
+def bump(made: PhasedDriver) -> None:
+    """New weights that equal the old ones."""
+    made.engine.version = made.engine.engine._version = 1  # type: ignore[attr-defined]
+
+
+async def two_turns(made: PhasedDriver, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first = await made.generate([1, 5, 6], SamplingParams(max_new_tokens=length, seed=length, ignore_eos=True))
+    ids = [1, 5, 6, *first.output_token_ids, 7]
+    second = await made.generate(ids, SamplingParams(max_new_tokens=2, seed=length + 100, ignore_eos=True))
+    return first.output_token_ids + second.output_token_ids, first.versions + second.versions
+
+
+def begun(made: PhasedDriver, lengths: list[int]) -> list[Journal]:
+    journals = [Journal(ticket, 0, 0) for ticket in range(len(lengths))]
+    for journal, length in zip(journals, lengths, strict=True):
+        made.begin(journal, lambda length=length: two_turns(made, length))
+    return journals
+
+
+def run_through(made: PhasedDriver) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]:
+    ended = {}
+    while made.under_way:
+        made.step(4, range(9))
+        ended |= made.take_ended()
+    return ended
+
+
+def test_stopped_episodes_go_on_at_the_same_token() -> None:
+    whole, made = driver(), driver()
+    begun(whole, [3, 9])
+    expected = run_through(whole)
+    journals = begun(made, [3, 9])
+    made.step(6, range(9))
+    assert list(made.take_ended()) == [(0, 0)]
+    assert made.pause(keep=True) == []
+    assert not made.engine.has_unfinished()
+    assert len(journals[1].partials[0].output_token_ids) == 6
+    bump(made)
+    ended = run_through(made)
+    assert ended[1, 0][0] == expected[1, 0][0]  # equal tokens, as the weights are equal
+    assert ended[1, 0][1] == (0,) * 6 + (1,) * 5
+    assert journals[1].partials == {}
+    assert sorted(journals[1].completions) == [0, 1]
+    made.close()
+
+
+def test_a_new_driver_goes_on_from_the_journals() -> None:
+    whole, made = driver(), driver()
+    begun(whole, [3, 9])
+    expected = run_through(whole)
+    journals = begun(made, [3, 9])
+    made.step(6, range(9))
+    made.take_ended()
+    made.pause(keep=True)
+    made.close()
+    resumed = driver()
+    for journal, length in zip(journals, [3, 9], strict=True):
+        resumed.begin(journal, lambda length=length: two_turns(resumed, length))
+    before = resumed.num_steps
+    assert run_through(resumed) == expected
+    assert resumed.num_steps - before <= 8  # five tokens were left, looked at every fourth step
+    resumed.close()
+
+
+def test_dropped_episodes_are_named() -> None:
+    made = driver()
+    begun(made, [3, 9])
+    made.step(6, range(9))
+    assert made.pause(keep=False) == [(1, 0)]
+    assert not made.engine.has_unfinished()
+    assert list(made.take_ended()) == [(0, 0)]
+    assert not made.under_way
+    made.close()
+
+
+def test_only_allowed_tickets_have_the_engine() -> None:
+    made = driver()
+    begun(made, [3, 3])
+    made.step(8, [1])
+    assert list(made.take_ended()) == [(1, 0)]
+    made.step(8, [0])
+    assert list(made.take_ended()) == [(0, 0)]
+    made.close()
+
+
+def test_a_tool_is_waited_for_while_nothing_generates() -> None:
+    made = driver()
+
+    async def slow() -> str:
+        await asyncio.sleep(0.05)
+        return "done"
+
+    made.begin(Journal(0, 0, 0), slow)
+    ended = {}
+    while made.under_way:
+        made.step(1, [0])
+        ended |= made.take_ended()
+    assert ended == {(0, 0): "done"}
+    made.close()

@@ -1,0 +1,134 @@
+"""Scheduled trainers: equal to plain ones where nothing is left under way, resumed exactly, masks of old tokens."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig, PPOConfig, RolloutLogConfig, WorkflowConfig
+from lightrl.config.strategy import CheckpointConfig
+from lightrl.records import Experience, Prompt, Sample, ScoredGroup, Status
+from lightrl.trainers.fit import Trainer
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.ppo import PPOTrainer
+from lightrl.trainers.scheduled import YoungUpdates, load_filter, scheduled, scheduler_of, unequal_rewards
+
+ASYNC = {"over_issue": 0.5, "max_staleness": 2, "agree_every": 2, "max_token_staleness": 1}
+FREE = ("time/", "memory/", "tokens/per_second", "sync/gb_per_s")
+
+
+def keep_all(group: ScoredGroup) -> bool:
+    return True
+
+
+def odd_digits(sample: Sample) -> float:
+    return sum(character in "13579" for character in sample.text) / 8
+
+
+def rows_of(trainer_class: type[Trainer], toy: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Trains a few steps in this process; returns the metrics that depend on the numbers alone."""
+    kind = GRPOConfig if trainer_class is GRPOTrainer else PPOConfig
+    config = kind(
+        model=str(toy / "model"),
+        train_data=str(toy / "train.jsonl"),
+        output_dir=str(folder),
+        **{"num_prompts": 4, "group_size": 4, "max_new_tokens": 12, "max_steps": 4, "lr": 1e-3, "strategy": "single"}
+        | options,
+        eval=EvalConfig(every=0),
+        log=RolloutLogConfig(tensorboard=False),
+        checkpoint=CheckpointConfig(every=2),
+    )
+    made = scheduled(trainer_class) if config.rollout.is_scheduled else trainer_class
+    trainer = made(config, reward=odd_digits)  # type: ignore[call-arg]
+    trainer.fit()
+    trainer.close()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(FREE)} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, PPOTrainer])
+def test_a_schedule_that_leaves_nothing_equals_a_plain_run_to_the_bit(
+    trainer_class: type[Trainer], toy: Path, tmp_path: Path
+) -> None:
+    plain = rows_of(trainer_class, toy, tmp_path / "plain", max_steps=2)
+    keeps = WorkflowConfig(filter=f"{__name__}:keep_all")
+    ours = rows_of(trainer_class, toy, tmp_path / "ours", max_steps=2, rollout=keeps)
+    common = [{name: row[name] for name in other} for row, other in zip(ours, plain, strict=True)]
+    assert common == plain
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_undisturbed_one(toy: Path, tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", WorkflowConfig(**ASYNC)  # type: ignore[arg-type]
+    undisturbed = rows_of(GRPOTrainer, toy, folder, rollout=options)
+    assert sum(row["rollout/carried"] + row["rollout/waiting"] for row in undisturbed) > 0
+    assert max(row["rollout/staleness_max"] for row in undisturbed) in (1, 2)
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    assert rows_of(GRPOTrainer, toy, folder, rollout=options) == undisturbed
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert all(row["ticket"] >= 0 for row in samples)
+
+
+# ---- Parts ---------------------------------------------------------------------------------------------------------
+
+
+def experience(versions: tuple[int, ...], own: tuple[bool, ...] = ()) -> Experience:
+    sample = Sample(
+        prompt=Prompt(index=0, text="", token_ids=(1,)),
+        position=0,
+        sample_index=0,
+        response_ids=(5,) * len(versions),
+        sampler_logprobs=(-1.0,) * len(versions),
+        versions=versions,
+        finish_reason="stop",
+        text="",
+        own=own,
+    )
+    return Experience(sample=sample, reward=1.0, advantage=0.5)
+
+
+def test_old_tokens_are_masked_and_a_sample_of_old_ones_expires() -> None:
+    updates = YoungUpdates.__new__(YoungUpdates)
+    updates._max_age = 1
+    counted: dict[str, float] = {}
+    updates._statistics = type("", (), {"add": lambda _, name, value: counted.update({name: value})})()  # type: ignore[assignment]
+    young = experience((4, 5))
+    assert updates._without_old_tokens(young, 5) is young
+    mixed = updates._without_old_tokens(experience((2, 3, 4, 5)), 5)
+    assert mixed.is_young == (False, False, True, True)
+    assert (mixed.is_trained, mixed.sample.status) == (True, Status.COMPLETED)
+    assert counted == {"rollout/tokens_too_old": 2}
+    heard = updates._without_old_tokens(experience((2, 5), own=(True, False)), 5)  # the young token came from a tool
+    assert (heard.is_trained, heard.sample.status) == (False, Status.EXPIRED)
+    assert counted == {"rollout/tokens_too_old": 1, "rollout/expired": 1}
+
+
+def test_the_options_choose_the_scheduler() -> None:
+    waits = scheduler_of(GRPOConfig(rollout=WorkflowConfig(filter="unequal_rewards")))
+    assert type(waits).__name__ == "SyncScheduler"
+    made = scheduler_of(GRPOConfig(rollout=WorkflowConfig(over_issue=0.5, max_staleness=1, tail_batch=2)))
+    assert type(made).__name__ == "AsyncScheduler"
+    assert (made.rules.batch_size, made.rules.max_unused, made.rules.tail_batch) == (16, 24, 2)
+
+
+def test_filters_are_found_by_name() -> None:
+    assert load_filter(GRPOConfig(rollout=WorkflowConfig(filter="unequal_rewards"))) is unequal_rewards
+    assert load_filter(GRPOConfig()) is None
+    samples = (experience((1,)).sample,) * 2
+    assert unequal_rewards(ScoredGroup(samples=samples, rewards=(0.0, 1.0), step=0))
+    assert not unequal_rewards(ScoredGroup(samples=samples, rewards=(1.0, 1.0), step=0))
+    with pytest.raises(ValueError, match="this is no function"):
+        load_filter(GRPOConfig(rollout=WorkflowConfig(filter="lightrl.rollout.scheduler:__name__")))
+
+
+def test_dynamic_sampling_is_a_filter_in_a_schedule() -> None:
+    config = GRPOConfig(
+        rollout=WorkflowConfig(filter="unequal_rewards"), dynamic_sampling=DynamicSamplingConfig(enabled=True)
+    )
+    with pytest.raises(ValueError, match="use --rollout.filter unequal_rewards"):
+        scheduled(GRPOTrainer)(config)
+    with pytest.raises(TypeError, match="needs a subclass"):
+        scheduled(lambda config: GRPOTrainer(config))
