@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.options import option
-from lightrl.config.schedule import ScheduleConfig
+from lightrl.config.rollout_schedule import ScheduleConfig
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class PhasedDriver(EpisodeDriver):
             completion: Completion = await answer
         finally:
             del self._journals[answer]
-            journal.partials.pop(number, None)
+        journal.partials.pop(number, None)  # but not where the driver is closed: a checkpoint may still want it
         journal.completions[number] = completion
         return completion
 

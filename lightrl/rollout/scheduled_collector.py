@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from lightrl.config import RolloutConfig
+from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup, Status
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
-from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts
+from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts, sampling_of
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector, _Failure, _Job, longest_episode
 from lightrl.rollout.journal import Journal
@@ -69,6 +70,7 @@ class ScheduledCollector(EpisodeCollector):
         self._ended: dict[tuple[int, int], Sample] = {}  # of unfinished groups
         self._unscored: dict[int, list[Sample]] = {}  # of finished groups, by ticket
         self._taken: list[ScoredGroup] | None = None  # the batch, until it was scored
+        self._num_lost = 0  # groups of the step that have no completed sample, over all ranks
 
     def sample(
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
@@ -79,7 +81,7 @@ class ScheduledCollector(EpisodeCollector):
             if self._driver is None or self._driver.engine is not engine:
                 self._driver = PhasedDriver(engine, serving.group)
             first = self._driver.num_steps
-            batch = self._roll_out(self._driver, step, group_size, temperature)
+            batch = self._roll_out(self._driver, step, group_size, replace(self._sampling, temperature=temperature))
             self._statistics.maximum("rollout/engine_steps", self._driver.num_steps - first)
             with self._comm.phase("episodes", local=True):
                 self._pause(self._driver)
@@ -114,7 +116,7 @@ class ScheduledCollector(EpisodeCollector):
 
     # ---- A step ------------------------------------------------------------------------------------------------
 
-    def _roll_out(self, driver: PhasedDriver, step: int, group_size: int, temperature: float) -> tuple[int, ...]:
+    def _roll_out(self, driver: PhasedDriver, step: int, group_size: int, sampling: SamplingParams) -> tuple[int, ...]:
         """Generates until there is a batch, and returns its tickets."""
         scheduler = self.schedule.scheduler
         while True:
@@ -130,7 +132,7 @@ class ScheduledCollector(EpisodeCollector):
                 self.schedule.buffer.take(rejected)
                 continue
             with self._comm.phase("episodes", local=True):
-                self._begin(driver, temperature)
+                self._begin(driver, sampling)
                 driver.step(self._pace.agree_every, scheduler.may_run(step))
                 mine = self._take_ended(driver, group_size)
             facts = self._comm.all_gather_object(mine)
@@ -138,17 +140,17 @@ class ScheduledCollector(EpisodeCollector):
             scheduler.lose(lost := sorted(ticket for _, gone in facts for ticket in gone))
             self._num_lost += len(lost)
 
-    def _begin(self, driver: PhasedDriver, temperature: float) -> None:
+    def _begin(self, driver: PhasedDriver, sampling: SamplingParams) -> None:
         """Starts the code of this rank's episodes that are not under way, in the order of their tickets."""
         for key, journal in self.schedule.journals.items():
             if key not in driver.under_way and key not in self._ended:
-                job = self._job(journal, temperature)
+                job = self._job(journal, sampling)
                 driver.begin(journal, partial(self._episode, driver, job))
 
-    def _job(self, journal: Journal, temperature: float) -> _Job:
+    def _job(self, journal: Journal, sampling: SamplingParams) -> _Job:
         step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
         seed = mix_seed(ROLLOUT_STREAM, self._seed, step, position)  # the draws of a run that is not scheduled
-        return _Job(journal.ticket, self.schedule.prompt(journal.ticket), journal.sample_index, seed, temperature)
+        return _Job(journal.ticket, self.schedule.prompt(journal.ticket), journal.sample_index, seed, sampling)
 
     def _take_ended(self, driver: PhasedDriver, group_size: int) -> tuple[list[int], list[int]]:
         """Returns the tickets of this rank whose groups are complete now, and those that have no completed sample."""
@@ -169,7 +171,7 @@ class ScheduledCollector(EpisodeCollector):
         return done, lost
 
     def _record(self, journal: Journal, made: Episode | _Failure | None) -> Sample:
-        sample = self._as_sample(self._job(journal, 1.0), made)
+        sample = self._as_sample(self._job(journal, self._sampling), made)
         return replace(sample, ticket=journal.ticket, start_version=journal.start_version)
 
     def _score_finished(self, step: int) -> None:
@@ -209,8 +211,6 @@ class ScheduledCollector(EpisodeCollector):
             statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
         self._num_lost = 0
 
-    _num_lost = 0  # groups of the step that have no completed sample, over all ranks
-
 
 def at_position(group: ScoredGroup, position: int) -> ScoredGroup:
     """Returns the group at a position of a batch."""
@@ -242,4 +242,5 @@ def scheduled_collector(
         seed=config.seed,
         limits=limits,
         timeout_s=config.rollout.episode_timeout_s,
+        **sampling_of(config),
     )

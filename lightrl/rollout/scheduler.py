@@ -1,4 +1,4 @@
-"""Which prompts are rolled out when, and which finished groups make a batch. Plain integers: no torch, no ranks.
+"""Decides which prompts are rolled out when, and which groups make a batch. Plain integers: no torch, no ranks.
 
 A ticket is the place of a prompt in the run's one order, and tickets are started in that order. A group's age at a step
 is the number of the step minus the version of the weights that its ticket was started under. Every rank keeps an equal
@@ -42,11 +42,6 @@ def admissible(rules: Rules, *, version: int, started: int, running: int) -> int
     """
     by_age = (rules.max_staleness + version + 1) * rules.batch_size - started
     return max(0, by_age if not rules.max_groups else min(rules.max_groups - running, by_age))
-
-
-def quotas(total: int, num_ranks: int) -> list[int]:
-    """Splits a number over ranks: the sum is the number, and no two differ by more than 1."""
-    return [total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)]
 
 
 def forced_first(

@@ -42,8 +42,6 @@ from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_emp
 
 logger = logging.getLogger(__name__)
 
-_IN_ROLE = "lightrl.trainers.separate:in_role"
-_SCHEDULED = "lightrl.trainers.scheduled:scheduled"
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
 
@@ -171,9 +169,8 @@ class Trainer(ABC):
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
     """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
     build: Callable[[Any], Any] = trainer_class
-    if isinstance(config, RolloutConfig) and (config.rollout_ranks or config.rollout.is_scheduled):
-        kind = _IN_ROLE if config.rollout_ranks else _SCHEDULED  # by name: the modules import this one
-        build = load_object(kind, builtin={}, what="function", example="in_role")(trainer_class)
+    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
+        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     run_program(build, config)
 
 
@@ -192,6 +189,13 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
         _end(error, trainer)
+
+
+def _part_of(config: RolloutConfig) -> str:
+    """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
+    if config.rollout_ranks:
+        return "lightrl.trainers.separate:in_role"
+    return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
 def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:

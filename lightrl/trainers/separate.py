@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightrl.config import RolloutConfig
-from lightrl.config.schedule import ScheduleConfig
+from lightrl.config.rollout_schedule import ScheduleConfig
 from lightrl.engines.link import Link
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.roles import Role, split

@@ -55,11 +55,11 @@ def test_stopped_episodes_go_on_at_the_same_token() -> None:
     assert list(made.take_ended()) == [(0, 0)]
     assert made.pause(keep=True) == []
     assert not made.engine.has_unfinished()
-    assert len(journals[1].partials[0].output_token_ids) == 6
+    assert len(journals[1].partials[0].output_token_ids) == 7  # the first step gives two
     bump(made)
     ended = run_through(made)
     assert ended[1, 0][0] == expected[1, 0][0]  # equal tokens, as the weights are equal
-    assert ended[1, 0][1] == (0,) * 6 + (1,) * 5
+    assert ended[1, 0][1] == (0,) * 7 + (1,) * 4
     assert journals[1].partials == {}
     assert sorted(journals[1].completions) == [0, 1]
     made.close()

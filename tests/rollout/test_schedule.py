@@ -42,3 +42,9 @@ def test_a_saved_schedule_goes_on_at_another_number_of_ranks() -> None:
     assert [sorted(rank.journals) for rank in ranks] == [[], [(1, 0), (1, 1)]]
     assert ranks[1].journals[1, 0].start_version == 0
     assert [rank.scheduler.start(1) for rank in ranks] == [[3, 4]] * 2
+
+
+def test_tickets_are_dealt_out_in_turn() -> None:
+    # Of 7 consecutive tickets 3 ranks have 7 // 3 + (rank < 7 % 3): 3, 2, 2.
+    ranks = [schedule(rank, 3) for rank in range(3)]
+    assert [sum(made.is_mine(ticket) for ticket in range(7)) for made in ranks] == [3, 2, 2]

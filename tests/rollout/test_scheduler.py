@@ -16,7 +16,6 @@ from lightrl.rollout.scheduler import (
     SyncScheduler,
     admissible,
     forced_first,
-    quotas,
 )
 
 # ---- Closed forms --------------------------------------------------------------------------------------------------
@@ -29,12 +28,6 @@ def test_admission_is_the_smaller_of_two_rooms() -> None:
     assert admissible(rules, version=3, started=17, running=0) == 3
     assert admissible(rules, version=3, started=25, running=0) == 0
     assert admissible(Rules(batch_size=4), version=3, started=12, running=9) == 4  # eta 0: a batch per version
-
-
-def test_quotas_add_up() -> None:
-    assert quotas(7, 3) == [3, 2, 2]
-    assert quotas(1, 3) == [1, 0, 0]
-    assert all(sum(quotas(total, ranks)) == total for total in range(20) for ranks in range(1, 7))
 
 
 def test_old_groups_that_need_the_places_come_first() -> None:
