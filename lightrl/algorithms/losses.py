@@ -189,8 +189,8 @@ def cpgd(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    drift_coef: NotNegative = 0.1,
-    drift_clip: NotNegative = 1.0,
+    drift_coef: NotNegative = 0.01,
+    drift_clip: NotNegative = 0.2,
 ) -> TokenLoss:
     """Computes -min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (arXiv:2505.12504, eq. 2).
 

@@ -1,9 +1,11 @@
 """Every option of every run, declared once. Importing this loads no torch, so that a mistake in a flag shows at once.
 
 options.py: how an option is declared, checked, read and written. strategy.py: what a strategy and its engine read.
-sections.py: the groups that trainers read. runs.py: the config of each kind of run.
+sections.py, eval_sections.py: the groups that trainers read. runs.py, evaluate.py: the config of each kind of run.
 """
 
+from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
+from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.options import (
     as_dict,
     changed_options,
@@ -41,9 +43,7 @@ from lightrl.config.sections import (
     DataConfig,
     DistillationConfig,
     DynamicSamplingConfig,
-    EvalConfig,
     ExampleDataConfig,
-    ExampleEvalConfig,
     JudgeConfig,
     LogConfig,
     MarginPairDataConfig,
@@ -85,6 +85,7 @@ __all__ = [
     "DynamicSamplingConfig",
     "EngineConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "ExampleDataConfig",
     "ExampleEvalConfig",
     "FSDPConfig",

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -14,9 +15,7 @@ from lightrl.config.sections import (
     DataConfig,
     DistillationConfig,
     DynamicSamplingConfig,
-    EvalConfig,
     ExampleDataConfig,
-    ExampleEvalConfig,
     JudgeConfig,
     LogConfig,
     MarginPairDataConfig,

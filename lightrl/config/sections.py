@@ -303,8 +303,9 @@ class WorkflowConfig(ScheduleConfig):
     """How a sample is made, where it is more than one response to its prompt, and when."""
 
     workflow: str = ""
-    """What makes a sample: environment, tools, or your own subclass of lightrl.Workflow as package.module:Class. Empty:
-    one response to the prompt."""
+    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; serve, programs
+    outside the run; or your own subclass of lightrl.Workflow as package.module:Class. Empty: one response to the
+    prompt."""
     workflow_args: tuple[str, ...] = ()
     """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
     my_module:search]."""
@@ -362,51 +363,6 @@ class CodeConfig:
     unsafe: bool = option(False, resume="free")
     """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
     SECURITY.md says what the sandbox promises."""
-
-
-@dataclass(kw_only=True, slots=True)
-class EvalScheduleConfig:
-    """When a run evaluates."""
-
-    every: int = option(20, at_least=0)
-    """Steps between evaluations. One more runs before the first step and one after the last. 0: never evaluate."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ExampleEvalConfig(EvalScheduleConfig):
-    """Evaluation on examples."""
-
-    max_examples: int = option(0, at_least=0)
-    """Evaluate on this many examples, the first ones. 0: on all."""
-
-
-@dataclass(kw_only=True, slots=True)
-class EvalConfig(EvalScheduleConfig):
-    """Evaluation on sampled responses."""
-
-    temperature: float = option(1.0, at_least=0)
-    """Sampling temperature of the evaluation. 0: greedy."""
-    top_p: float = option(1.0, above=0, at_most=1)
-    """Draw from the likeliest tokens that together have this probability. 1: from all."""
-    top_k: int = option(0, at_least=0)
-    """Draw from so many of the likeliest tokens. 0: from all."""
-    min_new_tokens: int = option(0, at_least=0)
-    """No end token or stop string ends a response before it has as many tokens."""
-    presence_penalty: float = option(0.0, at_least=-2, at_most=2)
-    """Taken from the logit of every token that the response has already."""
-    frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
-    """Taken from the logit of a token each time that the response has it already."""
-    repetition_penalty: float = option(1.0, above=0)
-    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
-    off."""
-    max_prompts: int = option(0, at_least=0)
-    """Evaluate on this many prompts, the first ones. 0: on all."""
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """What changes the distribution that is sampled from, which training may not do."""
-        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(kw_only=True, slots=True)

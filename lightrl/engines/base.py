@@ -67,6 +67,14 @@ class EngineGroup:
     handle: Any = None  # gloo process group, None for one rank
     size: int = 1
 
+    @classmethod
+    def shared(cls, comm: Comm, size: int) -> EngineGroup:
+        """Returns this rank's group of so many ranks, which drive one engine by tensor parallelism; a collective."""
+        if size < 1 or comm.world % size:
+            valid = ", ".join(str(n) for n in range(1, comm.world + 1) if comm.world % n == 0)
+            raise ValueError(f"--engine_tp_size {size} does not divide {comm.world} ranks. Valid: {valid}.")
+        return cls(comm, comm.new_groups(size), size)
+
     @property
     def rank(self) -> int:
         """This rank within the group."""

@@ -137,15 +137,16 @@ class Policy(nn.Module):
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
         """Returns the scores of the response tokens from hidden_states()."""
-        if self.sequence_group is None:
-            logprobs, entropy = self._score(hidden[batch.score_index], batch.targets, batch.temperature)
-        else:
-            logprobs, entropy = apply_to_split(
-                lambda rows, which: self._score(rows, batch.targets[which], batch.temperature),
-                hidden,
-                batch.score_index,
-                self.sequence_group,
-            )
+        if self.sequence_group is not None:
+            return self._scores_of_split(hidden, batch, self.sequence_group)
+        logprobs, entropy = self._score(hidden[batch.score_index], batch.targets, batch.temperature)
+        return TokenScores(logprobs=logprobs, entropy=entropy)
+
+    def _scores_of_split(self, hidden: Tensor, batch: PackedBatch, group: SequenceGroup) -> TokenScores:
+        def score(rows: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+            return self._score(rows, batch.targets[which], batch.temperature)
+
+        logprobs, entropy = apply_to_split(score, hidden, batch.score_index, group)
         return TokenScores(logprobs=logprobs, entropy=entropy)
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -173,8 +174,19 @@ class Policy(nn.Module):
 
 def prepare_decoder(model: PreTrainedModel) -> None:
     """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
-    if not use_packed_attention(model.get_decoder()):
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        raise _no_decoder(model, decoder)
+    if not use_packed_attention(decoder):
         run_per_sequence(model)
+
+
+def _no_decoder(model: PreTrainedModel, found: object) -> ValueError:
+    return ValueError(
+        f"Model type {model.config.model_type!r} cannot be trained: get_decoder() of {type(model).__name__} gives a "
+        f"{type(found).__name__} and not the model below the output head, so there may be layers between the two that "
+        "lightrl would leave out. Choose another model."
+    )
 
 
 def remove_randomness(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         prompts = [prompt.token_ids for prompt in encoded]
     batch = response_batch(list(zip(prompts, responses, strict=True)), _TEMPERATURE, encoded).to(device)
     policy.eval()
-    with torch.no_grad(), thresholds_in_reach(model, batch) as batch:
+    with torch.no_grad(), thresholds_in_reach(model, batch) as batch, _refusing_failures(model.config.model_type):
         ours, logits = policy(batch).logprobs, _own_logits(model, batch, encoded)[batch.score_index]
         in_training = (policy.train()(batch).logprobs - ours).abs().max() / ours.abs().max()
     policy.train(was_training)
@@ -53,6 +53,21 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         raise _unknown_output(model.config.model_type, difference, allowed)
     if in_training > allowed / 10:
         raise refuse_randomness(policy, lambda: policy(batch), in_training.item())
+
+
+@contextmanager
+def _refusing_failures(model_type: str) -> Iterator[None]:
+    """Makes one sentence of what a model's own code raises for tokens, which is no error that a user can read."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"Model type {model_type!r} cannot be trained: it fails on a few sequences of tokens "
+            f"({type(error).__name__}: {reason}). Choose another model."
+        ) from error
 
 
 def _unknown_output(model_type: str, difference: float, allowed: float) -> ValueError:

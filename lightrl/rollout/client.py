@@ -53,6 +53,11 @@ class EngineClient:
         assert version is not None, "an engine that generates has weights"
         return version
 
+    @property
+    def temperature(self) -> float:
+        """The run's, at which turns are drawn by default."""
+        return self._sampling.temperature
+
     def room(self, ids: Sequence[int]) -> int:
         """Returns the number of tokens that a turn behind these may have; 0 or less where the context is full."""
         return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids))
@@ -65,6 +70,7 @@ class EngineClient:
         temperature: float | None = None,
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        call: int | None = None,
     ) -> Turn:
         """Samples what follows the tokens.
 
@@ -74,6 +80,7 @@ class EngineClient:
             temperature: None: the run's. A turn of another one cannot be trained.
             stop_token_ids: Tokens that end the turn, in addition to the model's own.
             stop: Texts that end the turn, in addition to the run's. The token that completes one is the turn's last.
+            call: What the draw depends on in place of the number of the call; 0 draws what a first call does.
         """
         room = self.room(ids)
         if room < 1:
@@ -81,7 +88,8 @@ class EngineClient:
                 f"There is no room for a turn behind {len(ids)} tokens: an episode may have {self.limits.max_tokens}. "
                 "Ask room() before generate()."
             )
-        seed = mix_seed(_TURN_STREAM, self._seed, self._num_calls) if self._num_calls else self._seed
+        number = self._num_calls if call is None else call
+        seed = mix_seed(_TURN_STREAM, self._seed, number) if number else self._seed
         self._num_calls += 1
         params = replace(
             self._sampling,

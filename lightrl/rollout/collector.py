@@ -15,10 +15,11 @@ from lightrl.data.media import read_media
 from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample
+from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward, with_traceback
+from lightrl.rollout.metrics import describe_groups
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 
@@ -150,25 +151,56 @@ class Collector(Scorer):
             routing=completion.routing,
         )
 
-    def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:
-        """Samples each prompt once, over all ranks; the same draws at every evaluation make steps comparable.
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        temperature: float,
+        n: int = 1,
+        ks: Sequence[int] = (),
+        source_field: str = "",
+    ) -> dict[str, float]:
+        """Samples each prompt n times, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
-        if no sample has a reward; without prompts there are no metrics.
+        if no sample has a reward; without prompts there are no metrics. ks and source_field: as in metrics.evaluate().
         """
         if not prompts:
             return {}
         comm, statistics = self._comm, Statistics()
         mine = shard(list(enumerate(prompts)), comm.rank, comm.world)
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
-        samples = self._generate(mine, seeds, 1, replace(self._evaluation, temperature=temperature))
+        samples = self._generate(mine, seeds, n, replace(self._evaluation, temperature=temperature))
         scored = self.score(samples, statistics, prefix="eval/")
         rewards = [reward for reward in scored if has_reward(reward)]
-        if rewards:
+        if n > 1 or ks or source_field:
+            groups = grouped(samples, scored, n, step=0)
+            describe_groups(groups, statistics, ks=ks, source_field=source_field, prefix="eval/")
+        elif rewards:
             statistics.mean("eval/reward", sum(rewards), len(rewards))
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
-        statistics.mean("eval/response_tokens", sum(len(sample.response_ids) for sample in samples), len(samples))
+        statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
         return statistics.reduce(comm)
+
+
+def grouped(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    size: int,
+    step: int,
+    baselines: Sequence[float | None] | None = None,
+) -> list[ScoredGroup]:
+    """Returns the groups of samples that are adjacent by prompt; baselines: one per group."""
+    starts = range(0, len(samples), size)
+    return [
+        ScoredGroup(
+            samples=tuple(samples[start : start + size]),
+            rewards=tuple(rewards[start : start + size]),
+            step=step,
+            baseline=baseline,
+        )
+        for start, baseline in zip(starts, baselines or [None] * len(starts), strict=True)
+    ]
 
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePrompt, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.rollout.event_loop import run_to_its_end
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _SETTLING_PASSES = 3  # turns of the loop in which no episode asks for anything, before the engine is stepped
-_POLL_S = 0.02  # wait for a tool while the engine has nothing to do
+_POLL_S = 0.02  # longest wait for a tool while the engine has nothing to do
 
 
-Request = tuple[EnginePrompt, SamplingParams, Completion | None]  # the last: what was generated of it before
+Request = tuple[Any, ...]  # arguments of ColocatedEngine.submit: prompt, parameters, and what it goes on behind
 
 
 class Wish(NamedTuple):
@@ -54,6 +55,7 @@ class EpisodeDriver:
         self._group = group
         self._wishes: list[Wish] = []
         self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
+        self._asked: asyncio.Future[None] | None = None  # resolved by the next wish, while the engine has nothing to do
 
     def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
         """Returns what start() returned for each of this rank's jobs; every rank of the engine's group calls it.
@@ -66,7 +68,7 @@ class EpisodeDriver:
         everything = [job for part in parts for job in part]
         results: list[Result] | None = None
         if self._group.rank == 0:
-            results = asyncio.run(self._lead([start(job) for job in everything]))
+            results = run_to_its_end(self._lead([start(job) for job in everything]))
         else:
             self._follow()
         results = self._group.broadcast(results)
@@ -80,6 +82,8 @@ class EpisodeDriver:
         self.engine.check_prompt("the prompt of a turn", checked, params)
         wish = Wish(checked, params, asyncio.get_running_loop().create_future())
         self._wishes.append(wish)
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(None)
         return await wish.answer
 
     # ---- The first rank of the group ---------------------------------------------------------------------------
@@ -92,7 +96,9 @@ class EpisodeDriver:
                 if self._wishes or self._waiting:
                     self._tick()
                 elif unfinished := [task for task in tasks if not task.done()]:
-                    await asyncio.wait(unfinished, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                    self._asked = asyncio.get_running_loop().create_future()
+                    waited: list[asyncio.Future[Any]] = [*unfinished, self._asked]
+                    await asyncio.wait(waited, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             results = [task.result() for task in tasks]
         except BaseException as error:
             for task in tasks:
@@ -116,7 +122,7 @@ class EpisodeDriver:
         merged = _merged([wish for wish in self._take_wishes() if not wish.answer.done()])
         tick = self._group.broadcast(_Tick(self._unwanted(), [request for request, _ in merged]))
         first_id, completions = self._do(tick)
-        for request_id, ((_, params, _), wishes) in enumerate(merged, start=first_id):
+        for request_id, ((_, params, *_), wishes) in enumerate(merged, start=first_id):
             for offset, wish in enumerate(wishes):
                 self._waiting[request_id, params.first_sample + offset] = wish
         for completion in completions:
@@ -181,10 +187,11 @@ def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
         is_alone = wish.prompt.images or wish.prompt.videos or wish.partial is not None
         key = id(wish) if is_alone else (wish.prompt.token_ids, settings)
         if key in last:
-            (prompt, params, _), siblings = merged[last[key]]
+            (prompt, params), siblings = merged[last[key]]
             if params.first_sample + params.n == wish.params.first_sample:
-                merged[last[key]] = ((prompt, replace(params, n=params.n + 1), None), [*siblings, wish])
+                merged[last[key]] = ((prompt, replace(params, n=params.n + 1)), [*siblings, wish])
                 continue
         last[key] = len(merged)
-        merged.append(((wish.prompt, wish.params, wish.partial), [wish]))
+        behind = () if wish.partial is None else (wish.partial,)
+        merged.append(((wish.prompt, wish.params, *behind), [wish]))
     return merged

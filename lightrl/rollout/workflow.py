@@ -16,6 +16,8 @@ from lightrl.rollout.episode import Episode
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
     "tools": "lightrl.rollout.tools:ToolWorkflow",
+    "agent": "lightrl.rollout.endpoint.agent:AgentWorkflow",
+    "serve": "lightrl.rollout.endpoint.outside:ServeWorkflow",
 }
 
 

@@ -162,14 +162,10 @@ class StrategyBase(ForeignNames, ABC):
         if not self.splits_models and (self.options.tp_size, self.options.sp_size) != (1, 1):
             _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
-        size, world = self.options.engine_tp_size, self.comm.world
-        if world != self._assumed_world:
-            self.accumulation_steps = self._accumulation_steps(world)
-        if size < 1 or world % size:
-            valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            raise ValueError(f"--engine_tp_size {size} does not divide {world} ranks. Valid: {valid}.")
-        ranks_of_engine = self.comm.new_groups(size) if size > 1 else None
-        self.serving.group = EngineGroup(self.comm, ranks_of_engine, size)
+        if self.comm.world != self._assumed_world:
+            self.accumulation_steps = self._accumulation_steps(self.comm.world)
+        size = self.options.engine_tp_size
+        self.serving.group = EngineGroup(self.comm) if size == 1 else EngineGroup.shared(self.comm, size)
         self.layout = self.make_layout()
         self.set_seed(self.seed)
 

@@ -21,9 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightrl import comm as comm_module
-from lightrl.data.sampler import ResumableSampler
 from lightrl.engines.base import InferenceEngine, check_engine_name
-from lightrl.metrics import memory_in_use
 from lightrl.seeding import mix_seed
 from lightrl.strategy import foreign_data
 from lightrl.strategy.foreign_models import (
@@ -41,7 +39,7 @@ from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scale
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
-from lightrl.strategy.user_batch import evaluate_on_dict
+from lightrl.strategy.user_batch import evaluate
 
 
 class ForeignNames(ABC):
@@ -137,34 +135,8 @@ class ForeignNames(ABC):
 
         drop_last=False gives every sample once, in as many batches on every rank, of which the last may be smaller.
         """
-        require_world(self.comm, "setup_dataloader()")
-        pin_memory = pin_memory and torch.cuda.is_available()
-        if sampler is None:
-            own = ResumableSampler(
-                len(replay_buffer),
-                rank=self.comm.rank,
-                world=self.comm.world,
-                shuffle=shuffle,
-                seed=self.seed,
-                drop_last=drop_last,
-                consumed_samples=consumed_samples,
-            )
-            return foreign_data.rank_loader(
-                replay_buffer,
-                own,
-                batch_size=batch_size,
-                drop_last=drop_last,
-                collate_fn=collate_fn,
-                pin_memory=pin_memory,
-            )
-        return DataLoader(
-            replay_buffer,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-        )
+        settings: dict[str, Any] = {"pin_memory": pin_memory, "drop_last": drop_last, "collate_fn": collate_fn}
+        return foreign_data.make_loader(self, replay_buffer, batch_size, sampler, shuffle, consumed_samples, **settings)
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -177,14 +149,7 @@ class ForeignNames(ABC):
         model: nn.Module | None = None,
     ) -> float:
         """Returns the loss that train_batch would report, without training."""
-        if isinstance(data, Mapping):
-            return evaluate_on_dict(self, data, loss_fn, loss_weight_fn, model)
-        outputs = self.forward(data, model=model)
-        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in data]
-        losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
-        weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-        total = self.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
-        return total["loss"] / total["weight"] if total["weight"] else 0.0
+        return evaluate(self, data, loss_fn, loss_weight_fn, model)
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
         """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
@@ -229,9 +194,7 @@ class ForeignNames(ABC):
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
         """Returns the GB that this rank uses and prints them on rank 0; no other rank need call it."""
-        used = memory_in_use()
-        cls.print(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
-        return used
+        return foreign_data.report_memory(prefix, cls.print)
 
     @contextmanager
     def init_model_context(self: Native) -> Iterator[None]:

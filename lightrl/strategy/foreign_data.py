@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightrl.comm import Comm
 from lightrl.data.sampler import ResumableSampler
+from lightrl.metrics import memory_in_use
+from lightrl.strategy.foreign_models import require_world
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,50 @@ def _as_given(data: Any, result: Any) -> Any:
 
 
 # ---- Batches -----------------------------------------------------------------------------------------------------
+
+
+class LoadingStrategy(Protocol):
+    """What is needed of a strategy to load this rank's samples."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def comm(self) -> Comm: ...
+
+
+def make_loader(
+    strategy: LoadingStrategy,
+    data: Any,
+    batch_size: int,
+    sampler: Any | None,
+    shuffle: bool,
+    consumed_samples: int,
+    *,
+    pin_memory: bool,
+    drop_last: bool,
+    collate_fn: Callable[..., Any] | None,
+) -> DataLoader[Any]:
+    """Returns a loader over the caller's sampler, or of this rank's samples with as many batches as on other ranks."""
+    comm = strategy.comm
+    require_world(comm, "setup_dataloader()")
+    common: dict[str, Any] = {
+        "batch_size": batch_size,
+        "drop_last": drop_last,
+        "collate_fn": collate_fn,
+        "pin_memory": pin_memory and torch.cuda.is_available(),
+    }
+    if sampler is not None:
+        return DataLoader(data, sampler=sampler, **common)
+    own = ResumableSampler(
+        len(data),
+        rank=comm.rank,
+        world=comm.world,
+        shuffle=shuffle,
+        seed=strategy.seed,
+        drop_last=drop_last,
+        consumed_samples=consumed_samples,
+    )
+    return rank_loader(data, own, **common)
 
 
 def rank_loader(
@@ -108,3 +154,13 @@ class EqualBatches(Sampler[list[int]]):
         repeated = batch or [self.sampler.first_sample]
         logger.warning("Sample %d is given twice, so that all ranks have as many batches.", repeated[0])
         return [batch, repeated]
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------------
+
+
+def report_memory(prefix: str, say: Callable[..., None]) -> dict[str, float]:
+    """Returns the GB that this rank uses, and says them behind the prefix."""
+    used = memory_in_use()
+    say(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
+    return used

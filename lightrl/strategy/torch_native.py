@@ -103,9 +103,12 @@ class TorchStrategy(StrategyBase):
         weight = kwargs.pop("weight", None)
         if kwargs:
             raise TypeError(f"backward() takes no {', '.join(sorted(kwargs))}; known: weight.")
-        if weight is not None:
+        if weight is None:
+            self._backward_of_a_call(loss, model, optimizer)
+        else:
             self.run_backward(self.scale_loss(loss, weight, optimizer), model)
-            return
+
+    def _backward_of_a_call(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
         with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)

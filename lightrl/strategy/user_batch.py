@@ -6,7 +6,7 @@ model's forward, where a sharded output layer is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -54,14 +54,31 @@ def train_on_dict(
         return result
 
 
-def evaluate_on_dict(
+def evaluate(
+    strategy: Trainer,
+    data: Sequence[Any] | Mapping[str, Any],
+    loss_fn: Callable[[Any, Any], Tensor],
+    weight_fn: Callable[[Any], float | Tensor],
+    model: nn.Module | None,
+) -> float:
+    """Returns the loss that train_batch() would report, without training."""
+    if isinstance(data, Mapping):
+        return _evaluate_on_dict(strategy, data, loss_fn, weight_fn, model)
+    outputs = strategy.forward(data, model=model)
+    weights = [float(weight_fn(micro_batch)) for micro_batch in data]
+    losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
+    weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    total: dict[str, float] = strategy.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
+    return total["loss"] / total["weight"] if total["weight"] else 0.0
+
+
+def _evaluate_on_dict(
     strategy: Trainer, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
 ) -> float:
-    """Returns the loss that train_on_dict() would report, without training."""
     chosen = model if model is not None else strategy.trained.entry(None).model
     packs = _micro_batches(strategy, data, over_ranks=True)
     with _computing(chosen, _mean_loss(loss_fn, weight_fn)):
-        return float(strategy.eval_batch(packs, _as_it_is, _weight(weight_fn), model=chosen))
+        return evaluate(strategy, packs, _as_it_is, _weight(weight_fn), chosen)
 
 
 def token_logprobs(strategy: Trainer, data: Mapping[str, Any], model: nn.Module | None) -> Tensor:

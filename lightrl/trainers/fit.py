@@ -184,7 +184,7 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
         end_with_torchrun()
     trainer: Trainer | None = None
     try:
-        trainer = _build(build, config)
+        trainer = build(config)
         trainer.fit()
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
@@ -198,25 +198,9 @@ def _part_of(config: RolloutConfig) -> str:
     return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
-def _build(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
-    """Builds the trainer; mistakes in the options, the data or the folder show here, before training."""
-    try:
-        return trainer_class(config)
-    except MISTAKES as error:
-        _refuse(error)
-    except RankError as error:
-        if not error.mistake:
-            raise
-        _refuse(ValueError(error.mistake))
-
-
-def _refuse(error: BaseException) -> NoReturn:
-    print_user_error(error)
-    remove_empty_runs()
-    end_process(2)
-
-
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
+    if trainer is None:
+        _end_if_mistaken(error)
     if isinstance(error, StoppedBySignal) and trainer is not None:
         trainer.close()
         end_process(int(error.code or 0))
@@ -230,6 +214,15 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     else:
         traceback.print_exception(error)
     end_process(1)
+
+
+def _end_if_mistaken(error: BaseException) -> None:
+    """Ends with code 2 for a mistake in the options, the data or the folder: it shows before a trainer is built."""
+    mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
+    if isinstance(mistake, MISTAKES):
+        print_user_error(mistake)
+        remove_empty_runs()
+        end_process(2)
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------

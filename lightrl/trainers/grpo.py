@@ -16,7 +16,7 @@ from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenS
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts
+from lightrl.rollout.collector import Prompts, grouped
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
@@ -29,7 +29,7 @@ from lightrl.trainers.policy_step import (
     by_sample,
     describe_batches,
     describe_rollout,
-    grouped,
+    evaluate,
     is_truncated,
     start_engine,
     step_metrics,
@@ -196,8 +196,8 @@ class GRPOTrainer(Trainer):
     # ---- Around the steps --------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Samples the held-out prompts once each."""
-        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
+        """Samples the held-out prompts, --eval.n times each."""
+        return evaluate(self.collector, self.prompts, self.config.eval)
 
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""

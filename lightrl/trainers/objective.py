@@ -247,7 +247,7 @@ def load_and_try(
         given: Parameters that have options of their own; None leaves one to the function's default.
     """
     option = f"algorithm.{option or kind}"
-    parameters = named_values(args, f"{option}_args")
+    parameters = named_values(args, f"{option}_args") if args else {}
     given = {key: value for key, value in (given or {}).items() if value is not None}
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)

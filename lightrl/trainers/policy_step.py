@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
-from lightrl.config import OfflineConfig, RolloutConfig
+from lightrl.config import EvalConfig, OfflineConfig, RolloutConfig
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import (
     Key,
@@ -27,7 +27,7 @@ from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.models.policy import context_length
-from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup
+from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts, sampling_of
@@ -315,6 +315,17 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens, **sampling_of(config))
 
 
+def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> dict[str, float]:
+    """Samples the held-out prompts as the options say, and changes nothing of the training."""
+    return collector.evaluate(
+        prompts.evaluation,
+        temperature=config.temperature,
+        n=config.n,
+        ks=config.k,
+        source_field=config.source_field,
+    )
+
+
 def sync_engine(trainer: Trainer) -> None:
     """Gives the engine the weights of the trained model, stamped with the number of finished steps."""
     strategy, statistics = trainer.strategy, trainer.statistics
@@ -332,27 +343,7 @@ def sync_engine(trainer: Trainer) -> None:
         statistics.maximum("memory/offloaded_gb", strategy.residency.offloaded_bytes / 1e9)
 
 
-# ---- Groups and statistics -------------------------------------------------------------------------------------------
-
-
-def grouped(
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    size: int,
-    step: int,
-    baselines: Sequence[float | None] | None = None,
-) -> list[ScoredGroup]:
-    """Returns the groups of samples that are adjacent by prompt; baselines: one per group."""
-    starts = range(0, len(samples), size)
-    return [
-        ScoredGroup(
-            samples=tuple(samples[start : start + size]),
-            rewards=tuple(rewards[start : start + size]),
-            step=step,
-            baseline=baseline,
-        )
-        for start, baseline in zip(starts, baselines or [None] * len(starts), strict=True)
-    ]
+# ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:

@@ -24,7 +24,7 @@ from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts
+from lightrl.rollout.collector import Prompts, grouped
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
@@ -34,7 +34,7 @@ from lightrl.trainers.policy_step import (
     PromptData,
     describe_batches,
     describe_rollout,
-    grouped,
+    evaluate,
     start_engine,
     step_metrics,
     sync_engine,
@@ -222,8 +222,8 @@ class PPOTrainer(Trainer):
     # ---- Around the steps --------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Samples the held-out prompts once each."""
-        return self.collector.evaluate(self.prompts.evaluation, temperature=self.config.eval.temperature)
+        """Samples the held-out prompts, --eval.n times each."""
+        return evaluate(self.collector, self.prompts, self.config.eval)
 
     def save_models(self, folder: Path) -> None:
         """Writes the policy, and the critic beside it."""

@@ -10,7 +10,7 @@ import torch
 from tiny_hybrids import APART, BY_MIXER, FAMILIES, VOCAB, own_logprobs, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, ModernBertDecoderConfig, PreTrainedModel
 
 from lightrl.models.critic import Critic, ValueHead
 from lightrl.models.packed_attention import packed_hidden_states, packed_layout
@@ -87,6 +87,22 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = tiny_model("bloom")
     model.transformer.ln_f = SeesAll()
     with pytest.raises(ValueError, match="mixes tokens"):
+        check_scores(Policy(model), CPU)
+
+
+def test_a_model_with_layers_between_decoder_and_output_is_refused() -> None:
+    config = ModernBertDecoderConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="'modernbert-decoder' cannot be trained: get_decoder.* gives a Linear"):
+        Policy(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_that_fails_on_tokens_is_refused_in_one_sentence() -> None:
+    model = tiny_model("bloom")
+    model.transformer.ln_f = torch.nn.LayerNorm(5)
+    with pytest.raises(ValueError, match=r"'bloom' cannot be trained: it fails on a few .* \(RuntimeError: .*shape"):
         check_scores(Policy(model), CPU)
 
 

@@ -157,3 +157,15 @@ def test_a_rank_without_episodes_returns_none() -> None:
 
     assert made.run([], episode) == []
     assert engine.num_steps == 0
+
+
+def test_episodes_run_inside_a_loop_as_in_a_notebook() -> None:
+    mine, _ = driver()
+
+    async def episode(job: int) -> int:
+        return (await mine.generate([job], sample(0))).output_token_ids[0]
+
+    async def cell() -> list[int]:
+        return mine.run([2, 3], episode)
+
+    assert asyncio.run(cell()) == mine.run([2, 3], episode) == [200, 300]

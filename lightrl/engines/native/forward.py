@@ -102,7 +102,7 @@ class ModelRunner:
             [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
             for row, length in enumerate(_PROBE_LENGTHS)
         ]
-        expected = self._attempt(lambda: torch.stack([self._plain_logits(sequence) for sequence in sequences]))
+        expected = self._plain_logits(sequences)
         if not expected.isfinite().all() or expected.amin() == expected.amax():
             return cache  # weights not loaded yet: nothing to compare
         if self._fused is not None and self._agrees(self._probe(self._fused, sequences, RowCache()), expected):
@@ -141,12 +141,6 @@ class ModelRunner:
             self._modules = ModuleForward(self.model, self._decoder)
         return self._modules
 
-    def _attempt(self, compute: Callable[[], Tensor]) -> Tensor:
-        try:
-            return compute()
-        except Exception as error:
-            raise RuntimeError(f"{self._describe()} ({type(error).__name__}: {error})") from error
-
     def _describe(self) -> str:
         return (
             f"The native engine does not reproduce the logits of {type(self.model).__name__}, with or without a cache:"
@@ -158,16 +152,18 @@ class ModelRunner:
         scale = expected.abs().amax().clamp_min(1e-6)
         return bool(((got - expected).abs().amax() <= tolerance * scale).item())
 
-    def _plain_logits(self, sequence: list[int]) -> Tensor:
-        """Returns the last _PROBE_STEPS + 1 rows of the model's logits without a cache, by its eager attention."""
+    def _plain_logits(self, sequences: list[list[int]]) -> Tensor:
+        """Returns the last _PROBE_STEPS + 1 rows of the model's logits of each, by eager attention without a cache."""
         usual = self._decoder.config._attn_implementation
-        self._decoder.set_attn_implementation("eager")
         try:
-            ids = torch.tensor([sequence], device=self.device)
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+            self._decoder.set_attn_implementation("eager")
+            ids = [torch.tensor([sequence], device=self.device) for sequence in sequences]
+            logits = [self.model(input_ids=part, use_cache=False).logits[0, -_PROBE_STEPS - 1 :] for part in ids]
+        except Exception as error:  # models fail in many ways of their own
+            raise RuntimeError(f"{self._describe()} ({type(error).__name__}: {error})") from error
         finally:
             self._decoder.set_attn_implementation(usual)
-        return logits[0, -_PROBE_STEPS - 1 :].float()
+        return torch.stack(logits).float()
 
     def _probe(self, forward: Any, sequences: list[list[int]], cache: Any) -> Tensor:
         """Returns logits of the sequences' last tokens: a prefill, then _PROBE_STEPS tokens one by one."""

@@ -209,7 +209,7 @@ def _is_written(model: Any, name: str, tensor: Tensor) -> bool:
     try:
         with writes:
             model.load_weights([(name, tensor)])
-    except Exception:
+    except Exception:  # a loader that refuses the tensor has not written it, whatever it says
         return False
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return bool(own & writes.storages)

@@ -14,7 +14,7 @@ def describe_error(error: BaseException, pack: Callable[[Any], Any]) -> dict[str
     """Returns an error as JSON has it, without arguments that are no data."""
     try:
         args = [pack(item) for item in error.args]
-    except Exception:
+    except Exception:  # an argument that is no data; class and operation still tell what happened
         args = []
     return {"lineage": lineage(type(error)), "args": args}
 
@@ -28,7 +28,7 @@ def error_from(described: Mapping[str, Any], args: list[Any], operation: str) ->
         return RuntimeError(f"the program raised {kind.__name__}")
     try:
         return kind(*args)
-    except Exception:
+    except Exception:  # a class of the program's own, whose constructor takes something else
         return RuntimeError(f"the program raised {kind.__name__}")
 
 

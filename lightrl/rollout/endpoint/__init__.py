@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint in the rank's process, which records every token that an agent's calls produced."""

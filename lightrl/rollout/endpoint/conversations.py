@@ -1,0 +1,113 @@
+"""The calls of one agent as a forest: which call goes on from which, and the episodes that they make.
+
+A call goes on from another if its prompt begins with that one's prompt and answer, token by token. Of several calls
+that go on from the same one, the one with the most turns behind it continues the sample. The others are forks: samples
+of their own, whose prompt is all that came before. Each token that the engine produced is therefore trained once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from lightrl.rollout.episode import Episode, Turn
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A prompt and what the policy said to it."""
+
+    prompt_ids: tuple[int, ...]
+    turn: Turn
+    parent: Call | None = None
+    depth: int = 1  # turns of the policy up to this one
+    children: list[Call] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens that a call begins with that goes on from here."""
+        return self.prompt_ids + self.turn.token_ids
+
+
+class Conversations:
+    """Records the calls of one agent, and recognises what goes on from an earlier one."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._by_history: dict[Hashable, Call] = {}  # the newest call that ended at these messages
+
+    def record(self, prompt_ids: Sequence[int], turn: Turn, *, parent: Call | None = None) -> Call:
+        """Adds a call; parent: the one that it goes on from, where the caller knows it."""
+        prompt = tuple(prompt_ids)
+        if parent is None or not _begins_with(prompt, parent):
+            parent = self.extended_by(prompt)
+        call = Call(prompt, turn, parent, depth=1 if parent is None else parent.depth + 1)
+        if parent is not None:
+            parent.children.append(call)
+        self.calls.append(call)
+        return call
+
+    def remember(self, call: Call, histories: Sequence[Hashable]) -> None:
+        """Makes the call known by the messages up to its answer."""
+        for history in histories:
+            self._by_history[history] = call
+
+    def recall(self, history: Hashable) -> Call | None:
+        """Returns the newest call whose answer ended these messages."""
+        return self._by_history.get(history)
+
+    def extended_by(self, prompt_ids: tuple[int, ...]) -> Call | None:
+        """Returns the call that the prompt goes on from: the longest, of equal ones the newest without a successor."""
+        found = [call for call in self.calls if _begins_with(prompt_ids, call)]
+        if not found:
+            return None
+        longest = max(len(call.ids) for call in found)
+        found = [call for call in found if len(call.ids) == longest]
+        return next((call for call in reversed(found) if not call.children), found[-1])
+
+    def episodes(self) -> list[Episode]:
+        """Returns the samples: first the one with the most turns, of equal ones the newest, then the others."""
+        lengths = self._turns_below()
+        continued = {
+            id(max(reversed(call.children), key=lambda child: lengths[id(child)]))
+            for call in self.calls
+            if call.children
+        }
+        starts = [call for call in self.calls if id(call) not in continued]
+        if not starts:
+            return []
+        main = max(reversed([call for call in starts if call.parent is None]), key=lambda call: lengths[id(call)])
+        ordered = [main, *(call for call in starts if call is not main)]
+        return [_episode(_line(call, continued)) for call in ordered]
+
+    def _turns_below(self) -> dict[int, int]:
+        """Returns the most turns of a conversation that begins with each call."""
+        lengths: dict[int, int] = {}
+        for call in reversed(self.calls):  # a call is recorded after the one that it goes on from
+            lengths[id(call)] = 1 + max((lengths[id(child)] for child in call.children), default=0)
+        return lengths
+
+
+def _begins_with(prompt_ids: tuple[int, ...], call: Call) -> bool:
+    length, num_prompt = len(call.prompt_ids) + len(call.turn.token_ids), len(call.prompt_ids)
+    return (
+        len(prompt_ids) >= length
+        and prompt_ids[num_prompt:length] == call.turn.token_ids
+        and prompt_ids[:num_prompt] == call.prompt_ids
+    )
+
+
+def _line(first: Call, continued: set[int]) -> list[Call]:
+    """Returns the call and those that continue its sample."""
+    line = [first]
+    while following := [child for child in line[-1].children if id(child) in continued]:
+        line += following
+    return line
+
+
+def _episode(line: Sequence[Call]) -> Episode:
+    episode = Episode(line[0].prompt_ids)
+    for call in line:
+        episode.hear(call.prompt_ids[len(episode.prompt_ids) + len(episode.response_ids) :])
+        episode.say(call.turn)
+    return episode

@@ -1,0 +1,124 @@
+"""Messages of a chat request: checked, compared with earlier ones, and given to the chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.rollout.endpoint.errors import RequestError
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+Message = Mapping[str, Any]
+
+
+def checked_messages(value: Any) -> list[dict[str, Any]]:
+    """Returns the messages with their content as a text; RequestError for what a chat cannot have."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("'messages' must be a list of at least one message.", param="messages")
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise RequestError(f"{where} must be an object whose role is one of {', '.join(_ROLES)}.", param=where)
+    role = "system" if message["role"] == "developer" else message["role"]
+    checked: dict[str, Any] = {"role": role, "content": _text_of(message.get("content"), where)}
+    calls = message.get("tool_calls")
+    if calls:
+        checked["tool_calls"] = [_checked_call(call, f"{where}.tool_calls") for call in _as_list(calls, where)]
+    return checked | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+
+
+def _as_list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RequestError(f"{where}.tool_calls must be a list.", param=where)
+    return value
+
+
+def _text_of(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    texts = [str(part["text"]) for part in parts if _is_text(part)]
+    if len(texts) < len(parts):
+        raise RequestError(f"{where}.content must be a text or parts of type text; images are not taken.", param=where)
+    return "".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _checked_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} must have objects with function.name and function.arguments.", param=where)
+    arguments = function.get("arguments") or "{}"
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        parsed = arguments
+    wanted = {"name": function["name"], "arguments": parsed}  # templates write the arguments as JSON themselves
+    return {"id": str(call.get("id") or ""), "type": "function", "function": wanted}
+
+
+def histories(messages: Sequence[Message], tools: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+    """Returns two names of the conversation up to each message: the exact one, and one that forgives.
+
+    The second is the same where a client strips texts, or leaves out the names of tool calls.
+    """
+    exact = loose = _digest(b"", list(tools))
+    names = []
+    for message in messages:
+        exact = _digest(exact, message)
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        loose = _digest(loose, [message["role"], message["content"].strip(), calls])
+        names.append((exact, loose))
+    return names
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def answer_message(text: str, *, call_ids: str, with_tools: bool) -> dict[str, Any]:
+    """Returns the message of the policy; calls of tools that can be read stand in tool_calls and not in the content.
+
+    Args:
+        text: What the policy said.
+        call_ids: What the ids of its tool calls begin with.
+        with_tools: Whether the request has tools; without them a call is a text.
+    """
+    found = list(_CALL.finditer(text)) if with_tools else []
+    calls = [call for call in (_parsed_call(match.group(1)) for match in found) if call is not None]
+    if not calls or len(calls) < len(found):  # the agent sees what cannot be read
+        return {"role": "assistant", "content": text}
+    content = _CALL.sub("", text).strip()
+    listed = [
+        {"id": f"{call_ids}{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": listed}
+
+
+def _parsed_call(text: str) -> tuple[str, str] | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def cut_before_stop(text: str, stop: Sequence[str]) -> str:
+    """Returns the text up to the first of the stop strings."""
+    ends = [end for end in (text.find(item) for item in stop) if end >= 0]
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,220 @@
+"""Reads the bodies of requests and writes those of answers: OpenAI chat completions, and tokens in, tokens out."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightrl.rollout.endpoint.errors import RequestError
+from lightrl.rollout.endpoint.messages import checked_messages
+from lightrl.rollout.endpoint.session import Reply, Wish
+
+_MAX_CHOICES = 128
+_MAX_STOPS = 16
+_DISTRIBUTION = {  # settings that change what is drawn, with the value that changes nothing; the run decides on them
+    "top_p": 1,
+    "top_k": None,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": None,
+}
+
+
+def parsed_body(raw: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a request."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"The body is a {type(body).__name__}; it must be a JSON object.", code="invalid_json")
+    return body
+
+
+def require_model(body: Mapping[str, Any], model: str) -> None:
+    """Raises RequestError if the request names another model than the one that is served."""
+    if body.get("model", model) != model:
+        raise RequestError(
+            f"The model {body['model']!r} does not exist. This endpoint serves {model!r}.",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+
+def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wish]:
+    """Returns the messages, the tools and the settings of a chat request."""
+    messages = checked_messages(body.get("messages"))
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
+    ):
+        raise RequestError("'tools' must be a list of objects with a function.", param="tools")
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise RequestError("'tool_choice' must be auto or none: no answer can be forced.", param="tool_choice")
+    kind = body.get("response_format") or {}
+    if not isinstance(kind, dict) or kind.get("type", "text") != "text":
+        raise RequestError("'response_format' must be text: no format can be forced.", param="response_format")
+    if _whole(body, "top_logprobs", 0, low=0):
+        raise RequestError("'top_logprobs' must be 0: only the chosen tokens have logprobs.", param="top_logprobs")
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    return messages, ([] if choice == "none" else tools), _wish(body, limit)
+
+
+def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
+    """Returns the prompt and the settings of a request of tokens."""
+    ids = body.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise RequestError("'token_ids' must be a list of at least one integer.", param="token_ids")
+    if body.get("features") or body.get("content_parts"):
+        raise RequestError("Images and videos are not taken.", param="features")
+    settings = body.get("sampling_params") or {}
+    if not isinstance(settings, dict):
+        raise RequestError("'sampling_params' must be an object.", param="sampling_params")
+    return ids, _wish(settings, "max_tokens")
+
+
+def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
+    """Returns the settings of a request that the run decides on: an agent's turns are drawn as the trainer needs."""
+    settings = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body
+    assert isinstance(settings, Mapping)
+    given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, neutral, {}, -1)]
+    if settings.get("temperature") not in (None, temperature):
+        given.append("temperature")
+    return [f"{name}={settings[name]}" for name in given]
+
+
+def without_temperature(wish: Wish) -> Wish:
+    """Returns the wish for turns of the run's own distribution."""
+    return replace(wish, temperature=None)
+
+
+def _wish(settings: Mapping[str, Any], limit: str) -> Wish:
+    stop = settings.get("stop") or []
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+    if len(stops) > _MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(f"'stop' must be a text or a list of up to {_MAX_STOPS} texts.", param="stop")
+    ids = settings.get("stop_token_ids") or []
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RequestError("'stop_token_ids' must be a list of integers.", param="stop_token_ids")
+    temperature = settings.get("temperature")
+    if temperature is not None and not _is_number(temperature, 0, 1e6):
+        raise RequestError("'temperature' must be a number of 0 or above.", param="temperature")
+    return Wish(
+        num_choices=_whole(settings, "n", 1, low=1, high=_MAX_CHOICES) or 1,
+        max_new_tokens=_whole(settings, limit, None, low=1),
+        stop=stops,
+        stop_token_ids=tuple(ids),
+        temperature=temperature,
+    )
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    )
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int, high: int = 1 << 31) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise RequestError(f"{name!r} must be a whole number from {low} to {high}.", param=name)
+    return value
+
+
+# ---- Answers ---------------------------------------------------------------------------------------------------------
+
+
+def chat_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+    """Returns a chat completion."""
+    with_ids = bool(body.get("return_token_ids"))
+    choices = [
+        {
+            "index": index,
+            "message": {"refusal": None, **reply.message},
+            "logprobs": {"content": _named_logprobs(reply, tokenizer)} if body.get("logprobs") else None,
+            "finish_reason": reply.finish_reason,
+            **({"token_ids": list(reply.turn.token_ids)} if with_ids else {}),
+        }
+        for index, reply in enumerate(replies)
+    ]
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"version-{replies[0].turn.versions[-1] if replies[0].turn.versions else 0}",
+        "choices": choices,
+        "usage": _usage(replies),
+        **({"prompt_token_ids": list(replies[0].call.prompt_ids)} if with_ids else {}),
+    }
+
+
+def chat_events(answer: Mapping[str, Any], *, with_usage: bool) -> list[bytes]:
+    """Returns the server-sent events of a chat completion that is already there."""
+    head = {name: answer[name] for name in ("id", "created", "model", "system_fingerprint")}
+    events: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        message, index = choice["message"], choice["index"]
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        deltas = [{"role": "assistant", "content": message["content"]}, *({"tool_calls": [call]} for call in calls)]
+        listed = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        listed[0]["logprobs"] = choice["logprobs"]
+        listed.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]})
+        events += [{**head, "object": "chat.completion.chunk", "choices": [item]} for item in listed]
+    if with_usage:
+        events.append({**head, "object": "chat.completion.chunk", "choices": [], "usage": answer["usage"]})
+    return [*(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events), b"data: [DONE]\n\n"]
+
+
+def token_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Returns the answer to a request of tokens, with the weight version of each token."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(reply.turn.token_ids),
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                    for token, logprob in zip(reply.turn.token_ids, reply.turn.logprobs, strict=True)
+                ]
+            },
+            "versions": list(reply.turn.versions),
+            "finish_reason": reply.finish_reason,
+        }
+        for index, reply in enumerate(replies)
+    ]
+    request_id = str(body.get("request_id") or f"generate-{uuid.uuid4().hex}")
+    prompt_ids = list(replies[0].call.prompt_ids)
+    return {
+        "request_id": request_id,
+        "model": model,
+        "choices": choices,
+        "prompt_token_ids": prompt_ids,
+        "prompt_logprobs": None,
+        "usage": _usage(replies),
+    }
+
+
+def _named_logprobs(reply: Reply, tokenizer: Any) -> list[dict[str, Any]]:
+    texts = [tokenizer.decode([token]) for token in reply.turn.token_ids]
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, reply.turn.logprobs, strict=True)
+    ]
+
+
+def _usage(replies: Sequence[Reply]) -> dict[str, int]:
+    prompt = len(replies[0].call.prompt_ids)
+    completion = sum(len(reply.turn.token_ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

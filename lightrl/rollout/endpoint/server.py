@@ -1,0 +1,310 @@
+"""The HTTP server of a rank. It has a thread and an event loop of its own, so that it answers while the policy trains.
+
+A key names an episode: whoever calls with it takes a turn in that episode. Keys are random, and never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from lightrl.imports import is_installed
+from lightrl.records import Prompt
+from lightrl.rollout.client import EngineClient
+from lightrl.rollout.endpoint import requests
+from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
+from lightrl.rollout.endpoint.session import Session, Wish
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+_KEY_PREFIX = "lightrl-episode-"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_POLL_S = 0.05
+
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+class Endpoint:
+    """Serves the policy of this rank: OpenAI chat completions, and tokens in, tokens out."""
+
+    def __init__(
+        self,
+        *,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key_env: str = "",
+        wait_s: float = 60.0,
+        max_body_mb: float = 32.0,
+    ) -> None:
+        """Checks the settings; start() opens the port.
+
+        Args:
+            model: The name that requests give.
+            host: What to listen on. Anything but loopback needs a key.
+            port: 0 chooses a free one; otherwise the n-th rank of a machine takes port + n.
+            api_key_env: Environment variable with the key of requests that belong to no episode.
+            wait_s: How long a request waits for a sleeping engine before it is told to come again.
+            max_body_mb: The largest body of a request.
+        """
+        require_aiohttp()
+        self.model = model
+        self._host, self._port = host, port
+        self._key = _key_from(api_key_env)
+        if not self._key and host not in _LOOPBACK:
+            raise ValueError(
+                f"host={host} can be reached from other machines: set api_key_env to the name of an environment "
+                "variable that holds a key, or leave host at 127.0.0.1."
+            )
+        if not 0 <= port < 65536 or wait_s < 0 or not max_body_mb > 0:
+            raise ValueError(
+                f"port={port}, wait_s={wait_s}, max_body_mb={max_body_mb}: a port is from 0 to 65535, wait_s 0 or "
+                "more, max_body_mb above 0."
+            )
+        self.wait_s = wait_s
+        self._max_body = int(max_body_mb * 1e6)
+        self._sessions: dict[str, Session] = {}
+        self._newest: Session | None = None
+        self._max_model_len: int | None = None
+        self._has_warned = False
+        self.routes: list[tuple[str, str, Handler]] = []  # of others: method, path, handler
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: asyncio.Event | None = None
+        self.origin = ""  # http://host:port
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as base_url."""
+        return f"{self.origin}/v1"
+
+    # ---- Episodes ----------------------------------------------------------------------------------------------
+
+    def open(self, engine: EngineClient, task: Prompt, driver_loop: asyncio.AbstractEventLoop) -> tuple[str, Session]:
+        """Begins an episode; returns the key of its calls."""
+        key = _KEY_PREFIX + secrets.token_urlsafe(24)
+        session = Session(engine, driver_loop, task, wait_s=self.wait_s)
+        self._sessions[key] = self._newest = session
+        self._max_model_len = engine.limits.max_tokens
+        return key, session
+
+    def close(self, key: str) -> None:
+        """Ends an episode: its key is refused from now on."""
+        self._sessions.pop(key).close()
+
+    # ---- The thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Opens the port, once; raises OSError if it is taken."""
+        if self._thread is not None:
+            return
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="endpoint", daemon=True)
+        self._thread.start()
+        ready.result()
+
+    def stop(self) -> None:
+        """Closes the port."""
+        if self._thread is None or self.loop is None or self._stop is None:
+            return
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=10)
+        self._thread = None
+
+    async def _serve(self, ready: Future[None]) -> None:
+        from aiohttp import web  # noqa: PLC0415  (an extra)
+
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=self._max_body, middlewares=[self._as_json])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        for method, path, handler in self.routes:
+            app.router.add_route(method, path, handler)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        port = self._port + int(os.environ.get("LOCAL_RANK", "0")) if self._port else 0
+        try:
+            await web.TCPSite(runner, self._host, port).start()
+        except OSError as error:
+            ready.set_exception(OSError(f"The endpoint cannot listen on {self._host}:{port}: {error}"))
+            await runner.cleanup()
+            return
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self.origin = f"http://{shown}:{runner.addresses[0][1]}"
+        ready.set_result(None)
+        await self._stop.wait()
+        await runner.cleanup()
+
+    # ---- Requests ----------------------------------------------------------------------------------------------
+
+    @property
+    def _as_json(self) -> Any:
+        from aiohttp import web  # noqa: PLC0415
+
+        @web.middleware
+        async def as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except RequestError as error:
+                refused = error
+            except web.HTTPException as error:
+                refused = _of_http(error, self._max_body)
+            except Exception:
+                logger.exception("The endpoint could not answer %s %s", request.method, request.path)
+                refused = RequestError("The endpoint has failed; the trainer's log has the traceback.", status=500)
+            return web.json_response(refused.body, status=refused.status, headers=refused.headers)
+
+        return as_json
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        awake = self._newest is not None and self._newest.is_awake
+        return _json({"status": "ok", "engine": "awake" if awake else "asleep"})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self.check_key(request)
+        card = {
+            "id": self.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lightrl",
+            "max_model_len": self._max_model_len,
+        }
+        if "name" not in request.match_info:
+            return _json({"object": "list", "data": [card]})
+        requests.require_model({"model": request.match_info["name"]}, self.model)
+        return _json(card)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.check_key(request)
+        body = requests.parsed_body(await request.read())
+        requests.require_model(body, self.model)
+        messages, tools, wish = requests.chat_wish(body)
+        session = await self._session_of(request)
+        wish = self._allowed(wish, body, session)
+        replies = await session.chat(messages, tools, wish)
+        answer = requests.chat_answer(replies, body, self.model, session.engine.tokenizer)
+        if not body.get("stream"):
+            return _json(answer)
+        options = body.get("stream_options")
+        wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return await _streamed(request, requests.chat_events(answer, with_usage=wants_usage))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.check_key(request)
+        body = requests.parsed_body(await request.read())
+        requests.require_model(body, self.model)
+        ids, wish = requests.token_wish(body)
+        if body.get("stream"):
+            raise RequestError("'stream' must be false here.", param="stream")
+        session = await self._session_of(request)
+        replies = await session.complete(ids, self._allowed(wish, body, session))
+        return _json(requests.token_answer(replies, body, self.model))
+
+    def _allowed(self, wish: Wish, body: dict[str, Any], session: Session) -> Wish:
+        """Returns the wish with the run's distribution, where the turns are trained."""
+        if session.task is None:
+            return wish
+        ignored = requests.ignored_settings(body, session.engine.temperature)
+        if ignored and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "An agent asks for %s. Its turns are drawn at the run's --temperature and from the whole vocabulary, "
+                "as the trainer's logprobs are; such settings are left out.",
+                ", ".join(ignored),
+            )
+        return requests.without_temperature(wish)
+
+    # ---- Keys --------------------------------------------------------------------------------------------------
+
+    def check_key(self, request: web.Request) -> None:
+        """Raises RequestError for a key that opens nothing; each handler calls it first."""
+        key = _key_of(request)
+        if key in self._sessions:
+            return
+        if key.startswith(_KEY_PREFIX):
+            raise ended()
+        self.check_operator(request)
+
+    def check_operator(self, request: web.Request) -> None:
+        """Raises RequestError if the endpoint has a key and the request does not give it."""
+        if self._key and not hmac.compare_digest(_key_of(request).encode(), self._key.encode()):
+            raise RequestError(
+                "Incorrect API key. Give the key of an episode, or the one that the endpoint was started with.",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    async def _session_of(self, request: web.Request) -> Session:
+        key = _key_of(request)
+        if key.startswith(_KEY_PREFIX):
+            session = self._sessions.get(key)
+            if session is None:
+                raise ended()
+            return session
+        deadline = time.monotonic() + self.wait_s
+        while self._newest is None or not self._newest.is_awake:
+            if time.monotonic() > deadline:
+                raise asleep(self.wait_s)
+            await asyncio.sleep(_POLL_S)
+        return self._newest.for_visitor()
+
+
+def require_aiohttp() -> None:
+    """Raises ImportError that says how to install what the endpoint needs."""
+    if not is_installed("aiohttp"):
+        raise ImportError("The endpoint needs aiohttp: pip install 'lightrl[serve]'.")
+
+
+def _key_from(variable: str) -> str:
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ValueError(f"api_key_env={variable}: the environment variable {variable} is not set or empty.")
+    return key
+
+
+def _key_of(request: web.Request) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _of_http(error: web.HTTPException, max_body: int) -> RequestError:
+    if error.status == 413:
+        return RequestError(f"The body is larger than {max_body} bytes.", status=413, code="body_too_large")
+    if error.status in (404, 405):
+        return RequestError(
+            "There is no such route. There are POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models "
+            "and GET /health.",
+            status=error.status,
+            code="unknown_route",
+        )
+    return RequestError(error.reason, status=error.status)
+
+
+def _json(body: dict[str, Any]) -> web.StreamResponse:
+    from aiohttp import web  # noqa: PLC0415
+
+    return web.json_response(body)
+
+
+async def _streamed(request: web.Request, events: list[bytes]) -> web.StreamResponse:
+    from aiohttp import web  # noqa: PLC0415
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    await response.write(b"".join(events))
+    await response.write_eof()
+    return response

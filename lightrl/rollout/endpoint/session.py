@@ -1,0 +1,220 @@
+"""The calls of one agent: from a request's messages or tokens to the engine's tokens, all of them recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.records import Prompt
+from lightrl.rollout.client import EngineClient
+from lightrl.rollout.endpoint.conversations import Call, Conversations
+from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
+from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
+from lightrl.rollout.episode import Episode, Turn
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a request asks for besides its prompt, as far as the endpoint honours it."""
+
+    num_choices: int = 1
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None  # None: the run's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One choice of an answer."""
+
+    call: Call
+    message: dict[str, Any]
+    finish_reason: str
+
+    @property
+    def turn(self) -> Turn:
+        """What the policy said."""
+        return self.call.turn
+
+
+class Session:
+    """An episode whose turns are requests. Its methods run in the endpoint's loop, the engine in the driver's."""
+
+    def __init__(
+        self, engine: EngineClient, driver_loop: asyncio.AbstractEventLoop, task: Prompt | None, *, wait_s: float
+    ) -> None:
+        """task: the prompt of the episode; None: a visitor's session, of which nothing is recorded."""
+        self.engine = engine
+        self.task = task
+        self.is_open = True
+        self.conversations = Conversations()
+        self._driver_loop = driver_loop
+        self._wait_s = wait_s
+        self._num_asked: Counter[tuple[int, ...]] = Counter()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the engine can generate now."""
+        return self._driver_loop.is_running()
+
+    def for_visitor(self) -> Session:
+        """Returns a session of requests that belong to no episode and are not recorded."""
+        return Session(self.engine, self._driver_loop, None, wait_s=self._wait_s)
+
+    def close(self) -> None:
+        """Ends the episode: what still runs is aborted, and later calls are refused."""
+        self.is_open = False
+        for task in self._running:
+            task.cancel()
+
+    def episodes(self) -> list[Episode]:
+        """Returns the conversations that were recorded; the first is the one with the most turns."""
+        return self.conversations.episodes()
+
+    # ---- Requests ----------------------------------------------------------------------------------------------
+
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], wish: Wish
+    ) -> list[Reply]:
+        """Answers messages. Turns of the policy that are among them count with the engine's own tokens."""
+        names = histories(messages, tools)
+        parent, prompt_ids = self._prompt_of(messages, tools, names)
+        turns = await self._turns(prompt_ids, wish, parent)
+        replies = []
+        for turn in turns:
+            call = self._record(prompt_ids, turn, parent)
+            text = cut_before_stop(turn.text, wish.stop)
+            ids = f"call_{len(self.conversations.calls)}_"
+            message = answer_message(text, call_ids=ids, with_tools=bool(tools))
+            resent = checked_messages([message])  # as the client will send it with its next request
+            self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
+            reason = "tool_calls" if "tool_calls" in message else _finish_reason(turn)
+            replies.append(Reply(call=call, message=message, finish_reason=reason))
+        return replies
+
+    async def complete(self, prompt_ids: Sequence[int], wish: Wish) -> list[Reply]:
+        """Goes on from tokens."""
+        prompt = tuple(prompt_ids)
+        turns = await self._turns(prompt, wish, self.conversations.extended_by(prompt))
+        return [
+            Reply(call=self._record(prompt, turn, None), message={}, finish_reason=_finish_reason(turn))
+            for turn in turns
+        ]
+
+    def _record(self, prompt_ids: Sequence[int], turn: Turn, parent: Call | None) -> Call:
+        if self.task is None:
+            return Call(tuple(prompt_ids), turn)
+        return self.conversations.record(prompt_ids, turn, parent=parent)
+
+    # ---- Prompts -----------------------------------------------------------------------------------------------
+
+    def _prompt_of(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], names: list[tuple[bytes, bytes]]
+    ) -> tuple[Call | None, tuple[int, ...]]:
+        """Returns the call that the messages go on from, if any, and their tokens."""
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1]["role"] != "assistant" or messages[end]["role"] == "assistant":
+                continue
+            call = self.conversations.recall(names[end - 1][0]) or self.conversations.recall(names[end - 1][1])
+            if call is not None:
+                return call, call.ids + tuple(self._rendered(messages[end:], after=call.turn))
+        if self.task is not None and not tools and histories(_plain(self.task.messages), ())[-1:] == names[-1:]:
+            return None, self.task.token_ids
+        return None, tuple(self._rendered(messages, tools=tools))
+
+    def _rendered(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), after: Turn | None = None
+    ) -> list[int]:
+        """Returns the tokens of messages: a whole prompt, or what follows a turn."""
+        engine = self.engine
+        try:
+            if after is not None:
+                return engine.encode_messages(messages, after=after)
+            if engine.tokenizer.chat_template:
+                return engine.encode_prompt(messages, tools=tools)
+        except Exception as error:  # a template raises what it likes
+            raise RequestError(f"The model's chat template refuses the messages: {error}", param="messages") from error
+        if tools:
+            raise RequestError("The model has no chat template, which would describe tools to it.", param="tools")
+        return engine.encode("".join(message["content"] for message in messages))
+
+    # ---- The engine --------------------------------------------------------------------------------------------
+
+    async def _turns(self, prompt_ids: tuple[int, ...], wish: Wish, parent: Call | None) -> list[Turn]:
+        limits = self.engine.limits
+        if not self.is_open:
+            raise ended()
+        if self.engine.room(prompt_ids) < 1:
+            raise RequestError(
+                f"This model's maximum context length is {limits.max_tokens} tokens. However, your messages resulted "
+                f"in {len(prompt_ids)} tokens, which leaves no room for an answer.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        if self.task is not None and parent is not None and parent.depth >= limits.max_turns:
+            raise RequestError(
+                f"The conversation has had {parent.depth} turns, and --rollout.max_turns allows {limits.max_turns}.",
+                code="max_turns_exceeded",
+            )
+        await self._until_awake()
+        numbers = [self._number(prompt_ids) for _ in range(wish.num_choices)]
+        tasks = [asyncio.ensure_future(self._turn(prompt_ids, wish, number)) for number in numbers]
+        self._running.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            if self.is_open:
+                raise  # the client has gone
+            raise ended() from None
+        except ValueError as error:  # the engine's checks
+            raise RequestError(str(error)) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._running.difference_update(tasks)
+
+    async def _until_awake(self) -> None:
+        deadline = time.monotonic() + self._wait_s
+        while not self.is_awake:
+            if time.monotonic() > deadline or self._driver_loop.is_closed():
+                raise asleep(self._wait_s)
+            await asyncio.sleep(_POLL_S)
+
+    async def _turn(self, prompt_ids: tuple[int, ...], wish: Wish, number: int) -> Turn:
+        generation = self.engine.generate(
+            prompt_ids,
+            max_new_tokens=wish.max_new_tokens,
+            temperature=wish.temperature,
+            stop_token_ids=wish.stop_token_ids,
+            stop=wish.stop,
+            call=number,
+        )
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(generation, self._driver_loop))
+
+    def _number(self, prompt_ids: tuple[int, ...]) -> int:
+        """Names the draw by its prompt and by how often it was asked for, so that no order of arrival changes it."""
+        repeat = self._num_asked[prompt_ids]
+        self._num_asked[prompt_ids] += 1
+        if self.task is not None and not repeat and prompt_ids == self.task.token_ids:
+            return 0
+        return 1 + (zlib.crc32(",".join(map(str, prompt_ids)).encode()) << 16) + repeat
+
+
+def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a data set as those of a request are kept; none if one has more than a text."""
+    if not all(isinstance(message.get("content"), str) for message in messages):
+        return []
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "stop" if turn.finish_reason == "stop" else "length"

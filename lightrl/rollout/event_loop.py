@@ -1,0 +1,37 @@
+"""Runs a coroutine to its end from code that is not async, in a notebook too, whose cells run inside a loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what the coroutine returns; whatever loop runs already waits meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    return _in_a_thread(main)
+
+
+def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
+    """Gives the thread what torch keeps for each: the device and whether gradients are recorded."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    records, context = torch.is_grad_enabled(), copy_context()
+
+    def run() -> Result:
+        if device is not None:
+            torch.cuda.set_device(device)
+        with torch.set_grad_enabled(records):
+            return context.run(asyncio.run, main)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="episodes") as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,63 @@
+"""Agents for the tests of the endpoint: OpenAI's own clients, which know nothing of lightrl."""
+
+import asyncio
+import functools
+
+import openai
+
+
+@functools.cache
+def client_of(loop):
+    """One client for all episodes of an event loop: it takes longer to build than a turn."""
+    return openai.AsyncOpenAI(api_key="none")
+
+
+async def two_turns(data, base_url, api_key, model, wanted="9"):
+    """The share of two turns that say what is wanted; the second is asked with the first in the messages."""
+    client = client_of(asyncio.get_running_loop()).with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": "="}]
+    score = 0.0
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=1)
+        text = answer.choices[0].message.content
+        score += text == str(wanted)
+        messages += [answer.choices[0].message, {"role": "user", "content": "="}]
+    return {"reward": score / 2, "asked": 2}
+
+
+def blocking(data, base_url, api_key):
+    """A plain function with the client that blocks; the run's reward scores it."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        client.chat.completions.create(model="policy", messages=[dict(message) for message in data.messages])
+
+
+class Talker:
+    """Forks: both answers to the first question are asked further."""
+
+    def __init__(self, *, times):
+        self.times = times
+
+    async def __call__(self, data, base_url, api_key, model):
+        client = client_of(asyncio.get_running_loop()).with_options(base_url=base_url, api_key=api_key)
+        asked = [{"role": "user", "content": "ab"}]
+        answer = await client.chat.completions.create(model=model, messages=asked, n=self.times)
+        for choice in answer.choices:
+            more = [*asked, choice.message, {"role": "user", "content": "c"}]
+            await client.chat.completions.create(model=model, messages=more)
+        return 1.0
+
+
+async def silent(data, base_url, api_key):
+    return 1.0
+
+
+async def wordy(data, base_url, api_key):
+    await two_turns(data, base_url, api_key, "policy")
+    return "good"
+
+
+async def deaf(data):
+    return 1.0
+
+
+nothing = 3

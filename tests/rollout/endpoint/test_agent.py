@@ -1,0 +1,103 @@
+"""Agents as workflows: what they are given, what their calls become, and agents that cannot be run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint_scripts import TOKENIZER, ScriptedDriver, client_of, task_of
+
+from lightrl.config import WorkflowConfig
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.workflow import load_workflow
+from lightrl.testing import run_spmd
+
+ROOT = Path(__file__).parents[3]
+
+
+def episodes(agent: str, *arguments: str) -> list[Episode]:
+    workflow: Any = load_workflow(
+        WorkflowConfig(workflow="agent", workflow_args=(f"agent=endpoint_agents:{agent}", *arguments))
+    )
+    driver = ScriptedDriver(TOKENIZER)
+
+    async def run() -> list[Episode]:
+        found: list[Episode] = await workflow.arun_episode(client_of(driver, TOKENIZER), task_of(TOKENIZER))
+        return found
+
+    try:
+        return asyncio.run(run())
+    finally:
+        workflow.endpoint.stop()
+
+
+def test_an_agent_gives_the_reward_and_numbers_to_count() -> None:
+    [episode] = episodes("two_turns", "wanted=x")
+    assert (episode.reward, episode.numbers) == (0.0, {"calls": 2.0, "branches": 0.0, "asked": 2.0})
+    assert len(episode.turns) == 2
+
+
+def test_a_plain_function_runs_in_a_thread_and_leaves_the_reward_to_the_run() -> None:
+    [episode] = episodes("blocking")
+    assert episode.reward is None
+    assert episode.prompt_ids == task_of(TOKENIZER).token_ids
+
+
+def test_a_class_is_built_once_and_its_forks_are_samples() -> None:
+    main, *others = episodes("Talker", "times=3")
+    assert (main.reward, main.numbers["branches"]) == (1.0, 2.0)
+    assert [len(episode.turns) for episode in (main, *others)] == [2, 2, 2]
+    assert {episode.prompt_ids for episode in others} == {main.prompt_ids}
+
+
+def test_an_agent_that_asks_nothing_fails() -> None:
+    with pytest.raises(ValueError, match="has ended without a call to the policy. It must call base_url with the"):
+        episodes("silent")
+    with pytest.raises(ValueError, match="The agent returned a reward of type str"):
+        episodes("wordy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("agent=endpoint_agents:nobody",), "has no 'nobody'"),
+        (("agent=endpoint_agents:nothing",), "is a int; it must be a function or a class"),
+        (("agent=endpoint_agents:deaf",), "must take base_url and api_key"),
+        (("agent=endpoint_agents:silent", "tempo=3"), "cannot be called: got an unexpected keyword argument 'tempo'"),
+        (("agent=endpoint_agents:Talker",), "is built with .*missing 1 required keyword-only argument: 'times'"),
+        (("agent=endpoint_agents:silent", "host=0.0.0.0"), "can be reached from other machines"),
+        ((), "missing a required argument: 'agent'"),
+    ],
+)
+def test_an_agent_that_cannot_be_run_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_workflow(WorkflowConfig(workflow="agent", workflow_args=arguments))
+
+
+@pytest.mark.slow
+def test_openais_client_trains_on_two_ranks(tmp_path: Path) -> None:
+    options = {
+        "train_data": ROOT / "examples" / "guessing_numbers.jsonl",
+        "reward": "episode",
+        "max_steps": 8,
+        "num_prompts": 4,
+        "group_size": 12,
+        "max_new_tokens": 1,
+        "lr": 3e-3,
+        "rollout.workflow": "agent",
+        "rollout.max_turns": 2,
+        "output_dir": tmp_path,
+    }
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    given += ["--rollout.workflow_args", "agent=endpoint_agents:two_turns"]
+    run_spmd(ROOT / "scripts" / "train_grpo.py", *given, world_size=2, cwd=ROOT / "tests" / "programs")
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["reward/mean"] < 0.4
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
+    assert all(step["episode/asked"] == 96 and step["episode/turns"] == 2 for step in steps)
+    assert all(
+        step["mismatch/max_abs_logprob_diff"] < 1e-3 for step in steps if "mismatch/max_abs_logprob_diff" in step
+    )

@@ -1,0 +1,71 @@
+"""Messages as clients write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightrl.rollout.endpoint.errors import RequestError
+from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "'messages' must be a list"),
+        ([], "at least one message"),
+        ([{"role": "robot", "content": ""}], r"messages\[0\] must be an object whose role is one of system"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "images are not taken"),
+        ([{"role": "user", "content": 3}], "must be a text"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "function.name"),
+        ([{"role": "assistant", "tool_calls": {"id": "x"}}], "must be a list"),
+    ],
+)
+def test_a_bad_message_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        checked_messages(value)
+
+
+def names(*messages: dict[str, Any]) -> tuple[bytes, bytes]:
+    return histories(checked_messages(list(messages)), ())[-1]
+
+
+def test_the_same_history_has_the_same_name_however_it_is_written() -> None:
+    said = answer_message(
+        ' x <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', call_ids="c", with_tools=True
+    )
+    assert said["content"] == "x"
+    call = said["tool_calls"][0]
+    assert call == {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    spaced = {**said, "content": [{"type": "text", "text": "x"}], "refusal": None}
+    spaced["tool_calls"] = [{**call, "function": {"name": "f", "arguments": '{ "a":1 }'}}]
+    assert names(said) == names(spaced)
+    renamed = {**said, "content": "x ", "tool_calls": [{**call, "id": "other"}]}
+    assert names(said)[0] != names(renamed)[0]
+    assert names(said)[1] == names(renamed)[1]
+    assert names({**said, "content": "y"})[1] != names(said)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        "<tool_call>{</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "f"}</tool_call><tool_call>?</tool_call>',
+    ],
+)
+def test_what_is_no_call_stays_a_text(text: str) -> None:
+    assert answer_message(text, call_ids="c", with_tools=True) == {"role": "assistant", "content": text}
+
+
+def test_without_tools_a_call_is_a_text() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    assert answer_message(text, call_ids="c", with_tools=False)["content"] == text
+
+
+def test_the_text_ends_before_the_first_stop() -> None:
+    assert cut_before_stop("abcd", ["d", "c"]) == "ab"
+    assert cut_before_stop("abcd", ["x"]) == "abcd"

@@ -1,0 +1,252 @@
+"""The endpoint over real HTTP: answers, refusals, clients that hang up, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from endpoint_scripts import TOKENIZER, RandomAgent, ScriptedDriver, client_of, task_of, trained_turns
+
+from lightrl.rollout.endpoint.server import Endpoint, require_aiohttp
+
+Play = Callable[[aiohttp.ClientSession, str, str], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint(wait_s=0.2, max_body_mb=0.05)
+    made.start()
+    yield made
+    made.stop()
+
+
+def play(endpoint: Endpoint, script: Play, driver: ScriptedDriver | None = None, **limits: int) -> Any:
+    """Runs a script in an episode, in this thread's loop; the server is in its own."""
+    driver = driver or ScriptedDriver(TOKENIZER)
+
+    async def run() -> Any:
+        key, session = endpoint.open(
+            client_of(driver, TOKENIZER, **limits), task_of(TOKENIZER), asyncio.get_running_loop()
+        )
+        try:
+            async with aiohttp.ClientSession(endpoint.origin, headers={"Authorization": f"Bearer {key}"}) as http:
+                outcome = await asyncio.wait_for(script(http, key, endpoint.base_url), 60)
+        finally:
+            endpoint.close(key)
+        assert Counter(trained_turns(session.episodes())) == Counter(driver.log)
+        return outcome
+
+    return asyncio.run(run())
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any, **changes: Any) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(path, data=data, **changes) as answer:
+        return answer.status, await answer.json()
+
+
+MESSAGES = [{"role": "user", "content": "ab c?"}]
+CHAT = "/v1/chat/completions"
+
+
+def test_random_agents_over_http_train_the_engines_tokens(endpoint: Endpoint) -> None:
+    import random
+
+    for seed in range(6):
+
+        async def script(http: aiohttp.ClientSession, key: str, base_url: str, seed: int = seed) -> None:
+            async def chat(body: dict[str, Any]) -> Any:
+                status, answer = await post(http, CHAT, body)
+                assert status == 200, answer
+                return answer
+
+            async def complete(body: dict[str, Any]) -> None:
+                status, answer = await post(http, "/inference/v1/generate", body)
+                assert status == 200, answer
+                [choice] = answer["choices"]
+                assert choice["logprobs"]["content"][0]["token"] == f"token_id:{choice['token_ids'][0]}"
+                assert choice["versions"] == [3] * len(choice["token_ids"])
+
+            await RandomAgent(random.Random(seed), chat, complete).run()
+
+        play(endpoint, script)
+
+
+def test_openais_client_reads_answers_streams_and_errors(endpoint: Endpoint) -> None:
+    async def script(http: aiohttp.ClientSession, key: str, base_url: str) -> None:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+        answer = await client.chat.completions.create(
+            model="policy", messages=MESSAGES, n=2, logprobs=True, max_tokens=3, temperature=1.0, stop="zz"
+        )
+        assert len(answer.choices) == 2
+        assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
+        assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+        again = [*MESSAGES, answer.choices[1].message, {"role": "user", "content": "a"}]
+        stream = await client.chat.completions.create(
+            model="policy", messages=again, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason
+        assert chunks[-1].usage.total_tokens > 0
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        with pytest.raises(openai.NotFoundError, match="The model 'gpt' does not exist. This endpoint serves 'policy'"):
+            await client.chat.completions.create(model="gpt", messages=MESSAGES)
+        with pytest.raises(openai.AuthenticationError, match="has ended"):
+            await client.with_options(api_key="lightrl-episode-x").chat.completions.create(
+                model="policy", messages=MESSAGES
+            )
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as error:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "c?" * 200}])
+        assert error.value.code == "context_length_exceeded"
+        await client.close()
+
+    play(endpoint, script, max_tokens=200)
+
+
+REFUSED: list[tuple[str, Any, int, str]] = [
+    (CHAT, b"{", 400, "The body is not JSON"),
+    (CHAT, b"\xff", 400, "The body is not JSON"),
+    (CHAT, b"[" * 9000, 400, "The body is not JSON"),
+    (CHAT, [], 400, "it must be a JSON object"),
+    (CHAT, {}, 400, "'messages' must be a list"),
+    (CHAT, {"messages": MESSAGES, "n": 0}, 400, "'n' must be a whole number from 1 to 128"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0.5}, 400, "'max_tokens' must be a whole number"),
+    (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "'temperature' must be a number"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "'temperature'"),
+    (CHAT, {"messages": MESSAGES, "stop": [3]}, 400, "'stop' must be"),
+    (CHAT, {"messages": MESSAGES, "tools": "x"}, 400, "'tools' must be"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "no answer can be forced"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "no format can be forced"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2, "logprobs": True}, 400, "'top_logprobs' must be 0"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 60_000}]}, 413, "larger than 50000 bytes"),
+    ("/v1/chat", {}, 404, "There is no such route"),
+    ("/health", {}, 405, "There is no such route"),
+    ("/inference/v1/generate", {"token_ids": []}, 400, "at least one integer"),
+    ("/inference/v1/generate", {"token_ids": [True]}, 400, "at least one integer"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, 400, "must be an object"),
+    ("/inference/v1/generate", {"token_ids": [1], "features": {"x": 1}}, 400, "Images"),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "'stream' must be false"),
+]
+
+
+def test_bad_requests_are_refused_in_the_form_of_openai(endpoint: Endpoint) -> None:
+    async def script(http: aiohttp.ClientSession, key: str, base_url: str) -> None:
+        for path, body, status, message in REFUSED:
+            found, answer = await post(http, path, body)
+            assert (found, set(answer["error"])) == (status, {"message", "type", "param", "code"}), (path, body, answer)
+            assert message in answer["error"]["message"]
+
+    play(endpoint, script)
+
+
+class SlowDriver(ScriptedDriver):
+    """Never answers, and counts what it was asked and what was given up."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.num_asked = self.num_given_up = 0
+
+    async def generate(self, prompt: Any, params: Any) -> Any:
+        self.num_asked += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.num_given_up += 1
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_a_client_that_hangs_up_gives_its_request_up(endpoint: Endpoint) -> None:
+    driver = SlowDriver()
+
+    async def script(http: aiohttp.ClientSession, key: str, base_url: str) -> None:
+        asking = asyncio.ensure_future(post(http, CHAT, {"messages": MESSAGES, "n": 3}))
+        await until(lambda: driver.num_asked == 3)
+        asking.cancel()
+        await until(lambda: driver.num_given_up == 3)
+
+    play(endpoint, script, driver)
+    gc.collect()
+
+
+def test_the_end_of_an_episode_ends_its_requests(endpoint: Endpoint) -> None:
+    driver = SlowDriver()
+
+    async def run() -> tuple[int, Any]:
+        key, _ = endpoint.open(client_of(driver, TOKENIZER), task_of(TOKENIZER), asyncio.get_running_loop())
+        async with aiohttp.ClientSession(endpoint.origin, headers={"x-api-key": key}) as http:
+            asking = asyncio.ensure_future(post(http, CHAT, {"messages": MESSAGES}))
+            await until(lambda: driver.num_asked == 1)
+            assert endpoint.loop is not None
+            endpoint.loop.call_soon_threadsafe(endpoint.close, key)
+            answer = await asking
+            await until(lambda: driver.num_given_up == 1)
+            return answer
+
+    status, answer = asyncio.run(run())
+    assert (status, answer["error"]["code"]) == (401, "episode_ended")
+
+
+def test_a_visitor_waits_for_an_episode_and_needs_the_key(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("POLICY_KEY", "sesame")
+    made = Endpoint(wait_s=0.1, api_key_env="POLICY_KEY", model="mine")
+    caplog.set_level(logging.DEBUG)
+
+    async def ask(http: aiohttp.ClientSession, **headers: str) -> tuple[int, Any, str | None]:
+        async with http.post(CHAT, json={"messages": MESSAGES}, headers=headers) as answer:
+            return answer.status, await answer.json(), answer.headers.get("Retry-After")
+
+    async def run() -> None:
+        made.start()
+        async with aiohttp.ClientSession(made.origin) as http:
+            status, answer, _ = await ask(http, Authorization="Bearer wrong")
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            status, answer, retry = await ask(http, Authorization="Bearer sesame")
+            assert (status, answer["error"]["code"], retry) == (503, "engine_asleep", "5")
+            async with http.get("/health") as health:
+                assert await health.json() == {"status": "ok", "engine": "asleep"}
+            key, session = made.open(
+                client_of(ScriptedDriver(TOKENIZER), TOKENIZER), task_of(TOKENIZER), asyncio.get_running_loop()
+            )
+            status, answer, _ = await ask(http, Authorization="Bearer sesame")
+            assert (status, answer["model"]) == (200, "mine")
+            assert session.episodes() == []
+            made.close(key)
+        made.stop()
+
+    asyncio.run(run())
+    assert "sesame" not in caplog.text
+    assert "lightrl-episode-" not in caplog.text
+
+
+def test_bad_settings_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"host=0.0.0.0 can be reached from other machines: set api_key_env"):
+        Endpoint(host="0.0.0.0")
+    with pytest.raises(ValueError, match="the environment variable NO_SUCH is not set"):
+        Endpoint(api_key_env="NO_SUCH")
+    with pytest.raises(ValueError, match="a port is from 0 to 65535"):
+        Endpoint(port=70000)
+    monkeypatch.setattr("lightrl.rollout.endpoint.server.is_installed", lambda name: False)
+    with pytest.raises(ImportError, match=r"pip install 'lightrl\[serve\]'"):
+        require_aiohttp()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match=r"The endpoint cannot listen on 127.0.0.1:\d+"):
+            Endpoint(port=taken.getsockname()[1]).start()

@@ -1,0 +1,120 @@
+"""Random agents on a scripted engine: the tokens that are trained are the engine's, in the context that it saw."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from endpoint_scripts import TOKENIZER, TOOLS, ScriptedDriver, client_of, converse, session_callers, task_of
+
+from lightrl.rollout.endpoint.errors import RequestError
+from lightrl.rollout.endpoint.session import Session
+
+
+def test_trained_tokens_are_the_engines_in_random_conversations() -> None:
+    async def run() -> list[tuple[int, int, list[object]]]:
+        return await asyncio.gather(*(converse(seed, TOKENIZER) for seed in range(40)))
+
+    found = asyncio.run(run())
+    assert [wrong for _, _, wrong in found if wrong] == []
+    assert sum(calls for calls, _, _ in found) > 240
+    assert 40 < sum(samples for _, samples, _ in found) < sum(calls for calls, _, _ in found)
+
+
+def session(**limits: int) -> tuple[Session, ScriptedDriver]:
+    driver = ScriptedDriver(TOKENIZER)
+    return Session(
+        client_of(driver, TOKENIZER, **limits), asyncio.get_running_loop(), task_of(TOKENIZER), wait_s=0
+    ), driver
+
+
+def test_the_first_call_with_the_runs_messages_has_the_runs_tokens_and_draws() -> None:
+    async def run() -> None:
+        made, driver = session()
+        chat, _ = session_callers(made, TOKENIZER)
+        await chat({"messages": [{"role": "user", "content": "ab c?"}]})
+        await made.engine.generate(task_of(TOKENIZER).token_ids, call=0)
+        assert driver.log[0] == driver.log[1]
+
+    asyncio.run(run())
+
+
+def test_draws_do_not_depend_on_the_order_of_arrival() -> None:
+    bodies = [{"messages": [{"role": "user", "content": text}], "return_token_ids": True} for text in ("a", "b", "a")]
+
+    async def run(order: list[int]) -> list[str]:
+        chat, _ = session_callers(session()[0], TOKENIZER)
+        return sorted([repr((await chat(bodies[index]))["choices"][0]["token_ids"]) for index in order])
+
+    assert asyncio.run(run([0, 1, 2])) == asyncio.run(run([1, 2, 0]))
+
+
+def test_a_tool_call_and_its_answer_go_on_from_the_engines_tokens() -> None:
+    async def run() -> None:
+        made, _ = session()
+        chat, _ = session_callers(made, TOKENIZER)
+        messages: list[dict[str, object]] = [{"role": "user", "content": "a"}]
+        for text in map(str, range(100)):
+            messages = [{"role": "user", "content": text}]
+            answer = await chat({"messages": messages, "tools": TOOLS})
+            if answer["choices"][0]["finish_reason"] == "tool_calls":
+                break
+        message = answer["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        first = made.conversations.calls[-1]
+        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+        await chat({"messages": [*messages, message, tool], "tools": TOOLS})
+        second = made.conversations.calls[-1]
+        assert second.parent is first
+        assert second.prompt_ids[: len(first.ids)] == first.ids
+        heard = TOKENIZER.decode(second.prompt_ids[len(first.ids) :])
+        ending = "" if first.turn.finish_reason == "stop" else "<|im_end|>"
+        assert heard == f"{ending}\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+        # without the tools the same messages are another prompt
+        await chat({"messages": [*messages, message, tool]})
+        assert made.conversations.calls[-1].parent is None
+
+    asyncio.run(run())
+
+
+def test_limits_are_errors_that_say_so() -> None:
+    async def run() -> None:
+        chat, complete = session_callers(session(max_tokens=20)[0], TOKENIZER)
+        with pytest.raises(RequestError, match="maximum context length is 20 tokens. However, your messages") as error:
+            await chat({"messages": [{"role": "user", "content": "abc" * 30}]})
+        assert error.value.code == "context_length_exceeded"
+        made, _ = session(max_turns=1)
+        chat, complete = session_callers(made, TOKENIZER)
+        await chat({"messages": [{"role": "user", "content": "a"}]})
+        with pytest.raises(RequestError, match=r"has had 1 turns, and --rollout.max_turns allows 1"):
+            await complete({"token_ids": [*made.conversations.calls[0].ids, 3]})
+        made.close()
+        with pytest.raises(RequestError, match="has ended"):
+            await chat({"messages": [{"role": "user", "content": "a"}]})
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_a_sleeping_engine_and_is_told_to_come_again() -> None:
+    async def run() -> None:
+        driver, other = ScriptedDriver(TOKENIZER), asyncio.new_event_loop()
+        made = Session(client_of(driver, TOKENIZER), other, task_of(TOKENIZER), wait_s=0.05)
+        chat, _ = session_callers(made, TOKENIZER)
+        with pytest.raises(RequestError, match="asleep while the policy trains") as error:
+            await chat({"messages": [{"role": "user", "content": "a"}]})
+        assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_a_visitor_is_answered_and_leaves_no_trace() -> None:
+    async def run() -> None:
+        made, driver = session()
+        visitor = made.for_visitor()
+        chat, _ = session_callers(visitor, TOKENIZER)
+        await chat({"messages": [{"role": "user", "content": "a"}], "temperature": 0})
+        assert len(driver.log) == 1
+        assert visitor.episodes() == made.episodes() == []
+
+    asyncio.run(run())

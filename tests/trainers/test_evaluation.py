@@ -1,0 +1,72 @@
+"""Evaluation with several samples: the program, on one process and two ranks, and inside a training."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.testing import run_program, run_spmd
+from lightrl.trainers.grpo import GRPOTrainer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
+
+
+@pytest.fixture
+def data(toy: Path, tmp_path: Path) -> Path:
+    rows = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()]
+    path = tmp_path / "eval.jsonl"
+    path.write_text("".join(json.dumps({**row, "source": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows)))
+    return path
+
+
+@pytest.mark.slow
+def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "def is_odd(sample):\n    return float(sample.text.strip()[-1:] in list('13579'))\n"
+    )
+    flags = [
+        *("--model", str(toy / "model"), "--eval_data", str(data), "--reward", f"{tmp_path / 'odd.py'}:is_odd"),
+        *("--eval.n", "4", "--eval.k", "1", "4", "--eval.source_field", "source"),
+    ]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    printed = run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(folders[0])], timeout_s=240)
+    run_spmd(SCRIPT, *flags, "--output_dir", str(folders[1]), world_size=2, timeout_s=240)
+    one, two = (json.loads((folder / "evaluation.json").read_text()) for folder in folders)
+    assert one["metrics"] == pytest.approx(two["metrics"], abs=1e-12)
+    assert json.loads(printed[printed.index("{") :]) == one
+    assert (one["num_prompts"], one["samples_per_prompt"]) == (5, 4)
+    metrics = one["metrics"]
+    assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/avg@4"]) == pytest.approx(metrics["eval/accuracy"])
+    assert 0 < metrics["eval/pass@1"] < metrics["eval/pass@4"] <= 1
+    by_source = 3 / 5 * metrics["eval/a/pass@4"] + 2 / 5 * metrics["eval/b/pass@4"]
+    assert metrics["eval/pass@4"] == pytest.approx(by_source)
+
+
+def test_an_evaluation_leaves_the_training_as_it_is(toy: Path, data: Path, tmp_path: Path) -> None:
+    def losses(name: str, *, evaluates: bool) -> list[float]:
+        trainer = GRPOTrainer(
+            GRPOConfig(
+                model=str(toy / "model"),
+                train_data=str(toy / "train.jsonl"),
+                eval_data=str(data),
+                reward=(f"{toy / 'reward.py'}:odd_digits",),
+                num_prompts=2,
+                group_size=3,
+                lr=1e-2,
+                strategy="single",
+                eval=EvalConfig(n=3, k=(2,)),
+                output_dir=str(tmp_path / name),
+            )
+        )
+        found = []
+        for _ in range(2):
+            if evaluates:
+                assert 0 <= trainer.evaluate()["eval/pass@2"] <= 1
+            found.append(trainer.step().metrics["loss"])
+            trainer.step_index += 1
+        trainer.close()
+        return found
+
+    assert losses("with", evaluates=True) == losses("without", evaluates=False)
