@@ -290,7 +290,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def describe_disk_error(error: OSError) -> str:
-    """Returns what a disk that takes no more wrote back, and for which file."""
+    """Returns an error that says which file could not be written, and why."""
     where = f" for {error.filename}" if error.filename else ""
     return f"the disk takes no more ({error.strerror}){where}: what was written before is kept"
 

@@ -305,7 +305,7 @@ class GRPOConfig(RolloutConfig):
         buffer, longest = self.overlong.buffer, self.max_new_tokens
         if buffer and self.rollout.workflow:
             raise ValueError(
-                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow has not: "
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow lacks: "
                 "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
             )
         if not buffer <= longest:

@@ -1,4 +1,4 @@
-"""Options that change what is sampled, which users of other trainers look for and training does not have."""
+"""Sampling options that users of other trainers look for, and the reason why training has none of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads YAML that a user wrote, with one sentence for whatever is wrong with it."""
+"""Reads YAML that a user wrote, and describes a mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Loader(yaml.SafeLoader):
     """Reads plain values, and refuses a name that a mapping gives twice, of which YAML would keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Is called for each mapping before `<<` brings names of another one in, which own names may replace."""
+        """Checks a mapping before `<<` merges another into it, whose names its own may replace."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:

@@ -1,4 +1,4 @@
-"""Reads JSON that a user wrote, with one sentence for whatever is wrong with it."""
+"""Reads JSON that a user wrote, and describes a mistake in one sentence."""
 
 from __future__ import annotations
 

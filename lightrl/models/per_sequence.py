@@ -172,7 +172,7 @@ def _sequences(inputs: Mapping[str, Any], layout: PackedLayout) -> Iterator[dict
     }
     whole = {name: value for name, value in inputs.items() if name not in cut}
     if any(isinstance(value, Tensor) and value.dim() > 1 for value in whole.values()):
-        raise ValueError("A recurrent layer was given a mask, which a pack has none of.")
+        raise ValueError("A recurrent layer was given a mask, but a pack has none.")
     for index, (count, length) in enumerate(layout.runs):
         rows = {name: parts[index].view(count, length, *parts[index].shape[2:]) for name, parts in cut.items()}
         yield whole | rows

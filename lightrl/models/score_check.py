@@ -57,7 +57,7 @@ def check_scores(policy: Policy, device: torch.device) -> None:
 
 @contextmanager
 def _refusing_failures(model_type: str) -> Iterator[None]:
-    """Makes one sentence of what a model's own code raises for tokens, which is no error that a user can read."""
+    """Turns an error of a model's own code into one sentence for the user."""
     try:
         yield
     except (ValueError, NotImplementedError, MemoryError, torch.OutOfMemoryError):
