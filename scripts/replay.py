@@ -3,6 +3,6 @@
 import sys
 
 if __name__ == "__main__":
-    from lightrl.trainers.replay import replay
+    from lightrl.trainers.recorded_run import replay
 
     replay(sys.argv[1:])

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.trainers.replay import replay
+from lightrl.trainers.recorded_run import replay
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
