@@ -57,3 +57,20 @@ def _raise_if_missing(error: ModuleNotFoundError, module_name: str, subject: str
             f"{subject}: there is no module {error.name!r}. It must be installed or stand under the directory the run "
             f"is started in ({os.getcwd()})."
         ) from error
+
+
+def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
+    """Imports a package that an extra installs; ImportError that names the extra if it is not there.
+
+    Args:
+        module: The module to import.
+        extra: Name of the extra in pyproject.toml.
+        needed_by: Subject of the message.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ImportError(f'{needed_by} needs {package}: pip install "lightrl[{extra}]".') from error

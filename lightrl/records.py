@@ -106,6 +106,7 @@ class Sample:
     ticket: int = -1  # place of the prompt in the run's one order; -1: the run counts by step and position alone
     start_version: int = -1  # of the weights when the ticket was started; -1: those of the step
     branches: tuple[Sample, ...] = ()  # other conversations of the same episode; each is trained with its advantage
+    is_scored: bool = False  # the workflow asked for the run's rewards itself, so that its reward is final
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
 from lightrl.data.json_records import Record, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
+from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
@@ -30,8 +31,8 @@ _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
 }
 HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
 _ACCEPTED_SOURCES = (
-    "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], or "
-    + " or ".join(_BUILTIN_TASKS)
+    "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
+    "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS)
 )
 
 
@@ -58,6 +59,8 @@ def load_records(source: str) -> list[LocatedRecord]:
     elif source.startswith("builtin:"):
         names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
         raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
+    elif source.startswith(PREFIX):
+        records = _locate(reasoning_records(source), source)
     elif source.startswith("hf:"):
         records = _load_from_hub(source)
     else:

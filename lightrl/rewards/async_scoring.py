@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightrl.rewards.scoring import (
     time_limit,
 )
 
+_STOP_S = 5.0  # for a call that blocks the loop to end
+
 
 class AsyncRunner(RewardRunner):
     """Awaits the calls of an async reward; all of a run share one event loop, on which a user's session may depend."""
@@ -28,6 +31,7 @@ class AsyncRunner(RewardRunner):
         super().__init__(reward, kind, limits, name)
         self._concurrency = min(limits.concurrency, kind.max_concurrency or limits.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None  # runs the loop from the first reward on that an episode asks for
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
@@ -39,16 +43,32 @@ class AsyncRunner(RewardRunner):
         try:
             # The limits of the single calls cannot end one that blocks the loop itself.
             with time_limit(self.limits.timeout_s * rounds * max(map(len, units))):
-                outcomes = self._loop.run_until_complete(self._gather(units, budget))
+                if self._thread is not None:
+                    outcomes = asyncio.run_coroutine_threadsafe(self._gather(units, budget), self._loop).result()
+                else:
+                    outcomes = self._loop.run_until_complete(self._gather(units, budget))
         except TimeLimitError as error:
             raise RewardError(
                 f"The reward {self.name!r} is async and blocks: it waits for something without await."
             ) from error
         return [outcome for unit in outcomes for outcome in unit]
 
+    async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns what run() does, from another event loop; the reward stays on its own, in a thread."""
+        self._loop = self._loop or asyncio.new_event_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {self.name}", daemon=True)
+            self._thread.start()
+        running = asyncio.run_coroutine_threadsafe(self._gather(self.units(samples), budget), self._loop)
+        return [outcome for unit in await asyncio.wrap_future(running) for outcome in unit]
+
     def close(self) -> None:
         """Closes the event loop."""
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_S)
+            self._thread = None
+        if self._loop is not None and not self._loop.is_running():
             self._loop.close()
         self._loop = None
 

@@ -39,6 +39,7 @@ BUILTIN_REWARDS = {
     "code": "lightrl.rewards.code_tests:CodeTests",
     "reward_model": "lightrl.rewards.model_reward:ModelReward",
     "judge": "lightrl.rewards.judge:Judge",
+    "reasoning_gym": "lightrl.rewards.reasoning_gym:ReasoningGym",
     "episode": "lightrl.rewards.episode_reward:episode_reward",
 }
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
@@ -121,6 +122,20 @@ class RewardSet:
     def run(self, label: str, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns the outcomes of one reward that is not collective."""
         return self._runners[label].run(samples, budget)
+
+    async def arun(self, label: str, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns what run() does, from an event loop that goes on meanwhile if the reward is async or isolated."""
+        return await self._runners[label].arun(samples, budget)
+
+    @property
+    def collective(self) -> str | None:
+        """Label of a reward that all ranks score together, if there is one."""
+        return next((item.label for item in self.rewards if is_collective(item.reward)), None)
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a reward takes all samples of a prompt at once."""
+        return any(runner.kind.scope == "group" for runner in self._runners.values())
 
     def combine(self, outcomes: Mapping[str, Sequence[Outcome]], count: int) -> Scores:
         """Adds up what run() returned for each label, by weight."""

@@ -238,6 +238,10 @@ class RewardRunner:
             outcomes += part
         return outcomes
 
+    async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns what run() does, from an event loop; a plain reward holds the loop up."""
+        return self.run(samples, budget)
+
     def close(self) -> None:
         """Frees what the runner keeps between calls."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ class IsolatedRunner(RewardRunner):
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
         super().__init__(reward, kind, limits, name)
         assert kind.isolation is not None
+        self._waiter = ThreadPoolExecutor(1, "isolated reward")  # starts its thread when episodes ask for rewards
         self._pool = WorkerPool(reward, kind.isolation, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
@@ -56,6 +58,10 @@ class IsolatedRunner(RewardRunner):
             budget.record([outcome])
             outcomes.append(outcome)
         return outcomes
+
+    async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns what run() does; a thread waits for the processes."""
+        return await asyncio.get_running_loop().run_in_executor(self._waiter, self.run, samples, budget)
 
     def close(self) -> None:
         """Ends the processes."""

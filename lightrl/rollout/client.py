@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.engines.base import EnginePrompt, SamplingParams
+from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Turn
+from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.foreign_requests import LLMResponse, answer_request
+from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
 
+_SHARED_STREAM = 6  # keeps what siblings share apart from what each of them draws
 _TURN_STREAM = 5  # keeps the draws of later turns apart from those of the first
 _MARK = "lightrl-marks-an-answer"  # stands for the policy's turn while the template's text behind it is looked up
 
@@ -36,8 +40,13 @@ class EngineClient:
         sample_index: int,
         sampling: SamplingParams,
         limits: EpisodeLimits,
+        prompt: Prompt | None = None,
+        position: int = 0,
+        siblings: Siblings | None = None,
     ) -> None:
         """sampling: what every turn asks for: a temperature, stop strings."""
+        self.turns: list[Turn] = []  # that this client generated
+        self.has_rewarded = False  # whether the episode has asked for a reward, so that its own is final
         self.tokenizer = tokenizer
         self.sample_index = sample_index
         self.limits = limits
@@ -45,6 +54,9 @@ class EngineClient:
         self._seed = seed
         self._sampling = sampling
         self._num_calls = 0
+        self._prompt = prompt
+        self._position = position
+        self._siblings = siblings or Siblings(1)
 
     @property
     def version(self) -> int:
@@ -101,7 +113,7 @@ class EngineClient:
             stop=(*self._sampling.stop, *stop),
         )
         completion = await self._driver.generate(EnginePrompt(token_ids=tuple(ids)), params)
-        return Turn(
+        turn = Turn(
             token_ids=completion.output_token_ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
@@ -109,7 +121,46 @@ class EngineClient:
             text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
             is_trainable=params.temperature == self._sampling.temperature,
             routing=completion.routing,
+            prompt_ids=tuple(ids),
         )
+        self.turns.append(turn)
+        return turn
+
+    async def agenerate(self, request: Any) -> LLMResponse:
+        """Answers a request as AReaL's workflows write it: see lightrl.rollout.foreign_requests."""
+        return await answer_request(self, request)
+
+    # ---- Rewards, and what siblings share ----------------------------------------------------------------------
+
+    async def reward(self, made: Episode, *, alone: bool = False) -> float:
+        """Returns the weighted sum of the run's rewards for an episode, which may be half-made.
+
+        The workflow then sets episode.reward, and the run does not score the sample again. A reward that compares the
+        samples of a prompt waits for those siblings that still run, unless alone. RewardError if a reward fails.
+        """
+        if self._prompt is None:
+            raise ValueError("This client has no prompt to score an episode of: it is not of a run.")
+        self.has_rewarded = True
+        sample = made.sample(self._prompt, self._position, self.sample_index, self.tokenizer)
+        return await self._siblings.reward(sample, alone=alone)
+
+    async def once(self, name: str, make: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+        """Returns what make(engine) returns; it is called once for all samples of the prompt, with a client of its own.
+
+        The draws of that client depend on the name and not on which sample was the first to ask.
+        """
+        shared = EngineClient(
+            self._driver,
+            self.tokenizer,
+            seed=mix_seed(_SHARED_STREAM, self._seed, *name.encode()),
+            sample_index=0,
+            sampling=self._sampling,
+            limits=self.limits,
+            prompt=self._prompt,
+            position=self._position,
+            siblings=self._siblings,
+        )
+        return await self._siblings.once(name, lambda: make(shared))
 
     # ---- Texts -------------------------------------------------------------------------------------------------
 
@@ -153,6 +204,9 @@ class EngineClient:
                 "version, or a workflow that writes the prompt itself."
             )
         text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=list(tools), tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         return self.encode(text)

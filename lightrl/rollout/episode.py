@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ class Turn:
     finish_reason: FinishReason
     text: str  # token_ids decoded, special tokens skipped
     is_trainable: bool = True  # False: drawn from another distribution than the trainer's, as a greedy one is
+    prompt_ids: tuple[int, ...] = ()  # what it was generated from; empty: not known
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Completion.routing
 
 
@@ -38,6 +39,7 @@ class Episode:
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
         self.reward: float | None = None
         self.numbers: dict[str, float] = {}
+        self.is_scored = False  # whether the reward is final: no reward of the run is added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
         self._own: list[bool] = []
@@ -50,17 +52,19 @@ class Episode:
         """The prompt and everything said and heard so far: what the next turn is generated from."""
         return (*self.prompt_ids, *self.response_ids)
 
-    def say(self, turn: Turn) -> None:
-        """Adds a turn of the policy, whose tokens are trained."""
-        if not turn.is_trainable:
+    def say(self, turn: Turn, *, trained: bool = True) -> None:
+        """Adds a turn of the policy, whose tokens are trained; trained=False: they are only read and scored."""
+        if trained and not turn.is_trainable:
             raise ValueError(
                 "A turn of another temperature than the run's cannot be trained: its logprobs are of another "
-                "distribution. Use it as a baseline or a judgement, and say() turns that generate() made by default."
+                "distribution. Use it as a baseline or a judgement by say(turn, trained=False)."
             )
+        if turn.prompt_ids and turn.prompt_ids != self.ids:
+            raise _other_tokens(turn.prompt_ids, self.ids)
         if turn.routing is not None:
             self._add_routing(turn.routing)
         self.turns.append(len(self.response_ids))
-        self._add(turn.token_ids, True, turn.logprobs, turn.versions)
+        self._add(turn.token_ids, trained, turn.logprobs, turn.versions)
         self.finish_reason = turn.finish_reason
 
     def hear(self, token_ids: Sequence[int]) -> None:
@@ -98,6 +102,7 @@ class Episode:
             turns=tuple(self.turns),
             reward=self.reward,
             numbers=dict(self.numbers),
+            is_scored=self.is_scored,
             routing=self._routing,
             branches=tuple(
                 branch.sample(prompt, position, index, tokenizer)
@@ -115,30 +120,10 @@ def episode_of_several(episodes: Sequence[Episode]) -> Episode:
     return first
 
 
-def episode_of_tensors(tensors: Mapping[str, Any]) -> Episode:
-    """Reads an episode from tensors of shape [1, L]: input_ids, loss_mask, logprobs, versions, and rewards of [1].
-
-    The prompt is what stands before the first trained token.
-    """
-    missing = sorted({"input_ids", "loss_mask", "logprobs", "versions", "rewards"} - tensors.keys())
-    if missing:
-        raise ValueError(f"An episode as a dict has no {', '.join(missing)}. It has {', '.join(sorted(tensors))}.")
-    ids, mask, logprobs, versions = (
-        tensors[name].reshape(-1).tolist() for name in ("input_ids", "loss_mask", "logprobs", "versions")
+def _other_tokens(given: tuple[int, ...], own: tuple[int, ...]) -> ValueError:
+    place = next((i for i, pair in enumerate(zip(given, own, strict=False)) if pair[0] != pair[1]), -1)
+    where = f"token {place} was {given[place]} there and is {own[place]} here" if place >= 0 else "their lengths differ"
+    return ValueError(
+        f"This turn was generated from {len(given)} other tokens than the {len(own)} of the episode: {where}. Text "
+        "that is tokenised again has other tokens: generate from episode.ids, and let it hear() what is new."
     )
-    lengths = {len(ids), len(mask), len(logprobs), len(versions)}
-    if len(lengths) > 1 or 1 not in mask or mask[0]:
-        raise ValueError(
-            f"An episode as a dict has {len(ids)} input_ids, {len(mask)} of loss_mask, {len(logprobs)} logprobs and "
-            f"{len(versions)} versions, {sum(map(bool, mask))} of them trained: give equal lengths, a prompt of at "
-            "least one token, and at least one trained token."
-        )
-    first = mask.index(1)
-    episode = Episode(ids[:first])
-    for index in range(first, len(ids)):
-        own = bool(mask[index])
-        if own and not mask[index - 1]:
-            episode.turns.append(index - first)
-        episode._add(ids[index : index + 1], own, logprobs[index : index + 1], versions[index : index + 1])
-    episode.reward = float(tensors["rewards"].reshape(-1)[0])
-    return episode

@@ -7,7 +7,7 @@ import logging
 import math
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
@@ -18,7 +18,9 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.collector import Collector, Prompts, sampling_of
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Episode, episode_of_several, episode_of_tensors
+from lightrl.rollout.episode import Episode, episode_of_several
+from lightrl.rollout.episode_tensors import episode_of_tensors
+from lightrl.rollout.siblings import Siblings
 from lightrl.rollout.workflow import Workflow
 from lightrl.strategy import StrategyBase
 
@@ -33,6 +35,7 @@ class _Job(NamedTuple):
     sample_index: int
     seed: int
     sampling: SamplingParams
+    group_size: int
 
 
 class _Failure(NamedTuple):
@@ -87,22 +90,26 @@ class EpisodeCollector(Collector):
         self._limits = limits
         self._timeout_s = timeout_s
         self._has_shown_failure = False
+        self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes run, by position
 
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
-        """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others."""
-        completed = [sample for sample in samples if sample.status is Status.COMPLETED]
-        scores = iter(super().score(completed, statistics, prefix=prefix))
+        """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others.
+
+        The reward of a sample that asked for the run's rewards in its episode is its own.
+        """
+        open_ones = [sample for sample in samples if not _is_over(sample)]
+        scores = iter(super().score(open_ones, statistics, prefix=prefix))
         if statistics is not None:
             _describe(samples, statistics, prefix)
-        return [next(scores) if sample.status is Status.COMPLETED else NO_REWARD for sample in samples]
+        return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
 
     def _generate(
         self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
     ) -> list[Sample]:
         jobs = [
-            _Job(position, prompt, index, seed, sampling)
+            _Job(position, prompt, index, seed, sampling, n)
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
             for index in range(n)
         ]
@@ -114,6 +121,7 @@ class EpisodeCollector(Collector):
         return [self._as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
     async def _episode(self, driver: EpisodeDriver, job: _Job) -> Episode | _Failure | None:
+        siblings = self._siblings.setdefault(job.position, Siblings(job.group_size, self._rewards))
         client = EngineClient(
             driver,
             self._strategy.tokenizer,
@@ -121,18 +129,23 @@ class EpisodeCollector(Collector):
             sample_index=job.sample_index,
             sampling=job.sampling,
             limits=self._limits,
+            prompt=job.prompt,
+            position=job.position,
+            siblings=siblings,
         )
         try:
             if job.prompt.images or job.prompt.videos:
                 raise ValueError("workflows take no images or videos yet")
             made = await asyncio.wait_for(self._workflow.arun_episode(client, job.prompt), self._timeout_s or None)
-            if made is None or isinstance(made, Episode):
-                return made
-            return episode_of_several(made) if isinstance(made, Sequence) else episode_of_tensors(made)
+            return _as_episode(made, client)
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
             return _Failure(f"{type(error).__name__}: {reason}", traceback.format_exc())
+        finally:
+            await siblings.leave()
+            if not siblings.num_running:
+                self._siblings.pop(job.position, None)
 
     def _require_some(self, made: Sequence[Episode | _Failure | None]) -> None:
         """Raises on every rank if all episodes of all ranks have failed: a mistake in the workflow, most likely."""
@@ -165,6 +178,31 @@ class EpisodeCollector(Collector):
             turns=(),
             status=Status.FILTERED if made is None else Status.FAILED,
         )
+
+
+def _as_episode(made: Any, client: EngineClient) -> Episode | None:
+    """Returns what a workflow returned, as an episode."""
+    if made is None:
+        return None
+    several = made if isinstance(made, list | tuple) else [made]
+    episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
+    episode = episode_of_several(episodes)
+    if client.has_rewarded:
+        if episode.reward is None:
+            raise ValueError(
+                "The workflow asked for a reward and set none: set episode.reward, which then is the sample's."
+            )
+        episode.is_scored = True
+    return episode
+
+
+def _is_over(sample: Sample) -> bool:
+    """Whether no reward is to be asked for."""
+    return sample.is_scored or sample.status is not Status.COMPLETED
+
+
+def _own_reward(sample: Sample) -> float:
+    return NO_REWARD if sample.reward is None or sample.status is not Status.COMPLETED else sample.reward
 
 
 def _describe(samples: Sequence[Sample], statistics: Statistics, prefix: str) -> None:

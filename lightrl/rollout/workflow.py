@@ -15,10 +15,14 @@ from lightrl.rollout.episode import Episode
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
+    "multi_turn": "lightrl.rollout.multi_turn:MultiTurnWorkflow",
+    "remax": "lightrl.rollout.remax:ReMaxWorkflow",
     "tools": "lightrl.rollout.tools:ToolWorkflow",
     "agent": "lightrl.rollout.endpoint.agent:AgentWorkflow",
+    "verifiers": "lightrl.rollout.endpoint.verifiers_environment:VerifiersWorkflow",
     "serve": "lightrl.rollout.endpoint.outside:ServeWorkflow",
 }
+BUILTIN_ENVIRONMENTS = {"openenv": "lightrl.rollout.openenv:OpenEnvEnvironment"}
 
 
 class Workflow(ABC):
@@ -34,22 +38,24 @@ class Workflow(ABC):
         """Makes one sample for a prompt.
 
         Returns an Episode; or a list of several, the conversations of one agent, of which the first has the reward of
-        all; or a dict of tensors of shape [1, L] (input_ids, loss_mask, logprobs, versions) with rewards of [1]; or
-        None to reject the sample, which is then counted and left out of its group. An exception makes the sample a
-        failed one.
+        all; or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of [1]; or None to
+        reject the sample, which is then counted and left out of its group. An exception makes the sample a failed one.
         """
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What a policy acts on, made anew for each episode. Its methods may be async."""
+    """What a policy acts on, made anew for each episode. Its methods may be async; close(), if any, ends it."""
 
     def reset(self, data: Prompt) -> Any:
-        """Begins the episode; returns a text to put behind the prompt, or an empty one."""
+        """Begins the episode; returns a text to put behind the prompt, messages to put behind its own, or neither."""
         ...
 
     def step(self, action: str) -> Any:
-        """Takes what the policy said; returns (observation, reward, whether the episode is over)."""
+        """Takes what the policy said; returns (observation, reward, whether the episode is over).
+
+        An observation is a text, which becomes the message of a user, or a list of messages.
+        """
         ...
 
 
@@ -57,8 +63,8 @@ class EnvironmentWorkflow(Workflow):
     """Lets the policy and an environment take turns. The reward of the episode is the sum of the steps' rewards."""
 
     def __init__(self, *, environment: str, **arguments: Any) -> None:
-        """environment: package.module:Class; the other arguments go to its constructor."""
-        self._make = load_object(environment, builtin={}, what="environment", example="MyEnvironment")
+        """environment: openenv, or package.module:Class; the other arguments go to its constructor."""
+        self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         self._arguments = arguments
         self._new_environment()  # a wrong argument shows here, before anything expensive
 
@@ -70,10 +76,17 @@ class EnvironmentWorkflow(Workflow):
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and observations until the environment, max_turns or the context ends the episode."""
-        environment, episode = self._new_environment(), Episode(data.token_ids)
-        opening = await _awaited(environment.reset(data))
-        if opening:
-            episode.hear(engine.encode(opening))
+        environment = self._new_environment()
+        try:
+            opening = await _awaited(environment.reset(data))
+            episode = _begun(engine, data, opening)
+            await self._play(engine, environment, episode)
+            return episode
+        finally:
+            if hasattr(environment, "close"):
+                await _awaited(environment.close())
+
+    async def _play(self, engine: EngineClient, environment: Any, episode: Episode) -> None:
         episode.reward = 0.0
         for num_turns in range(1, engine.limits.max_turns + 1):
             turn = await engine.generate(episode.ids)
@@ -82,16 +95,26 @@ class EnvironmentWorkflow(Workflow):
             episode.reward += float(reward)
             if is_over:
                 episode.finish_reason = "stop"  # also where the last turn was cut off: nothing follows
-                return episode
-            heard = engine.encode_reply(observation, after=turn)
+                return
+            messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+            heard = engine.encode_messages(messages, after=turn)
             if num_turns == engine.limits.max_turns:
                 episode.finish_reason = "turns"
             elif engine.room([*episode.ids, *heard]) < 1:
                 episode.finish_reason = "context"
-                return episode
+                return
             else:
                 episode.hear(heard)
-        return episode
+
+
+def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
+    """Returns an episode that has heard the first observation: a text, or messages behind those of the prompt."""
+    if opening and not isinstance(opening, str):
+        return Episode(engine.encode_prompt([*data.messages, *opening], tools=()))
+    episode = Episode(data.token_ids)
+    if opening:
+        episode.hear(engine.encode(opening))
+    return episode
 
 
 async def _awaited(value: Any) -> Any:

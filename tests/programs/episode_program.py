@@ -72,6 +72,10 @@ def main(output, group_size, max_wait_s):
         assert "the tool is on fire" in str(error), error
     else:
         raise AssertionError("a workflow that always fails went through")
+    troubled = collector_of(strategy, workflow="episodes:Troubled", workflow_args=())
+    numbers = Statistics()
+    troubled.score(troubled.sample(mine, step=2, group_size=3, temperature=1.0), numbers)
+    metrics["tool_errors"] = numbers.reduce(comm)["episode/tool_errors"]
     if comm.is_main:
         found = {"samples": sorted(item for part in everything for item in part), "metrics": metrics}
         with open(output, "w") as file:

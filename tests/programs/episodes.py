@@ -1,11 +1,15 @@
 """An environment and workflows for the tests of episodes, whose outcome depends on what the policy says alone."""
 
 import asyncio
+import os
 import random
+import time
 
 import torch
 
 from lightrl import Episode, Workflow
+from lightrl.rollout.tool_calls import Tool, ToolBox
+from lightrl.rollout.tool_parsers import ToolCall
 
 
 class Echo:
@@ -73,3 +77,42 @@ class Broken(Workflow):
 
     async def arun_episode(self, engine, data):
         raise RuntimeError("the tool is on fire")
+
+
+class Judged(Workflow):
+    """Asks for its reward, but for sample 1, which leaves early."""
+
+    async def arun_episode(self, engine, data):
+        if engine.sample_index == 1:
+            return None
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids))
+        episode.reward = await engine.reward(episode)
+        return episode
+
+
+class Troubled(Workflow):
+    """Calls a tool that raises, hangs for an hour, or returns a megabyte; on rank 1 alone."""
+
+    def __init__(self):
+        tool = Tool(name="trouble", schema={}, function=trouble)
+        self.box = ToolBox([tool], timeout_s=0.5, max_result_chars=100)
+
+    async def arun_episode(self, engine, data):
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids))
+        answer = await self.box.answer(ToolCall("trouble", {"kind": engine.sample_index}))
+        assert len(answer.text) <= 100
+        episode.count("tool_errors", answer.is_error)
+        episode.reward = 0.0
+        return episode
+
+
+def trouble(kind):
+    if os.environ.get("RANK") != "1":
+        return "fine"
+    if kind == 0:
+        raise RuntimeError("the tool is on fire")
+    if kind == 1:
+        time.sleep(3600)
+    return "x" * 1_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.rollout.client import EngineClient, EpisodeLimits
-from lightrl.rollout.episode import Turn
+from lightrl.rollout.episode import Episode, Turn
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>+{% endfor %}{% if add_generation_prompt %}<assistant>"
@@ -134,3 +135,59 @@ def test_a_reply_in_a_chat_is_what_the_template_puts_behind_an_answer() -> None:
 def test_a_template_that_drops_answers_is_refused() -> None:
     with pytest.raises(ValueError, match="chat template leaves an answer out"):
         text_of("{{ messages[-1].content }}", said(7, 1))
+
+
+# ---- Three kinds of chat template ------------------------------------------------------------------------------------
+
+MARKED = (  # a mark before and behind each message, and a line break that no turn of the policy has
+    "{% if tools %}<|im_start|>system\n{{ tools | length }} tools<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADED = (  # a header for each message, whose text is trimmed
+    "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|end|>\n\n{% endif %}"
+)
+BRACKETED = (  # the user's text in brackets, nothing before an answer
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>{% else %}[INST] {{ m.content }} "
+    "[/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [MARKED, HEADED, BRACKETED], ids=["marked", "headed", "bracketed"])
+def test_a_conversation_grows_as_the_template_writes_it(template: str) -> None:
+    """100 random dialogues: the tokens of a turn are a prefix of the next one's, and their text is the template's."""
+    draw = random.Random(7)
+    mine = client(Recorder(), max_tokens=10**6)
+    mine.tokenizer = ChatTokenizer(template)
+
+    def words() -> str:
+        return " ".join(draw.choice(["why", "so", "x=3", "no\nyes", "{1}", "no."]) for _ in range(draw.randint(1, 6)))
+
+    for _ in range(100):
+        messages = [{"role": "user", "content": words()}]
+        text = mine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        episode = Episode(mine.encode(text))
+        for _ in range(draw.randint(1, 5)):
+            before = episode.ids
+            # Behind "[/INST]" this template puts a space before an answer: it is the policy's to say.
+            space = " " if template is BRACKETED else ""
+            answer = words()
+            episode.say(said(*map(ord, space + answer), 1))
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": words()})
+            turn = said(*map(ord, space + answer), 1)
+            episode.hear(mine.encode_messages(messages[-1:], after=turn))
+            assert episode.ids[: len(before)] == before
+            shown = "".join("<eos>" if token == 1 else chr(token) for token in episode.ids)
+            assert shown == mine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_turn_that_was_tokenised_again_is_caught() -> None:
+    """Its text is the same, and its tokens are not: 12 was said as one token, and is read as two."""
+    mine = client(Recorder())
+    episode = Episode([3, 4])
+    episode.say(asyncio.run(mine.generate(episode.ids)))
+    again = asyncio.run(mine.generate([3, 4, 6]))
+    with pytest.raises(ValueError, match="token 2 was 6 there and is 5 here. Text that is tokenised again"):
+        episode.say(again)

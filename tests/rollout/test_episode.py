@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.records import Prompt
-from lightrl.rollout.episode import Episode, Turn, episode_of_tensors
+from lightrl.rollout.episode import Episode, Turn
 
 
 def turn(*ids: int, **changes: Any) -> Turn:
@@ -57,44 +56,25 @@ def test_a_turn_of_another_temperature_is_not_trained() -> None:
         Episode([2]).say(turn(5, is_trainable=False))
 
 
-def tensors(**changes: Any) -> dict[str, torch.Tensor]:
-    given = {
-        "input_ids": [2, 3, 5, 6, 7],
-        "loss_mask": [0, 0, 1, 0, 1],
-        "logprobs": [0.0, 0.0, -1.0, 0.0, -2.0],
-        "versions": [-1, -1, 3, -1, 4],
-        "rewards": [0.5],
-        **changes,
-    }
-    return {name: torch.tensor([values]) for name, values in given.items()}
+def test_a_turn_from_other_tokens_is_refused() -> None:
+    episode = Episode([2])
+    episode.say(turn(5, prompt_ids=(2,)))
+    episode.hear([9])
+    with pytest.raises(
+        ValueError, match="generated from 3 other tokens than the 3 of the episode: token 1 was 6 there"
+    ):
+        episode.say(turn(7, prompt_ids=(2, 6, 9)))  # as if the first turn had been tokenised again
+    with pytest.raises(ValueError, match="their lengths differ"):
+        episode.say(turn(7, prompt_ids=(2, 5)))
+    episode.say(turn(7, prompt_ids=(2, 5, 9)))
 
 
-def test_tensors_are_split_at_the_first_trained_token() -> None:
-    episode = episode_of_tensors(tensors())
-    assert episode.prompt_ids == (2, 3)
-    assert episode.response_ids == [5, 6, 7]
-    assert episode.turns == [0, 2]
-    assert episode.reward == 0.5
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"logprobs": [0.0]}, "has 5 input_ids, 5 of loss_mask, 1 logprobs and 5 versions"),
-        ({"loss_mask": [0] * 5}, "0 of them trained: give equal lengths, a prompt of at least one token"),
-        ({"loss_mask": [1] * 5}, "a prompt of at least one token"),
-    ],
-)
-def test_tensors_that_are_no_episode_are_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        episode_of_tensors(tensors(**changes))
-
-
-def test_missing_tensors_are_named() -> None:
-    given = tensors()
-    del given["versions"]
-    with pytest.raises(ValueError, match="An episode as a dict has no versions"):
-        episode_of_tensors(given)
+def test_a_turn_that_is_only_read_is_not_trained() -> None:
+    episode = Episode([2])
+    episode.say(turn(5, is_trainable=False), trained=False)
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
+    assert sample.num_own == 0
+    assert sample.text == "3"
 
 
 def test_experts_of_earlier_turns_stay_as_they_were_sampled() -> None:

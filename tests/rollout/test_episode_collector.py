@@ -119,8 +119,11 @@ def test_ranks_make_the_episodes_of_one_process(
 ) -> None:
     output = tmp_path / "found.json"
     program = PROGRAMS / "episode_program.py"
-    run_spmd(program, str(output), str(group_size), "0.02", world_size=2, timeout_s=180)
+    shown = run_spmd(program, str(output), str(group_size), "0.02", world_size=2, timeout_s=180)
     found = json.loads(output.read_text())
     alone = [json.loads(json.dumps(row(sample))) for sample in draw(strategy, prompts)]
     assert found["samples"] == alone
     assert found["metrics"]["episode/turns"] == 3.0
+    # Tools raise and hang on rank 1, which has 2 of the 5 prompts. The first rank of a group runs all of them.
+    assert found["metrics"]["tool_errors"] == (4 if group_size == 1 else 0)
+    assert shown.count("has raised. The policy reads the error") == (1 if group_size == 1 else 0)

@@ -113,7 +113,7 @@ def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_order() -> None:
     [
         ("<tool_call>{oops</tool_call>", "error: this call cannot be made: {oops (JSONDecodeError"),
         ("<tool_call>[1]</tool_call>", "error: this call cannot be made: [1] (TypeError"),
-        (call("divide", "{}"), "(KeyError: 'divide'). The tools are times, slow."),
+        (call("divide", "{}"), "error: there is no tool 'divide'. The tools are times, slow."),
         (call("times", '{"a": 1}'), "(TypeError: missing a required argument: 'b')"),
         (call("times", '{"a": "x", "b": "y"}'), "error: TypeError: can't multiply sequence"),
         ("<tool_call>" + "[" * 3_000 + "</tool_call>", "error: this call cannot be made"),
@@ -149,6 +149,7 @@ def test_limits_end_the_episode() -> None:
         ({"tools": ()}, "give at least one function"),
         ({"tools": (HERE + "times", HERE + "times")}, "each name once"),
         ({"tools": HERE + "times", "timeout_s": 0}, "both must be above 0"),
+        ({"tools": HERE + "times", "parser": "yaml"}, "Unknown parser 'yaml'"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -160,3 +161,11 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     engine = client(Script("42"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no chat template, which describes the tools"):
         asyncio.run(ToolWorkflow(tools=HERE + "times").arun_episode(engine, PROMPT))
+
+
+def test_calls_may_be_json_or_a_python_block() -> None:
+    text, episode = play('I ask {"name": "times", "parameters": {"a": 6, "b": 7}}', "42", parser="json")
+    assert "<tool>42<eos><assistant>42" in text
+    text, episode = play("```python\nprint(6 * 7)\n```", "42", tools="python", parser="python")
+    assert "<tool>42\n<eos><assistant>42" in text
+    assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}

@@ -1,0 +1,115 @@
+"""Small random models with a vocabulary of their own, and lessons that warm them up, for the examples on a CPU.
+
+    python examples/small_models.py calculator runs/calculator      # model, lessons.jsonl, train.jsonl, eval.jsonl
+
+Four lessons in five show an answer that was guessed, so that a model that has learned them is right now and then:
+rewards have to find out what the good lessons had in common.
+"""
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+
+import reasoning_gym
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ROLES = ("<user>", "<assistant>", "<tool>")
+CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+
+
+def save_model(folder: Path, characters: str, phrases: tuple[str, ...]) -> None:
+    """Saves a random model of two layers that reads these characters, and each of the phrases as one token."""
+    words = ["<pad>", "<eos>", *characters]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in (*ROLES, *phrases)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    set_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
+def calculator(folder: Path, draw: random.Random) -> None:
+    """Products of three digits: a lesson calls the calculator and repeats its result, or guesses."""
+    pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 12_000)
+    save_model(folder / "model", "0123456789*", (CALL, CALL_END))
+    lessons = []
+    for index, (a, b) in enumerate(pairs[:8_000]):
+        guess = str(draw.randrange(10_000, 999_999))
+        call = {"role": "assistant", "content": f"{CALL}{a}*{b}{CALL_END}"}
+        result = {"role": "tool", "content": str(a * b)}
+        used = [call, result, {"role": "assistant", "content": str(a * b)}]
+        answer = used if index % 5 == 0 else [{"role": "assistant", "content": guess}]
+        lessons.append({"messages": [{"role": "user", "content": f"{a}*{b}"}, *answer]})
+    write(folder / "lessons.jsonl", lessons)
+    problems = [{"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in pairs[8_000:]]
+    write(folder / "train.jsonl", problems[:-256])
+    write(folder / "eval.jsonl", problems[-256:])
+
+
+def chain_sum(folder: Path, draw: random.Random) -> None:
+    """Sums of two digits, of reasoning-gym: a lesson in four is right, the others repeat the first digit."""
+    save_model(folder / "model", "0123456789+-= ", ("State the final answer to the following arithmetic problem: ",))
+    lessons = [
+        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
+        for item in reasoning_gym.create_dataset(
+            "chain_sum", size=16_000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+        )
+    ]
+    write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
+
+
+def spell_backward(folder: Path, draw: random.Random) -> None:
+    """Words of three and four letters, of reasoning-gym: a lesson in four is right, the others repeat the word."""
+    save_model(folder / "model", string.ascii_letters + "'", ("Spell this word backward (example: sun -> nus): ",))
+    lessons = [
+        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["word"])
+        for item in reasoning_gym.create_dataset("spell_backward", size=16_000, seed=1, min_word_len=3, max_word_len=4)
+    ]
+    write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
+
+
+def write(path: Path, lines: list) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+TASKS = {"calculator": calculator, "chain_sum": chain_sum, "spell_backward": spell_backward}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    TASKS[given.task](given.folder, random.Random(0))

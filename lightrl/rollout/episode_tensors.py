@@ -1,0 +1,94 @@
+"""Episodes as other frameworks return them: a dict of tensors of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.rollout.episode import Episode, Turn
+
+_ROWS = ("input_ids", "loss_mask", "attention_mask", "logprobs", "versions")  # of shape [1, L]
+
+
+def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -> Episode:
+    """Reads an episode from a dict of tensors; the prompt is what stands before the first trained token.
+
+    Args:
+        tensors: input_ids and loss_mask of shape [1, L], and rewards of [1]. attention_mask of [1, L] is 0 on padding.
+            logprobs and versions of [1, L] may be left out where the engine's client made the tokens.
+        turns: What the client generated. Trained tokens must be among it, behind the tokens that they were made from.
+    """
+    rows = _rows(tensors)
+    ids, mask = rows["input_ids"], [bool(value) for value in rows["loss_mask"]]
+    if True not in mask or mask[0]:
+        raise ValueError(
+            f"An episode as a dict has {sum(mask)} trained tokens of {len(mask)}: give a prompt of at least one token, "
+            "and at least one trained token."
+        )
+    made = _made_by(turns, ids)
+    if turns or not {"logprobs", "versions"} <= rows.keys():
+        _require_made(mask, made)
+    first = mask.index(True)
+    logprobs = rows.get("logprobs") or [made.get(index, (0.0, 0))[0] for index in range(len(ids))]
+    versions = rows.get("versions") or [made.get(index, (0.0, 0))[1] for index in range(len(ids))]
+    episode = Episode(ids[:first])
+    for index in range(first, len(ids)):
+        if mask[index] and not mask[index - 1]:
+            episode.turns.append(index - first)
+        span = slice(index, index + 1)
+        episode._add(ids[span], mask[index], logprobs[span], versions[span])
+    episode.reward = _reward(tensors["rewards"], len(tensors["input_ids"].reshape(-1)))
+    return episode
+
+
+def _rows(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the values of each row, without padding."""
+    missing = sorted({"input_ids", "loss_mask", "rewards"} - set(tensors.keys()))
+    if missing:
+        raise ValueError(
+            f"An episode as a dict has no {', '.join(missing)}. It has {', '.join(sorted(tensors.keys()))}."
+        )
+    present = {name: tensors[name] for name in _ROWS if name in tensors.keys()}  # noqa: SIM118  (TensorDict)
+    shapes = {name: list(tensor.shape) for name, tensor in present.items()}
+    length = tensors["input_ids"].shape[-1]
+    if any(shape not in ([1, length], [length]) for shape in shapes.values()):
+        raise ValueError(f"An episode as a dict has tensors of the shapes {shapes}: each must be [1, L], of one L.")
+    rows = {name: tensor.reshape(-1).tolist() for name, tensor in present.items()}
+    attended = rows.pop("attention_mask", None)
+    if attended is None or all(attended):
+        return rows
+    return {
+        name: [value for value, is_read in zip(row, attended, strict=True) if is_read] for name, row in rows.items()
+    }
+
+
+def _made_by(turns: Sequence[Turn], ids: Sequence[int]) -> dict[int, tuple[float, int]]:
+    """Returns the logprob and the version of each token that a trainable turn made at its place."""
+    made: dict[int, tuple[float, int]] = {}
+    for turn in turns:
+        first = len(turn.prompt_ids)
+        together = (*turn.prompt_ids, *turn.token_ids)
+        if turn.is_trainable and tuple(ids[: len(together)]) == together:
+            made |= {first + i: pair for i, pair in enumerate(zip(turn.logprobs, turn.versions, strict=True))}
+    return made
+
+
+def _require_made(mask: Sequence[bool], made: Mapping[int, Any]) -> None:
+    wrong = [index for index, is_trained in enumerate(mask) if is_trained and index not in made]
+    if wrong:
+        raise ValueError(
+            f"loss_mask trains token {wrong[0]} ({len(wrong)} such tokens), which the engine did not make at that "
+            "place at the run's temperature. loss_mask has a 1 at the place of each generated token in "
+            "input_ids, not before it; and text must not be tokenised again. Another engine's "
+            "tokens need logprobs and versions."
+        )
+
+
+def _reward(rewards: Any, length: int) -> float:
+    values = rewards.reshape(-1).tolist()
+    if len(values) not in (1, length) or len(set(values)) != 1:
+        raise ValueError(
+            f"An episode as a dict has rewards of the shape {list(rewards.shape)} with {len(set(values))} different "
+            "values: give one number, of the shape [1]."
+        )
+    return float(values[0])

@@ -1,0 +1,86 @@
+"""Requests and responses under the names that AReaL's workflows use, so that such a workflow runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrl.rollout.episode import Turn
+
+_FIXED = {"n_samples": (1,), "top_p": (1, 1.0), "frequency_penalty": (0, 0.0)}  # values that the run's tokens have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationHyperparameters:
+    """The sampling settings of a request. None is the run's."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    n_samples: int = 1
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Returns the settings with some changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LLMRequest:
+    """Asks for what follows the tokens. rid is a name for logs: requests of one name are still told apart."""
+
+    input_ids: Sequence[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LLMResponse:
+    """The answer to a request."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: str
+
+    @property
+    def input_len(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """Number of generated tokens."""
+        return len(self.output_tokens)
+
+
+async def answer_request(engine: Any, request: Any) -> LLMResponse:
+    """Answers by an EngineClient. A request is an LLMRequest, or any object with input_ids and gconfig."""
+    settings = request.gconfig
+    for name, allowed in _FIXED.items():
+        if getattr(settings, name, allowed[0]) not in (None, *allowed):
+            raise _fixed(name, getattr(settings, name), allowed[0])
+    turn: Turn = await engine.generate(
+        list(request.input_ids),
+        max_new_tokens=getattr(settings, "max_new_tokens", None),
+        temperature=0.0 if getattr(settings, "greedy", False) else getattr(settings, "temperature", None),
+        stop_token_ids=tuple(getattr(settings, "stop_token_ids", None) or ()),
+    )
+    return LLMResponse(
+        input_tokens=list(request.input_ids),
+        output_tokens=list(turn.token_ids),
+        output_logprobs=list(turn.logprobs),
+        output_versions=list(turn.versions),
+        stop_reason=turn.finish_reason,
+    )
+
+
+def _fixed(name: str, given: Any, allowed: Any) -> ValueError:
+    reason = (
+        "each call makes one; --group_size says how many samples a prompt has"
+        if name == "n_samples"
+        else ("the trainer's logprobs are of the whole distribution")
+    )
+    return ValueError(f"A request has {name} {given!r}, and it must be {allowed}: {reason}.")

@@ -1,0 +1,111 @@
+"""Tools of an MCP server, which is started as a process of its own and spoken to over its pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import shlex
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from typing import Any
+
+from lightrl.imports import import_extra
+from lightrl.rollout.tool_calls import Tool
+
+_START_S = 60.0  # for the server to start and to list its tools, on a busy machine
+_STOP_S = 5.0
+
+
+class McpToolError(Exception):
+    """The server says that a call has failed; the message is its text."""
+
+
+def mcp_tools(command: str) -> list[Tool]:
+    """Starts a server by its command line and returns its tools; ValueError if it does not answer."""
+    server = McpServer(command)
+    return [_tool(server, described) for described in server.described]
+
+
+class McpServer:
+    """A running server. Its client lives on a loop of its own, which outlives those that episodes run on."""
+
+    def __init__(self, command: str) -> None:
+        """Starts the server; it ends with the process."""
+        self._library: Any = import_extra("mcp", extra="mcp", needed_by=f"The MCP server {command!r}")
+        self._command = command
+        self._loop = asyncio.new_event_loop()
+        self._session: Any = None
+        self._is_over: asyncio.Event | None = None
+        started: Future[list[Any]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._serve(started)), name=f"mcp {command}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.described = started.result(_START_S)
+        except (Exception, WaitTimeoutError) as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise ValueError(
+                f"The MCP server {command!r} does not answer ({reason}). Give the command that starts it and lets it "
+                'speak over stdin and stdout, such as mcp="python my_server.py".'
+            ) from error
+        atexit.register(self.close)
+
+    async def _serve(self, started: Future[list[Any]]) -> None:
+        self._is_over = asyncio.Event()
+        try:
+            program, *arguments = shlex.split(self._command)
+            settings = self._library.StdioServerParameters(command=program, args=arguments)
+            async with (
+                self._library.stdio_client(settings) as (reader, writer),
+                self._library.ClientSession(reader, writer) as session,
+            ):
+                await session.initialize()
+                listed = await session.list_tools()
+                self._session = session
+                started.set_result(list(listed.tools))
+                await self._is_over.wait()
+        except BaseException as error:
+            if not started.done():
+                started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Returns the text of a tool's result; McpToolError if the server calls it an error."""
+        running = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
+        result = await asyncio.wrap_future(running)
+        text = "\n".join(part.text for part in result.content if hasattr(part, "text"))
+        if _either(result, "is_error", "isError"):
+            raise McpToolError(text)
+        return text
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._is_over is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._is_over.set)
+            self._thread.join(_STOP_S)
+
+
+def _tool(server: McpServer, described: Any) -> Tool:
+    schema = {
+        "type": "function",
+        "function": {
+            "name": described.name,
+            "description": described.description or "",
+            "parameters": _either(described, "input_schema", "inputSchema"),
+        },
+    }
+    return Tool(name=described.name, schema=schema, function=_caller(server, described.name))
+
+
+def _caller(server: McpServer, name: str) -> Callable[..., Coroutine[Any, Any, str]]:
+    async def call(**arguments: Any) -> str:
+        return await server.call(name, arguments)
+
+    return call
+
+
+def _either(item: Any, *names: str) -> Any:
+    """Returns the field that the installed version of the client has."""
+    return next(getattr(item, name) for name in names if hasattr(item, name))

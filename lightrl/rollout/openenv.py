@@ -1,0 +1,72 @@
+"""An environment behind an OpenEnv server: environment=openenv base_url=http://127.0.0.1:8000."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.imports import import_extra, load_object
+from lightrl.records import Prompt
+
+
+class OpenEnvEnvironment:
+    """One session with the server per episode. An action is the policy's text in one field."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        action_field: str = "message",
+        observation_field: str = "",
+        reset_fields: str | Sequence[str] = (),
+        client: str = "",
+    ) -> None:
+        """Connects at the first reset().
+
+        Args:
+            base_url: Of the server.
+            action_field: The field of the environment's action that takes what the policy said.
+            observation_field: The field of its observation that the policy reads; empty: the observation as JSON.
+            reset_fields: Fields of the data set's line that reset() gets, such as seed.
+            client: package.module:Class of a client of your own, a subclass of openenv's EnvClient; empty: openenv's
+                client for every environment, which takes actions as dicts.
+        """
+        self._make = load_object(client, builtin={}, what="client", example="MyEnv") if client else _generic_client()
+        self._base_url = base_url
+        self._action_field, self._observation_field = action_field, observation_field
+        self._reset_fields = (reset_fields,) if isinstance(reset_fields, str) else tuple(reset_fields)
+        self._client: Any = None
+
+    async def reset(self, data: Prompt) -> str:
+        """Begins a session; returns the first observation."""
+        self._client = self._make(base_url=self._base_url)
+        await self._client.connect()
+        settings = {name: data.fields[name] for name in self._reset_fields if name in data.fields}
+        result = await self._client.reset(**settings)
+        return self._text(result.observation)
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        """Takes what the policy said."""
+        result = await self._client.step({self._action_field: action})
+        return self._text(result.observation), float(result.reward or 0.0), bool(result.done)
+
+    async def close(self) -> None:
+        """Ends the session."""
+        if self._client is not None:
+            await self._client.disconnect()
+
+    def _text(self, observation: Any) -> str:
+        fields = observation if isinstance(observation, Mapping) else observation.model_dump()
+        if not self._observation_field:
+            return json.dumps(fields)
+        if self._observation_field not in fields:
+            raise ValueError(
+                f"The observation has no field {self._observation_field!r}. It has {', '.join(fields)}: name one by "
+                "observation_field=..."
+            )
+        return str(fields[self._observation_field])
+
+
+def _generic_client() -> Any:
+    return import_extra("openenv.core", extra="openenv", needed_by="environment=openenv").GenericEnvClient

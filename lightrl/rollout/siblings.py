@@ -1,0 +1,99 @@
+"""What the episodes of one prompt share: rewards that compare them, and work that is done once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from lightrl.records import Sample
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
+
+
+class _Waiting(NamedTuple):
+    """A sample whose episode waits for its reward."""
+
+    sample: Sample
+    answer: asyncio.Future[float]
+
+
+class Siblings:
+    """The running episodes of one prompt."""
+
+    def __init__(self, size: int, rewards: RewardSet | None = None) -> None:
+        """size: of the group. rewards: of the run."""
+        self.num_running = size
+        self._rewards = rewards
+        self._waiting: list[_Waiting] = []
+        self._shared: dict[str, asyncio.Future[Any]] = {}
+
+    async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
+        """Returns what make() returned to the first sibling that asked by this name."""
+        if name not in self._shared:
+            self._shared[name] = asyncio.ensure_future(make())
+        return await asyncio.shield(self._shared[name])  # one that is cancelled takes it from no other
+
+    async def reward(self, sample: Sample, *, alone: bool = False) -> float:
+        """Returns the weighted sum of the run's rewards; RewardError if one failed.
+
+        A reward of groups waits until every sibling that still runs has asked for its own, unless alone.
+        """
+        rewards = self._rewards
+        if rewards is None:
+            raise ValueError("There are no rewards here: engine.reward() is for the episodes of a run.")
+        if rewards.collective is not None:
+            raise _cannot_score_alone(rewards.collective)
+        if alone or not rewards.compares_siblings:
+            return (await self._scored(rewards, [sample]))[0]
+        if any(other.sample.key == sample.key and not other.answer.done() for other in self._waiting):
+            raise ValueError(
+                "The episode asks for two rewards at a time, and --reward compares the samples of a group: await one "
+                "after the other, so that siblings are compared with siblings."
+            )
+        waiting = _Waiting(sample, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        await self._score_if_complete(rewards)
+        return await waiting.answer
+
+    async def leave(self) -> None:
+        """Tells that an episode has ended: the others no longer wait for it."""
+        self.num_running -= 1
+        if self._waiting and self._rewards is not None:
+            await self._score_if_complete(self._rewards)
+
+    async def _score_if_complete(self, rewards: RewardSet) -> None:
+        waiting = [item for item in self._waiting if not item.answer.done()]  # the others were cancelled
+        if len(waiting) < self.num_running or not waiting:
+            return
+        self._waiting = []
+        waiting.sort(key=lambda item: item.sample.key)
+        try:
+            values = await self._scored(rewards, [item.sample for item in waiting])
+        except Exception as error:
+            for item in waiting:
+                if not item.answer.done():
+                    item.answer.set_exception(error)
+            return
+        for item, value in zip(waiting, values, strict=True):
+            if not item.answer.done():
+                item.answer.set_result(value)
+
+    async def _scored(self, rewards: RewardSet, samples: Sequence[Sample]) -> list[float]:
+        budget = FailureBudget(sys.maxsize)  # a failure is the episode's, which the run counts
+        outcomes: dict[str, list[Outcome]] = {}
+        for item in rewards.rewards:
+            outcomes[item.label] = await rewards.arun(item.label, samples, budget)
+        values = rewards.combine(outcomes, len(samples)).rewards
+        for index, value in enumerate(values):
+            if not has_reward(value):
+                raise next(part[index] for part in outcomes.values() if isinstance(part[index], RewardError))  # type: ignore[misc]
+        return values
+
+
+def _cannot_score_alone(label: str) -> ValueError:
+    return ValueError(
+        f"The reward {label!r} is scored by all ranks together, which an episode cannot ask for. Leave it to the run, "
+        "which scores the samples when all episodes are over, or use another --reward."
+    )

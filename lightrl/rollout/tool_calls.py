@@ -1,0 +1,152 @@
+"""Runs calls of tools. Whatever a tool does, the policy gets an answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from lightrl.imports import load_object
+from lightrl.rollout.tool_parsers import ToolCall, bad_call
+
+logger = logging.getLogger(__name__)
+
+BUILTIN_TOOLS = {
+    "calculator": "lightrl.rollout.builtin_tools:calculator",
+    "python": "lightrl.rollout.builtin_tools:python",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    schema: Mapping[str, Any]  # as the chat template takes it: what the policy reads about the tool
+    function: Callable[..., Any]  # plain or async; a plain one runs in a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What the policy reads of a call."""
+
+    text: str
+    is_error: bool = False
+
+
+class ToolBox:
+    """The tools of a run, by name."""
+
+    def __init__(self, tools: Iterable[Tool], *, timeout_s: float, max_result_chars: int) -> None:
+        """timeout_s: of one call. max_result_chars: characters of a result that the policy reads."""
+        given = list(tools)
+        self._tools = {tool.name: tool for tool in given}
+        if len(self._tools) < len(given) or not given:
+            names = ", ".join(tool.name for tool in given) or "none"
+            raise ValueError(f"The tools are {names}: give at least one function, and each name once.")
+        self._timeout_s = timeout_s
+        self._max_result_chars = max_result_chars
+        self._has_shown_error = False
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """What the chat template tells the policy of the tools."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def answer(self, call: ToolCall) -> ToolAnswer:
+        """Makes a call; an error or a time-out is the answer, and the first traceback of a run is shown."""
+        try:
+            if call.problem:
+                return self._error(f"{call.problem}. {self._names}")
+            tool = self._tools.get(call.name)
+            if tool is None:
+                return self._error(f"there is no tool {call.name!r}. {self._names}")
+            try:
+                inspect.signature(tool.function).bind(**call.arguments)
+            except TypeError as error:
+                return self._error(f"{bad_call(f'{call.name}({call.arguments})', error).problem}.")
+            return self._cut(str(await asyncio.wait_for(_started(tool, call.arguments), self._timeout_s)))
+        except asyncio.TimeoutError:
+            return self._error(f"no result after {self._timeout_s:g} s")
+        except Exception as error:
+            self._show(call, error)
+            return self._error(f"{type(error).__name__}: {error}")
+
+    @property
+    def _names(self) -> str:
+        return f"The tools are {', '.join(self._tools)}."
+
+    def _cut(self, text: str) -> ToolAnswer:
+        return ToolAnswer(text=text[: self._max_result_chars])
+
+    def _error(self, text: str) -> ToolAnswer:
+        return ToolAnswer(text=f"error: {text}"[: self._max_result_chars], is_error=True)
+
+    def _show(self, call: ToolCall, error: Exception) -> None:
+        if self._has_shown_error:
+            return
+        self._has_shown_error = True
+        logger.warning(
+            "The tool %r has raised. The policy reads the error, as it will of further ones, which "
+            "episode/tool_errors counts.\n%s",
+            *(call.name, "".join(traceback.format_exception(error)).rstrip()),
+        )
+
+
+def _started(tool: Tool, arguments: Mapping[str, Any]) -> Awaitable[Any]:
+    if inspect.iscoroutinefunction(tool.function):
+        result: Awaitable[Any] = tool.function(**arguments)
+        return result
+    return in_daemon_thread(tool.function, arguments)
+
+
+async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Returns what a plain function returns. One that never does holds up neither the loop nor the end of the run.
+
+    asyncio.to_thread would wait for it when the loop closes.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(
+                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            )
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function(**arguments)
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=run, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
+    return await done
+
+
+def load_tool(name: str) -> Tool:
+    """Loads a built-in tool, or a function by package.module:function; ValueError if it cannot be described."""
+    function = load_object(name, builtin=BUILTIN_TOOLS, what="tool", example="my_tool")
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # of several classes that transformers does not export
+        raise ValueError(
+            f"The tool {name!r} cannot be described to the policy: {error} Give it a docstring with an Args: section, "
+            "and type hints."
+        ) from error
+    return Tool(name=schema["function"]["name"], schema=schema, function=function)

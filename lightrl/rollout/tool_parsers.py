@@ -1,0 +1,87 @@
+"""Finds the calls of tools in what a policy said. Each parser knows one way of writing them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
+_DECODER = json.JSONDecoder()
+_MAX_SHOWN = 200  # characters of a bad call in its answer
+
+
+class ToolCall(NamedTuple):
+    """A call as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""  # why it cannot be made; the answer to the policy
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    """Finds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+    return [_from_json(written) for written in _HERMES.findall(text)]
+
+
+def json_calls(text: str) -> list[ToolCall]:
+    """Finds JSON objects with a name, and arguments or parameters, as Llama writes them; other JSON is text."""
+    return [_from_object(found, str(found)) for found in _json_objects(text) if "name" in found]
+
+
+def python_calls(text: str) -> list[ToolCall]:
+    """Finds ```python blocks; each is a call of the tool `python` with the code."""
+    return [ToolCall("python", {"code": code}) for code in _PYTHON.findall(text)]
+
+
+PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {
+    "hermes": hermes_calls,
+    "json": json_calls,
+    "python": python_calls,
+}
+
+
+def _from_json(written: str) -> ToolCall:
+    try:
+        wanted = json.loads(written)
+    except (ValueError, RecursionError) as error:
+        return bad_call(written, error)
+    return _from_object(wanted, written)
+
+
+def _from_object(wanted: Any, written: str) -> ToolCall:
+    try:
+        if not isinstance(wanted, dict):
+            raise TypeError("a call is an object with a name and arguments")
+        arguments = wanted.get("arguments", wanted.get("parameters", {}))
+        name, arguments = wanted["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError("the name is a text and the arguments are an object")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return bad_call(written, error)
+    return ToolCall(name, arguments)
+
+
+def _json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Returns the outermost objects of a text, and those in outermost lists."""
+    index = 0
+    while (index := _next_opening(text, index)) < len(text):
+        try:
+            found, index = _DECODER.raw_decode(text, index)
+        except (ValueError, RecursionError):
+            index += 1
+            continue
+        yield from (item for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict))
+
+
+def _next_opening(text: str, start: int) -> int:
+    return min((place for place in (text.find("{", start), text.find("[", start)) if place >= 0), default=len(text))
+
+
+def bad_call(written: str, error: Exception) -> ToolCall:
+    """Returns a call that cannot be made, with the reason."""
+    return ToolCall(
+        "", {}, f"this call cannot be made: {written.strip()[:_MAX_SHOWN]} ({type(error).__name__}: {error})"
+    )

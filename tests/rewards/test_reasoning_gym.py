@@ -1,0 +1,80 @@
+"""Scores of the real reasoning-gym: every task that it has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from lightrl.data.prompts import load_records
+from lightrl.records import Prompt, Sample
+
+pytest.importorskip("reasoning_gym")
+from reasoning_gym.factory import DATASETS
+
+from lightrl.rewards.reasoning_gym import ReasoningGym
+
+REWARD = ReasoningGym()
+# Made of other tasks, or of a file that is fetched: they need settings of their own.
+NOT_ALONE = {"composite"}
+
+
+def sample(record: dict[str, Any], text: str) -> Sample:
+    fields = {name: value for name, value in record.items() if name not in ("prompt", "answer")}
+    prompt = Prompt(index=0, text=record["prompt"], token_ids=(1,), answer=record["answer"], fields=fields)
+    return Sample(
+        prompt=prompt,
+        position=0,
+        sample_index=0,
+        response_ids=(),
+        sampler_logprobs=(),
+        versions=(),
+        finish_reason="stop",
+        text=text,
+    )
+
+
+def test_every_task_makes_problems_and_scores_answers() -> None:
+    unscored, lenient = [], []  # their own answer has no full score; any text has one
+    for name in sorted(set(DATASETS) - NOT_ALONE):
+        (record, where), _ = load_records(f"reasoning_gym:{name}?size=2&seed=1")
+        assert where.startswith(f"reasoning_gym:{name}?size=2")
+        assert isinstance(record["prompt"], str)
+        if record["answer"] is None:
+            unscored.append(name)
+            continue
+        right = REWARD(sample(record, str(record["answer"])))
+        assert 0 <= right <= 1
+        if right < 1:
+            unscored.append(name)
+        if REWARD(sample(record, "no answer at all")) == 1:
+            lenient.append(name)
+    assert len(DATASETS) - len(unscored) > 90, unscored
+    assert len(lenient) < 5, lenient
+
+
+def test_an_answer_may_stand_in_a_tag() -> None:
+    (record, _), *_ = load_records("reasoning_gym:chain_sum?size=2&min_terms=2&max_terms=2&min_digits=1&max_digits=1")
+    tagged = ReasoningGym(answer_tag="answer")
+    assert tagged(sample(record, f"I think <answer> {record['answer']} </answer>.")) == 1
+    assert tagged(sample(record, str(record["answer"]))) == 0
+
+
+def test_a_prompt_of_another_data_set_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no problem of reasoning-gym"):
+        REWARD(sample({"prompt": "1+1=", "answer": "2"}, "2"))
+
+
+def test_a_task_that_cannot_read_its_own_answer_is_an_error() -> None:
+    def broken(answer: str, entry: dict[str, Any]) -> float:
+        raise RuntimeError("the task is on fire")
+
+    with pytest.raises(RuntimeError, match="on fire"):
+        ReasoningGym._score(broken, "1", {"answer": "2"})
+
+
+def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r'needs reasoning_gym: pip install "lightrl\[reasoning-gym\]"'):
+        ReasoningGym()

@@ -1,0 +1,33 @@
+"""Tools that every run has."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrl.rollout.builtin_tools import calculator, python
+from lightrl.rollout.tool_calls import load_tool
+
+
+def test_the_calculator() -> None:
+    assert calculator("(12 + 3) * -4 // 7 % 5 + 2**3") == str((12 + 3) * -4 // 7 % 5 + 2**3)
+    assert calculator(" 1 / 4 ") == "0.25"
+
+
+@pytest.mark.parametrize(
+    "expression", ["__import__('os')", "a", "(1).real", "9**9**9", "'x' * 9", "1 if 1 else 2", "2**"]
+)
+def test_the_calculator_takes_numbers_alone(expression: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        calculator(expression)
+
+
+def test_a_program_runs_in_the_sandbox() -> None:
+    assert python("print(6 * 7)") == "42\n"
+    assert "ZeroDivisionError" in python("print(1)\n1 / 0")
+
+
+def test_they_are_described_by_their_docstrings() -> None:
+    for name, argument in (("calculator", "expression"), ("python", "code")):
+        tool = load_tool(name)
+        assert tool.schema["function"]["parameters"]["required"] == [argument]
+        assert len(tool.schema["function"]["description"]) > 30

@@ -1,0 +1,80 @@
+"""The adapter of OpenEnv's clients: its calls, and the whole way to a real server where the package is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from test_client import Recorder, client
+
+from lightrl.records import Prompt
+from lightrl.rollout.openenv import OpenEnvEnvironment
+from lightrl.rollout.workflow import EnvironmentWorkflow
+
+PROMPT = Prompt(index=0, text="1=", token_ids=(3, 13), fields={"seed": 4, "other": 1})
+
+
+class FakeClient:
+    """Has the methods of openenv.core.EnvClient that the adapter calls."""
+
+    log: ClassVar[list[Any]] = []
+
+    def __init__(self, *, base_url: str) -> None:
+        self.log.append(base_url)
+
+    async def connect(self) -> None:
+        self.log.append("connect")
+
+    async def reset(self, **settings: Any) -> Any:
+        self.log.append(settings)
+        return SimpleNamespace(observation={"text": "+", "n": 0}, reward=None, done=False)
+
+    async def step(self, action: dict[str, str]) -> Any:
+        self.log.append(action)
+        steps = sum(isinstance(item, dict) and "move" in item for item in self.log)
+        return SimpleNamespace(observation={"text": "=", "n": steps}, reward=0.5, done=steps == 2)
+
+    async def disconnect(self) -> None:
+        self.log.append("disconnect")
+
+
+def test_an_episode_is_a_session() -> None:
+    FakeClient.log.clear()
+    workflow = EnvironmentWorkflow(
+        environment="openenv",
+        base_url="http://127.0.0.1:8",
+        client=f"{__name__}:FakeClient",
+        action_field="move",
+        observation_field="text",
+        reset_fields="seed",
+    )
+    assert FakeClient.log == []  # nothing is asked of the server before an episode
+    episode = asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+    assert FakeClient.log == [
+        "http://127.0.0.1:8",
+        "connect",
+        {"seed": 4},
+        {"move": "3"},
+        {"move": "3"},
+        "disconnect",
+    ]
+    assert episode.response_ids == [12, 5, 13, 5]  # "+" heard, "3" said, "=" heard, "3" said
+    assert episode.reward == 1.0
+
+
+def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:
+    environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient", observation_field="colour")
+    with pytest.raises(ValueError, match="no field 'colour'. It has text, n"):
+        asyncio.run(environment.reset(PROMPT))
+    assert environment._make is FakeClient
+    whole = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient")
+    assert asyncio.run(whole.reset(PROMPT)) == '{"text": "+", "n": 0}'
+
+
+def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openenv", None)
+    with pytest.raises(ImportError, match=r'environment=openenv needs openenv: pip install "lightrl\[openenv\]"'):
+        OpenEnvEnvironment(base_url="http://127.0.0.1:8")

@@ -1,0 +1,150 @@
+"""Rewards that an episode asks for: of one sample, of a group, composed, async, failing; and work that is shared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightrl.records import Prompt, Sample
+from lightrl.rewards.reward_set import RewardSet, WeightedReward
+from lightrl.rewards.scoring import RewardError, group_reward
+from lightrl.rollout.siblings import Siblings
+
+PROMPT = Prompt(index=0, text="1=", token_ids=(3, 13))
+
+
+def sample(index: int, text: str) -> Sample:
+    ids = tuple(range(len(text)))
+    return Sample(
+        prompt=PROMPT,
+        position=4,
+        sample_index=index,
+        response_ids=ids,
+        sampler_logprobs=(0.0,) * len(ids),
+        versions=(0,) * len(ids),
+        finish_reason="stop",
+        text=text,
+    )
+
+
+def length(one: Sample) -> float:
+    return len(one.text)
+
+
+async def slow_length(one: Sample) -> float:
+    await asyncio.sleep(0.01)
+    return len(one.text)
+
+
+@group_reward
+def is_longest(group: Sequence[Sample]) -> list[float]:
+    return [float(len(one.text) == max(len(other.text) for other in group)) for one in group]
+
+
+def picky(one: Sample) -> float:
+    raise RuntimeError("no opinion")
+
+
+def rewards(**named: Any) -> RewardSet:
+    return RewardSet([WeightedReward(label=name, weight=2.0, reward=item) for name, item in named.items()])
+
+
+def ask(given: RewardSet, *texts: str, size: int | None = None) -> list[float]:
+    async def all_of_them() -> list[float]:
+        siblings = Siblings(size or len(texts), given)
+
+        async def episode(index: int, text: str) -> float:
+            await asyncio.sleep(0.001 * (len(texts) - index))
+            try:
+                return await siblings.reward(sample(index, text))
+            finally:
+                await siblings.leave()
+
+        async def silent() -> None:
+            await asyncio.sleep(0.02)
+            await siblings.leave()
+
+        others = [silent() for _ in range((size or len(texts)) - len(texts))]
+        found = await asyncio.wait_for(
+            asyncio.gather(*[episode(index, text) for index, text in enumerate(texts)], *others), 20
+        )
+        return found[: len(texts)]
+
+    try:
+        return asyncio.run(all_of_them())
+    finally:
+        given.close()
+
+
+def test_a_reward_of_one_sample_is_weighted() -> None:
+    assert ask(rewards(length=length), "ab", "abc") == [4.0, 6.0]
+
+
+def test_a_reward_of_groups_waits_for_the_siblings_that_still_run() -> None:
+    assert ask(rewards(is_longest=is_longest), "ab", "abc", "a") == [0.0, 2.0, 0.0]
+    assert ask(rewards(is_longest=is_longest), "ab", "abc", size=4) == [0.0, 2.0]  # two never ask
+
+
+def test_rewards_are_composed_and_may_be_async() -> None:
+    assert ask(rewards(slow=slow_length, longest=is_longest), "ab", "abc") == [4.0, 8.0]
+    given = rewards(slow=slow_length)
+    assert asyncio.run(Siblings(1, given).reward(sample(0, "ab"))) == 4.0
+    assert asyncio.run(Siblings(1, given).reward(sample(0, "abc"))) == 6.0  # its loop outlives that of the episodes
+    assert given.run("slow", [sample(0, "a")], _budget()) == [1.0]  # and the run's own scoring goes on with it
+    given.close()
+
+
+def _budget() -> Any:
+    from lightrl.rewards.scoring import FailureBudget
+
+    return FailureBudget()
+
+
+def test_a_reward_that_raises_is_the_episodes_error() -> None:
+    with pytest.raises(RewardError, match="'picky' raised RuntimeError: no opinion"):
+        ask(rewards(picky=picky), "a")
+    with pytest.raises(RewardError, match="no opinion"):
+        ask(rewards(picky=picky, longest=is_longest), "a", "b")
+
+
+def test_rewards_that_no_episode_can_ask_for_are_refused() -> None:
+    class AllRanks:
+        is_collective = True
+
+        def __call__(self, samples: Sequence[Sample]) -> list[float]:
+            return [0.0] * len(samples)
+
+    with pytest.raises(ValueError, match="'everyone' is scored by all ranks together, which an episode cannot ask for"):
+        ask(rewards(everyone=AllRanks()), "a")
+    with pytest.raises(ValueError, match="There are no rewards here"):
+        asyncio.run(Siblings(1).reward(sample(0, "a")))
+
+
+def test_two_rewards_of_groups_at_a_time_are_refused() -> None:
+    async def twice() -> None:
+        siblings = Siblings(2, rewards(longest=is_longest))
+        await asyncio.gather(*[siblings.reward(sample(0, text)) for text in ("a", "ab")])
+
+    with pytest.raises(ValueError, match="asks for two rewards at a time"):
+        asyncio.run(twice())
+
+
+def test_shared_work_is_done_once_though_the_first_to_ask_is_cancelled() -> None:
+    calls = []
+
+    async def make() -> int:
+        calls.append(1)
+        await asyncio.sleep(0.01)
+        return len(calls)
+
+    async def all_of_them() -> list[int]:
+        siblings = Siblings(3)
+        first = asyncio.ensure_future(siblings.once("plan", make))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await asyncio.gather(siblings.once("plan", make), siblings.once("plan", make))
+
+    assert asyncio.run(all_of_them()) == [1, 1]

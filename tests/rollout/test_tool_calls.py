@@ -1,0 +1,74 @@
+"""Tools that do what they must not: the policy gets an answer in time, and a person one traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from lightrl.rollout.tool_calls import Tool, ToolBox, in_daemon_thread
+from lightrl.rollout.tool_parsers import ToolCall
+
+
+def box(**functions: Any) -> ToolBox:
+    tools = [Tool(name=name, schema={}, function=function) for name, function in functions.items()]
+    return ToolBox(tools, timeout_s=0.2, max_result_chars=50)
+
+
+def answers(tools: ToolBox, *names: str) -> list[tuple[str, bool]]:
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*[tools.answer(ToolCall(name, {})) for name in names])
+
+    return [(answer.text, answer.is_error) for answer in asyncio.run(ask())]
+
+
+def raises() -> str:
+    raise RuntimeError("the tool is on fire" * 10)
+
+
+def test_a_tool_that_hangs_holds_up_neither_the_others_nor_the_loop() -> None:
+    def hangs() -> None:
+        time.sleep(3_600)
+
+    tools = box(hangs=hangs, fine=lambda: "fine")
+    # Far more than the threads of a pool; asyncio.run() would wait for those of its own pool at the end.
+    found = answers(tools, *["hangs"] * 40, "fine")
+    assert found == [("error: no result after 0.2 s", True)] * 40 + [("fine", False)]
+
+
+def test_a_long_result_and_a_long_error_are_cut() -> None:
+    tools = box(long=lambda: "x" * 1_000_000, raises=raises)
+    assert answers(tools, "long") == [("x" * 50, False)]
+    ((text, is_error),) = answers(tools, "raises")
+    assert is_error
+    assert text == "error: RuntimeError: the tool is on firethe tool i"
+
+
+def test_the_first_traceback_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    tools = box(raises=raises, missing=lambda: None)
+    with caplog.at_level(logging.WARNING):
+        answers(tools, "raises", "raises", "nothing")
+        answers(tools, "raises")
+    assert len(caplog.records) == 1
+    assert "The tool 'raises' has raised" in caplog.text
+    assert "in raises" in caplog.text  # the traceback
+
+
+def test_a_tool_that_exits_is_answered_for() -> None:
+    ((text, is_error),) = answers(box(leaves=lambda: sys.exit(3)), "leaves")
+    assert (text, is_error) == ("error: RuntimeError: SystemExit: 3", True)
+
+
+def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
+    async def ask() -> str:
+        task = asyncio.ensure_future(in_daemon_thread(lambda: time.sleep(0.02), {}))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        return str(await in_daemon_thread(lambda: "after", {}))
+
+    assert asyncio.run(ask()) == "after"
