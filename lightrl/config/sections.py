@@ -304,9 +304,9 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
     """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
 
     workflow: str = ""
-    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; serve, programs
-    outside the run; or your own subclass of lightrl.Workflow as package.module:Class. Empty: one response to the
-    prompt."""
+    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; verifiers, an
+    environment of that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as
+    package.module:Class. Empty: one response to the prompt."""
     workflow_args: tuple[str, ...] = ()
     """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
     my_module:search]."""

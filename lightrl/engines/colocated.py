@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -258,6 +259,18 @@ class ColocatedEngine:
         stopped = self.abort()
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
         return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Takes every request out of the engine for the body, which may generate; afterwards they go on."""
+        requests = self._set_aside() if self._running else []
+        ended, self._ended = self._ended, []
+        try:
+            yield
+        finally:
+            self._ended = ended
+            for request in requests:
+                self._enter(request)
 
     # ---- Sleep -------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Link:
         self._own_board = RankBoard(store_of(role.name), role.rank, 0)
         self._their_board = RankBoard(store_of(role.other), -1, role.num_others)
         self._num_commands = 0
+        self._num_claims = 0
         self._looked_at = 0.0
         self._watch: _Watch | None = None
 
@@ -141,11 +142,38 @@ class Link:
         """Writes a value that any rank of the link can take."""
         self._store.set(key, content)
 
+    def has(self, key: str) -> bool:
+        """Whether there is such a value."""
+        return bool(self._store.check([key]))
+
     def take(self, key: str) -> bytes:
         """Returns a value and removes it."""
         content: bytes = self._store.get(key)
         self._store.delete_key(key)
         return content
+
+    def count(self, key: str, add: int = 0) -> int:
+        """Adds to a counter that all ranks of the link share, and returns it."""
+        return int(self._store.add(key, add))
+
+    def claim(self, key: str, limit: int) -> int | None:
+        """Takes the next number of a counter; None at the limit. No two ranks get the same, whatever limits they have.
+
+        Trainer rank 0 has begun the counter by put(key, b"0").
+        """
+        while True:
+            current = self._store.get(key).decode()
+            number = int(current.split()[0])
+            if number >= limit:
+                return None
+            self._num_claims += 1
+            wanted = f"{number + 1} {self._rank} {self._num_claims}"  # nobody else writes the same text
+            if self._store.compare_set(key, current, wanted).decode() == wanted:
+                return number
+
+    def claimed(self, key: str) -> int:
+        """Returns how many numbers of a counter were taken."""
+        return int(self._store.get(key).split()[0])
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 

@@ -129,12 +129,13 @@ class Collector(Scorer):
     ) -> list[Sample]:
         params = [replace(sampling, n=n, seed=seed) for seed in seeds]
         with self._comm.phase("reading images", local=True):
-            requests = [_engine_prompt(prompt) for _, prompt in prompts]
+            requests = [engine_prompt(prompt) for _, prompt in prompts]
         completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
         owners = [owner for owner in prompts for _ in range(n)]
-        return [self._sample(*owner, item) for owner, item in zip(owners, completions, strict=True)]
+        return [self.sample_of(*owner, item) for owner, item in zip(owners, completions, strict=True)]
 
-    def _sample(self, position: int, prompt: Prompt, completion: Completion) -> Sample:
+    def sample_of(self, position: int, prompt: Prompt, completion: Completion) -> Sample:
+        """Returns what the engine made of a prompt as a sample."""
         tokenizer, token_ids = self._strategy.tokenizer, completion.output_token_ids
         assert tokenizer is not None, "set strategy.tokenizer: rewards read text"
         return Sample(
@@ -202,7 +203,8 @@ def grouped(
     ]
 
 
-def _engine_prompt(prompt: Prompt) -> EnginePrompt:
+def engine_prompt(prompt: Prompt) -> EnginePrompt:
+    """Returns the engine's input for a prompt, its images read from their files."""
     if not prompt.images and not prompt.videos:
         return EnginePrompt(token_ids=prompt.token_ids)
     images, videos = read_media(prompt)

@@ -35,7 +35,7 @@ class _Job(NamedTuple):
     sample_index: int
     seed: int
     sampling: SamplingParams
-    group_size: int
+    num_siblings: int  # episodes of the prompt that have not ended, this one included
 
 
 class _Failure(NamedTuple):
@@ -121,7 +121,7 @@ class EpisodeCollector(Collector):
         return [self._as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
     async def _episode(self, driver: EpisodeDriver, job: _Job) -> Episode | _Failure | None:
-        siblings = self._siblings.setdefault(job.position, Siblings(job.group_size, self._rewards))
+        siblings = self._siblings.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
         client = EngineClient(
             driver,
             self._strategy.tokenizer,

@@ -150,7 +150,9 @@ class ScheduledCollector(EpisodeCollector):
     def _job(self, journal: Journal, sampling: SamplingParams) -> _Job:
         step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
         seed = mix_seed(ROLLOUT_STREAM, self._seed, step, position)  # the draws of a run that is not scheduled
-        return _Job(journal.ticket, self.schedule.prompt(journal.ticket), journal.sample_index, seed, sampling)
+        siblings = sum(key[0] == journal.ticket and key not in self._ended for key in self.schedule.journals)
+        prompt = self.schedule.prompt(journal.ticket)
+        return _Job(journal.ticket, prompt, journal.sample_index, seed, sampling, siblings)
 
     def _take_ended(self, driver: PhasedDriver, group_size: int) -> tuple[list[int], list[int]]:
         """Returns the tickets of this rank whose groups are complete now, and those that have no completed sample."""

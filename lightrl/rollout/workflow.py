@@ -19,6 +19,7 @@ BUILTIN_WORKFLOWS = {
     "remax": "lightrl.rollout.remax:ReMaxWorkflow",
     "tools": "lightrl.rollout.tools:ToolWorkflow",
     "agent": "lightrl.rollout.endpoint.agent:AgentWorkflow",
+    "verifiers": "lightrl.rollout.endpoint.verifiers_environment:VerifiersWorkflow",
     "serve": "lightrl.rollout.endpoint.outside:ServeWorkflow",
 }
 BUILTIN_ENVIRONMENTS = {"openenv": "lightrl.rollout.openenv:OpenEnvEnvironment"}

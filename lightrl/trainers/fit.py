@@ -168,15 +168,20 @@ class Trainer(ABC):
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
     """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
+    build: Callable[[Any], Any] = trainer_class
+    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
+        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
+    run_program(build, config)
+
+
+def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
+    """Builds a trainer, or a server of samples, of the config, and runs it to its end."""
     if not torch.cuda.is_available():
         # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     if is_under_torchrun():
         end_with_torchrun()
-    build: Callable[[Any], Any] = trainer_class
-    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
-        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     trainer: Trainer | None = None
     try:
         trainer = build(config)

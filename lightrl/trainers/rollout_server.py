@@ -23,6 +23,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
 from lightrl.rollout.collector import Collector, sampling_of
 from lightrl.rollout.episode_collector import collector_of_episodes
+from lightrl.rollout.production import Production
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
 from lightrl.strategy import StrategyBase, create_strategy
@@ -48,6 +49,7 @@ class RolloutServer:
             self.rewards = RewardSet.from_config(config)
             self._start_engine()
             self.collector = self._make_collector()
+            self.production = self._make_production() if config.rollout.max_staleness else None
         except Exception as error:
             self.link.report(error)
             raise
@@ -64,7 +66,10 @@ class RolloutServer:
         watch.start()
         try:
             self.link.meet()
-            self._serve()
+            if self.production is not None:
+                self.production.run(self._carry_out)
+            else:
+                self._serve()
         except Exception as error:
             self.link.report(error)
             raise
@@ -76,9 +81,15 @@ class RolloutServer:
         while True:
             with self.strategy.comm.phase("waiting for the trainer"):
                 command = self.link.next_command()
-            if command["do"] == "stop":
+            if not self._carry_out(command):
                 return
-            self._actions[command["do"]](command)
+
+    def _carry_out(self, command: Command) -> bool:
+        """Does what the trainer asks for; returns False at the end of the run."""
+        if command["do"] == "stop":
+            return False
+        self._actions[command["do"]](command)
+        return True
 
     def save(self) -> None:
         """Leaves saving to the trainer."""
@@ -92,6 +103,8 @@ class RolloutServer:
 
     def _begin(self, command: Command) -> None:
         self.folder, self.step_index = RunFolder(Path(command["folder"])), command["step"]
+        if self.production is not None:
+            self.production.begin(command["step"], command["first"], command["used"])
 
     def _take_weights(self, command: Command) -> None:
         engine = self.strategy.serving.require_engine()
@@ -118,6 +131,13 @@ class RolloutServer:
         )
 
     def _evaluate(self, command: Command) -> None:
+        """Evaluates; groups that are under way wait, and go on afterwards."""
+        if self.production is not None:
+            self.production.finish_scoring()
+        with self.strategy.serving.require_engine().set_aside():
+            self._answer_evaluation(command)
+
+    def _answer_evaluation(self, command: Command) -> None:
         metrics = self.collector.evaluate(self.prompts.evaluation, temperature=command["temperature"])
         self.link.answer(json.dumps(metrics).encode())
 
@@ -153,6 +173,18 @@ class RolloutServer:
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,
             **sampling_of(config),
+        )
+
+    def _make_production(self) -> Production:
+        serving = self.strategy.serving
+        return Production(
+            self.config,
+            self.link,
+            serving.require_engine(),
+            serving.group,
+            prompts=self.prompts.train,
+            rewards=self.rewards,
+            collector=self.collector,
         )
 
 

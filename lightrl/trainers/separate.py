@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lightrl.config import RolloutConfig
+from lightrl.config.rollout_schedule import ScheduleConfig
 from lightrl.engines.link import Link
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.roles import Role, split
+from lightrl.rollout.bounded_collector import BoundedCollector, UsedTickets
+from lightrl.rollout.production import CLAIMS
+from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.remote_serving import RemoteServing
@@ -46,12 +50,30 @@ class Learner(Trainer):
         try:
             super().__init__(config, strategy=self._make_strategy(config))
             self._check_needs()
-            self.collector = RemoteCollector(self.strategy.comm, self._link, self.prompts.train, self.prompts.sampler)
-            if self._link is not None:
-                self._link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index})
+            self.collector = self._make_collector()
         except Exception as error:
             self._report(error)
             raise
+
+    def resume(self) -> None:
+        """Reads the checkpoint; that of a run whose production never stops holds the tickets that were used."""
+        self._used = UsedTickets(self.strategy.comm)
+        if self.config.rollout.max_staleness:
+            self.saved["tickets"] = self._used
+        super().resume()
+
+    def _make_collector(self) -> RemoteCollector:
+        comm, link, prompts = self.strategy.comm, self._link, self.prompts
+        if link is not None:
+            link.put(CLAIMS, b"0")
+            used = {"first": self._used.first, "used": sorted(self._used.beyond)}
+            link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index, **used})
+        if not self.config.rollout.max_staleness:
+            return RemoteCollector(comm, link, prompts.train, prompts.sampler)
+        log = ScheduleLog(self.folder.root)
+        return BoundedCollector(
+            comm, link, prompts.train, prompts.sampler, config=self.config, used=self._used, log=log
+        )
 
     def fit(self) -> dict[str, float]:
         """Trains to max_steps; an error is posted for the rollout ranks."""
@@ -107,10 +129,24 @@ def check_split(config: RolloutConfig) -> None:
         raise _refused(f"--reward {collective[0]}, which all ranks compute together", "Choose another reward")
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
+    _check_schedule(config)
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":
         raise _refused("--algorithm.advantage remax, which needs greedy responses", "Choose another advantage")
+
+
+def _check_schedule(config: RolloutConfig) -> None:
+    """Raises ValueError for an option of schedules on ranks that do both; only the bound on the age is common."""
+    defaults = ScheduleConfig()
+    for name in (item.name for item in fields(defaults) if item.name != "max_staleness"):
+        if getattr(config.rollout, name) != getattr(defaults, name):
+            raise _refused(f"--rollout.{name}", "Leave it out")
+    if config.rollout.max_staleness and config.rollout.workflow:
+        raise ValueError(
+            f"--rollout_ranks with --rollout.max_staleness {config.rollout.max_staleness} does not go with "
+            f"--rollout.workflow {config.rollout.workflow}. Use --rollout.max_staleness 0, or leave the workflow out."
+        )
 
 
 def _refused(what: str, remedy: str) -> ValueError:

@@ -43,7 +43,8 @@ class TokenAdvantages:
         if not traits_of(self._estimate, ReturnsTraits).uses_critic:
             raise ValueError(
                 f"--algorithm.advantage {config.advantage} takes no critic, which train_ppo trains. Use gae, or your "
-                "own as package.module:function; without a critic use scripts/train_grpo.py."
+                "own as package.module:function. No trainer takes an estimator per token without a critic: call it "
+                "from a loop of your own. train_grpo takes those of one number per sample, such as grpo."
             )
         self._reward_moments = torch.zeros(3, dtype=torch.float64)
         self._advantage_moments = torch.zeros(3, dtype=torch.float64)

@@ -103,6 +103,30 @@ def test_a_wait_has_an_end(make_link):
         make_link("trainer", 0, timeout_s=0).wait(lambda: False, "samples")
 
 
+def test_values_are_taken_once(make_link):
+    trainer, server = make_link("trainer", 0), make_link("rollout", 0)
+    server.put("group/3", b"\x00text")
+    assert trainer.has("group/3")
+    assert trainer.take("group/3") == b"\x00text"
+    assert not trainer.has("group/3")
+    assert (server.count("started", 2), trainer.count("started"), trainer.count("started", -1)) == (2, 2, 1)
+
+
+def test_numbers_are_claimed_once_and_below_a_limit(make_link):
+    trainer, *servers = make_link("trainer", 0, 2), make_link("rollout", 0, 2), make_link("rollout", 1, 2)
+    trainer.put("claims", b"0")
+
+    def claim_all(link):
+        claimed = []
+        while (number := link.claim("claims", 50)) is not None:
+            claimed.append(number)
+        return claimed
+
+    claimed = together(*(lambda link=link: claim_all(link) for link in servers))
+    assert sorted(claimed[0] + claimed[1]) == list(range(50))
+    assert trainer.claimed("claims") == 50
+
+
 def test_a_trainer_that_is_not_first_only_gathers():
     gathered = []
     engine = LinkEngine(None, max_model_len=9, vocab_size=5, bucket_bytes=1)

@@ -33,3 +33,17 @@ def test_one_process_is_told_to_start_more(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="--rollout_ranks 1 of 1 rank leaves none to train"):
         in_role(GRPOTrainer)(GRPOConfig(rollout_ranks=1))
+
+
+def test_a_schedule_of_ranks_that_do_both_is_refused():
+    config = GRPOConfig(rollout_ranks=1)
+    config.rollout.filter = "unequal_rewards"
+    with pytest.raises(ValueError, match="--rollout_ranks does not go with --rollout.filter"):
+        check_split(config)
+
+
+def test_episodes_do_not_outlive_a_step_yet():
+    config = GRPOConfig(rollout_ranks=1)
+    config.rollout.max_staleness, config.rollout.workflow = 1, "tools"
+    with pytest.raises(ValueError, match="max_staleness 1 does not go with --rollout.workflow tools"):
+        check_split(config)

@@ -1,6 +1,7 @@
 """Runs whose ranks are split into trainers and rollout ranks: the same numbers, resumed, and never stuck."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from lightrl.testing import run_program, run_spmd
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
+REPLAY = SCRIPT.with_name("replay.py")
 Rows = list[dict[str, Any]]
 
 REWARD = """
@@ -45,6 +47,21 @@ def test_a_split_run_has_the_numbers_of_a_colocated_one_also_when_resumed(toy_fl
         said = run_spmd(SCRIPT, *split, "--max_steps", num_steps, world_size=3, timeout_s=280)
     assert "continuing after step 2" in said
     assert rows(apart) == rows(together)
+
+
+@pytest.mark.slow
+def test_a_run_that_generates_while_it_learns_can_be_repeated(toy_flags: list[str], tmp_path: Path) -> None:
+    recorded, again = tmp_path / "recorded", tmp_path / "again"
+    flags = [*toy_flags, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
+    run_spmd(SCRIPT, *flags, "--output_dir", str(recorded), world_size=2, timeout_s=280)
+    first = rows(recorded)
+    assert max(row["rollout/staleness_max"] for row in first) == 1
+    run_program([sys.executable, str(REPLAY), str(recorded), "--output_dir", str(again)], timeout_s=280)
+    for one, other in zip(first, rows(again), strict=True):
+        assert one["reward/mean"] == other["reward/mean"]
+        assert one["rollout/staleness"] == other["rollout/staleness"]
+        assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4, abs_tol=1e-5)
+        assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
 
 
 @pytest.mark.slow

@@ -11,14 +11,13 @@ from typing import Any
 from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
-from lightrl.rollout.endpoint.server import Endpoint
+from lightrl.rollout.endpoint.server import ENDPOINT_OPTIONS, Endpoint
 from lightrl.rollout.endpoint.session import Session
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.workflow import Workflow
 
 _GIVEN = ("data", "base_url", "api_key", "model")
 _MAX_THREADS = 256  # of agents that are plain functions
-_ENDPOINT_OPTIONS = ("model", "host", "port", "api_key_env", "wait_s", "max_body_mb")
 
 
 class EndpointWorkflow(Workflow):
@@ -58,7 +57,7 @@ class AgentWorkflow(EndpointWorkflow):
             agent: package.module:function, plain or async, or a class whose objects are called like one.
             arguments: Settings of the endpoint; the others go to the agent.
         """
-        super().__init__(**{name: arguments.pop(name) for name in _ENDPOINT_OPTIONS if name in arguments})
+        super().__init__(**{name: arguments.pop(name) for name in ENDPOINT_OPTIONS if name in arguments})
         self._agent, self._takes = _loaded_agent(agent, arguments)
         self._threads: ThreadPoolExecutor | None = None
 

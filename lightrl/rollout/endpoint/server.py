@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _KEY_PREFIX = "lightrl-episode-"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POLL_S = 0.05
+ENDPOINT_OPTIONS = ("model", "host", "port", "api_key_env", "wait_s", "max_body_mb")
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
@@ -75,6 +76,8 @@ class Endpoint:
         self.wait_s = wait_s
         self._max_body = int(max_body_mb * 1e6)
         self._sessions: dict[str, Session] = {}
+        self._aliases: dict[str, str] = {}  # keys of episodes by the X-Session-ID of requests with the shared key
+        self.shared_key = secrets.token_urlsafe(24)
         self._newest: Session | None = None
         self._max_model_len: int | None = None
         self._has_warned = False
@@ -102,6 +105,11 @@ class Endpoint:
     def close(self, key: str) -> None:
         """Ends an episode: its key is refused from now on."""
         self._sessions.pop(key).close()
+        self._aliases = {name: other for name, other in self._aliases.items() if other != key}
+
+    def alias(self, name: str, key: str) -> None:
+        """Makes requests with the shared key and this X-Session-ID calls of an episode."""
+        self._aliases[name] = key
 
     # ---- The thread --------------------------------------------------------------------------------------------
 
@@ -232,7 +240,7 @@ class Endpoint:
 
     def check_key(self, request: web.Request) -> None:
         """Raises RequestError for a key that opens nothing; each handler calls it first."""
-        key = _key_of(request)
+        key = self._key_of(request)
         if key in self._sessions:
             return
         if key.startswith(_KEY_PREFIX):
@@ -241,15 +249,23 @@ class Endpoint:
 
     def check_operator(self, request: web.Request) -> None:
         """Raises RequestError if the endpoint has a key and the request does not give it."""
-        if self._key and not hmac.compare_digest(_key_of(request).encode(), self._key.encode()):
+        if self._key and not hmac.compare_digest(self._key_of(request).encode(), self._key.encode()):
             raise RequestError(
                 "Incorrect API key. Give the key of an episode, or the one that the endpoint was started with.",
                 status=401,
                 code="invalid_api_key",
             )
 
+    def _key_of(self, request: web.Request) -> str:
+        """Returns the key of a request; one that a client sets by itself gives way to x-api-key."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        if hmac.compare_digest(key.encode(), self.shared_key.encode()):
+            return self._aliases.get(request.headers.get("X-Session-ID", ""), _KEY_PREFIX)
+        return key
+
     async def _session_of(self, request: web.Request) -> Session:
-        key = _key_of(request)
+        key = self._key_of(request)
         if key.startswith(_KEY_PREFIX):
             session = self._sessions.get(key)
             if session is None:
@@ -274,11 +290,6 @@ def _key_from(variable: str) -> str:
     if variable and not key:
         raise ValueError(f"api_key_env={variable}: the environment variable {variable} is not set or empty.")
     return key
-
-
-def _key_of(request: web.Request) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _of_http(error: web.HTTPException, max_body: int) -> RequestError:

@@ -275,3 +275,25 @@ def test_logits_that_are_not_finite_name_the_request(make_engine):
     engine.load_weights(broken, version=3)
     with pytest.raises(RuntimeError, match="request 0, token 2, weight version 3"):
         engine.step()
+
+
+def test_requests_that_were_set_aside_go_on_as_if_nothing_had_been(make_engine, tiny_model):
+    prompts, params = random_requests(5, seed=4)
+
+    def begun():
+        engine = ColocatedEngine(make_engine())
+        engine.update_weights(tiny_model("qwen3").named_parameters(), 0)
+        for prompt, param in zip(prompts, params, strict=True):
+            engine.submit(prompt, param)
+        return engine, [*engine.step(), *engine.step()]
+
+    def finished(engine, done):
+        while engine.has_unfinished():
+            done += engine.step()
+        return {(item.request_id, item.sample_index): item.output_token_ids for item in done}
+
+    engine, done = begun()
+    with engine.set_aside():
+        assert not engine.has_unfinished()
+        assert len(engine.generate(prompts[:1], [SamplingParams(max_new_tokens=3, n=2)])) == 2
+    assert finished(engine, done) == finished(*begun())

@@ -1,0 +1,112 @@
+"""The schedule of an asynchronous run: which samples were made under which weights, and which batch took them.
+
+It is a line of JSON per step in the run's folder. With it the run can be repeated: a draw depends on the seed, the
+ticket, the sample and the token, and a token on the weights that its line names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightrl.records import ScoredGroup
+
+SCHEDULE = "schedule.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSample:
+    """How a sample was made."""
+
+    sample_index: int
+    segments: tuple[tuple[int, int], ...]  # (version, number of tokens) in the order of the tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroup:
+    """How a group was made, and what it became."""
+
+    ticket: int
+    start_version: int
+    samples: tuple[RecordedSample, ...]
+    digest: str  # of the tokens of all samples
+
+
+def digest_of(group: ScoredGroup) -> str:
+    """Returns a text that another group has only if its tokens are the same."""
+    content = hashlib.sha256()
+    for sample in sorted(group.samples, key=lambda sample: sample.sample_index):
+        content.update(np.array([len(sample.response_ids), *sample.response_ids], dtype="<i8").tobytes())
+    return content.hexdigest()[:16]
+
+
+class ScheduleLog:
+    """Writes the schedule of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / SCHEDULE
+        self._is_open = False
+
+    def append(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Adds the batch of a step; step counts from 0, and lines from 1 as in metrics.jsonl."""
+        if not self._is_open:
+            self._drop_from(step)
+        row = {"step": step + 1, "groups": [_as_json(group) for group in groups]}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _drop_from(self, step: int) -> None:
+        """Drops what an interrupted run wrote after the checkpoint that this one continues."""
+        kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+        self._is_open = True
+
+
+def read_schedule(folder: Path) -> list[tuple[RecordedGroup, ...]]:
+    """Returns the batch of each step; ValueError for a run that has no schedule."""
+    path = folder / SCHEDULE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no {SCHEDULE}: it is no run with --rollout.max_staleness above 0, which alone needs a "
+            "schedule to be repeated. Start any other run again with its config.yaml."
+        )
+    steps = [json.loads(line) for line in _lines(path)]
+    return [tuple(_from_json(group) for group in row["groups"]) for row in steps]
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns the whole lines; a kill may have cut the last one short."""
+    if not path.is_file():
+        return []
+    return [line for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def _as_json(group: ScoredGroup) -> dict[str, Any]:
+    return {
+        "ticket": group.ticket,
+        "start_version": group.start_version,
+        "digest": digest_of(group),
+        "samples": [
+            [sample.sample_index, [[version, len([*part])] for version, part in groupby(sample.versions)]]
+            for sample in group.samples
+        ],
+    }
+
+
+def _from_json(row: dict[str, Any]) -> RecordedGroup:
+    return RecordedGroup(
+        ticket=row["ticket"],
+        start_version=row["start_version"],
+        digest=row["digest"],
+        samples=tuple(
+            RecordedSample(sample_index=index, segments=tuple((version, count) for version, count in segments))
+            for index, segments in row["samples"]
+        ),
+    )

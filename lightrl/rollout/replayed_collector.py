@@ -1,0 +1,114 @@
+"""Makes the samples of an asynchronous run again, as its schedule says, with the engine beside the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from lightrl.config import RolloutConfig
+from lightrl.data.sampler import PromptSampler
+from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Prompts, engine_prompt
+from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample, digest_of
+from lightrl.seeding import mix_seed
+from lightrl.strategy import StrategyBase
+
+_Name = tuple[int, int]  # ticket and sample
+
+
+class ReplayedCollector:
+    """Stands in for the collector of a trainer. At each step it makes the tokens of the weights of that step."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        strategy: StrategyBase,
+        schedule: Sequence[Sequence[RecordedGroup]],
+        *,
+        config: RolloutConfig,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self._collector = collector
+        self._strategy = strategy
+        self._config = config
+        self._prompts = prompts
+        self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
+        comm = strategy.comm
+        self._batches = [  # of this rank: (position, group)
+            [pair for pair in enumerate(batch) if pair[0] % comm.world == comm.rank] for batch in schedule
+        ]
+        self._made: dict[_Name, Completion] = {}  # so far
+
+    def sample(
+        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
+    ) -> list[Sample]:
+        """Makes every token of this step's weights, and returns this rank's samples of the step."""
+        if step >= len(self._batches):
+            raise ValueError(
+                f"The schedule ends after step {len(self._batches)}: give --max_steps {len(self._batches)} at most."
+            )
+        serving, comm = self._strategy.serving, self._strategy.comm
+        with serving.session(sleep_engine=sleep_engine) as engine, comm.phase("replay", local=True):
+            self._generate(engine, [*self._due(step)])
+        with comm.phase("comparison with the schedule", local=True):
+            return [sample for position, group in self._batches[step] for sample in self._take(position, group, step)]
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """Scores the samples anew."""
+        return self._collector.score(samples, statistics, prefix=prefix)
+
+    def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:
+        """Evaluates as any run does."""
+        return self._collector.evaluate(prompts, temperature=temperature)
+
+    def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
+        """Yields each sample that has tokens of these weights, with its number of tokens behind them."""
+        for batch in self._batches[version:]:
+            for _, group in batch:
+                for sample in group.samples:
+                    totals = accumulate(count for _, count in sample.segments)
+                    for (made_by, _), total in zip(sample.segments, totals, strict=True):
+                        if made_by == version:
+                            yield group, sample, total
+
+    def _generate(self, engine: ColocatedEngine, due: Sequence[tuple[RecordedGroup, RecordedSample, int]]) -> None:
+        names: dict[int, _Name] = {}
+        for group, sample, total in due:
+            name = (group.ticket, sample.sample_index)
+            params = SamplingParams(
+                max_new_tokens=total,
+                temperature=self._config.temperature,
+                seed=mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(group.ticket, self._config.num_prompts)),
+                first_sample=sample.sample_index,
+            )
+            request = engine.submit(engine_prompt(self._prompt(group.ticket)), params, self._made.pop(name, None))
+            names[request] = name
+        while engine.has_unfinished():
+            for completion in engine.step():
+                self._made[names[completion.request_id]] = completion
+
+    def _prompt(self, ticket: int) -> Prompt:
+        self._sampler.num_drawn = ticket
+        (index,) = self._sampler.draw(1)
+        return self._prompts[index]
+
+    def _take(self, position: int, group: RecordedGroup, step: int) -> list[Sample]:
+        made = [self._sample(position, group, sample) for sample in group.samples]
+        found = ScoredGroup(samples=tuple(made), rewards=(0.0,) * len(made), step=step)
+        if digest_of(found) != group.digest:
+            raise ValueError(
+                f"Step {step + 1}: the samples of ticket {group.ticket} are not those of the recorded run. Repeat it "
+                "with the same model, data, reward and engine, on the same kind of machine."
+            )
+        return made
+
+    def _sample(self, position: int, group: RecordedGroup, sample: RecordedSample) -> Sample:
+        completion = self._made.pop((group.ticket, sample.sample_index))
+        made = self._collector.sample_of(position, self._prompt(group.ticket), completion)
+        return replace(made, ticket=group.ticket, start_version=group.start_version)

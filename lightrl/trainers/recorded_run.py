@@ -1,0 +1,51 @@
+"""Repeats an asynchronous run from the schedule that it wrote, on ranks that train and generate in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_error, parse_config
+from lightrl.config.yaml_text import read_yaml
+from lightrl.rollout.recorded_schedule import read_schedule
+from lightrl.rollout.replayed_collector import ReplayedCollector
+from lightrl.trainers.fit import Trainer, run_program
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.ppo import PPOTrainer
+
+
+class Replay(Trainer):
+    """Goes in front of a trainer's class: its samples are made as those of a recorded run were."""
+
+    prompts: Any  # PromptData of the trainer
+    collector: Any
+
+    def __init__(self, config: RolloutConfig, recorded: Path) -> None:
+        schedule = read_schedule(recorded)
+        super().__init__(config)
+        self.collector = ReplayedCollector(
+            self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train
+        )
+
+
+class ReplayedGRPO(Replay, GRPOTrainer):
+    """Repeats a run of GRPO."""
+
+
+class ReplayedPPO(Replay, PPOTrainer):
+    """Repeats a run of PPO."""
+
+
+def replay(arguments: Sequence[str]) -> None:
+    """Repeats the run whose folder comes first; the other arguments are options that win over its config.yaml."""
+    recorded = Path(arguments[0] if arguments else "")
+    if not (recorded / "config.yaml").is_file():
+        exit_with_user_error(ValueError(f"{arguments[0] if arguments else 'Nothing'} is no folder of a run: give one."))
+    is_ppo = "critic" in read_yaml(recorded / "config.yaml", "it")
+    kind: type[RolloutConfig] = PPOConfig if is_ppo else GRPOConfig
+    config = parse_config(kind, ["--config", str(recorded / "config.yaml"), *arguments[1:]])
+    if not config.output_dir or Path(config.output_dir).resolve() == recorded.resolve():
+        exit_with_user_error(ValueError("Give --output_dir: a folder for the repeated run, beside the recorded one."))
+    trainer: type[Any] = ReplayedPPO if is_ppo else ReplayedGRPO
+    run_program(lambda options: trainer(options, recorded), config)

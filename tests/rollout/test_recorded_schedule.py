@@ -1,0 +1,60 @@
+from dataclasses import replace
+
+import pytest
+
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rollout.recorded_schedule import SCHEDULE, RecordedSample, ScheduleLog, digest_of, read_schedule
+
+
+def group(ticket, *responses):
+    samples = tuple(
+        Sample(
+            prompt=Prompt(index=0, text="", token_ids=(1,)),
+            position=0,
+            sample_index=index,
+            response_ids=ids,
+            sampler_logprobs=(0.0,) * len(ids),
+            versions=versions,
+            finish_reason="stop",
+            text="",
+            ticket=ticket,
+            start_version=3,
+        )
+        for index, (ids, versions) in enumerate(responses)
+    )
+    return ScoredGroup(samples=samples, rewards=(0.0,) * len(samples), step=0)
+
+
+def test_a_schedule_says_how_each_sample_was_made(tmp_path):
+    log = ScheduleLog(tmp_path)
+    made = group(7, ((5, 6, 7), (3, 3, 4)), ((8,), (4,)))
+    log.append(0, [made, group(9, ((5,), (3,)))])
+    log.append(1, [])
+    first, second = read_schedule(tmp_path)
+    assert [(item.ticket, item.start_version) for item in first] == [(7, 3), (9, 3)]
+    assert first[0].samples == (
+        RecordedSample(sample_index=0, segments=((3, 2), (4, 1))),
+        RecordedSample(sample_index=1, segments=((4, 1),)),
+    )
+    assert first[0].digest == digest_of(made)
+    assert second == ()
+
+
+def test_other_tokens_have_another_digest():
+    made = group(0, ((5, 6), (0, 0)), ((7,), (0,)))
+    assert digest_of(made) == digest_of(replace(made, samples=made.samples[::-1]))
+    assert len({digest_of(made), digest_of(group(0, ((5,), (0,)), ((6, 7), (0, 0))))}) == 2
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    for step in range(3):
+        ScheduleLog(tmp_path).append(step, [group(step, ((5,), (3,)))])
+    with (tmp_path / SCHEDULE).open("a") as file:
+        file.write('{"step": 4, "gro')  # cut short by a kill
+    ScheduleLog(tmp_path).append(2, [group(12, ((5,), (3,)))])
+    assert [[item.ticket for item in batch] for batch in read_schedule(tmp_path)] == [[0], [1], [12]]
+
+
+def test_a_run_without_a_schedule_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no schedule.jsonl: it is no run with --rollout.max_staleness"):
+        read_schedule(tmp_path)

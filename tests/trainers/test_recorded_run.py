@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+
+from lightrl.trainers.recorded_run import replay
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], [str(tmp_path)]):
+        with pytest.raises(SystemExit) as error:
+            replay(arguments)
+        assert error.value.code == 2
+        assert "is no folder of a run: give one" in capsys.readouterr().err
+
+
+def test_a_run_is_not_repeated_into_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nmax_steps: 2\n")
+    with pytest.raises(SystemExit):
+        replay([str(tmp_path)])
+    assert "Give --output_dir: a folder for the repeated run" in capsys.readouterr().err
