@@ -82,9 +82,13 @@ class Trainer(ABC):
     config: Any  # the subclass names its own class of options
     model: nn.Module  # trained, saved and resumed
     batches: str = ""  # the batch arithmetic in one line, printed at the start
+    # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
+    made_by: ClassVar[str | None] = ""
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
+        if self.made_by not in (None, _part_of(run.config if isinstance(run, RunContext) else run)):
+            raise _unheard_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
@@ -169,7 +173,7 @@ class Trainer(ABC):
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
     """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
     build: Callable[[Any], Any] = trainer_class
-    if isinstance(config, RolloutConfig) and (part := _part_of(config)):  # by name: these modules import this one
+    if part := _part_of(config):  # by name: these modules import this one
         build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     run_program(build, config)
 
@@ -191,13 +195,24 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
         _end(error, trainer)
 
 
-def _part_of(config: RolloutConfig) -> str:
+def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
+    if not isinstance(config, RolloutConfig):
+        return ""
     if config.rollout_ranks:
         return "lightrl.trainers.separate:in_role"
     if config.rollout.is_recorded:
         return "lightrl.trainers.recorded:recorded"
     return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
+
+
+def _unheard_options(trainer: Trainer) -> ValueError:
+    name = type(trainer).__name__
+    return ValueError(
+        f"{name} by itself takes no part in --rollout_ranks, in a schedule (--rollout.over_issue, max_staleness, "
+        f"filter ...) or in a record (--rollout.record, --rollout.from). Call run_trainer({name}, config) of "
+        "lightrl.trainers.fit, as the scripts do, or leave these options out."
+    )
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:

@@ -36,6 +36,8 @@ def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]
 class RecordingTrainer(Trainer):
     """Goes in front of a trainer's class: writes the groups of each step before it learns from them, if it does."""
 
+    made_by = "lightrl.trainers.recorded:recorded"
+
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Writes the groups, and learns from them unless --rollout.record_only says otherwise."""
         options, comm = self.config.rollout, self.strategy.comm
@@ -57,6 +59,7 @@ def _of_first_weights(group: ScoredGroup) -> ScoredGroup:
 class ReplayTrainer(Trainer):
     """Goes in front of a trainer's class: its groups are those of a record."""
 
+    made_by = "lightrl.trainers.recorded:recorded"
     prompts: Any
     updates: Any
     learn_from: Callable[[Sequence[ScoredGroup]], list[Experience]]

@@ -18,6 +18,7 @@ from lightrl.trainers.ppo import PPOTrainer
 class Replay(Trainer):
     """Goes in front of a trainer's class: its samples are made as those of a recorded run were."""
 
+    made_by = None  # the recorded run's options decide what is learned, while its ranks are not needed
     prompts: Any  # PromptData of the trainer
     collector: Any
 

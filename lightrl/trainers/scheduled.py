@@ -36,6 +36,7 @@ def scheduled(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Traine
 class ScheduledTrainer(Trainer):
     """Goes in front of a trainer's class: its batches are those of a schedule, which its checkpoints hold."""
 
+    made_by = "lightrl.trainers.scheduled:scheduled"
     collector: ScheduledCollector
     schedule: Schedule
     prompts: Any

@@ -41,6 +41,7 @@ def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig]
 class Learner(Trainer):
     """Goes in front of a trainer's class: its samples come from the rollout ranks, and its weights go there."""
 
+    made_by = "lightrl.trainers.separate:in_role"
     collector: RemoteCollector
     prompts: Any  # PromptData of the trainer
 

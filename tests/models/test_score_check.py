@@ -79,6 +79,11 @@ def test_a_run_checks_every_model_that_the_tests_do_not(config: Any, needed: boo
     assert needs_score_check(policy(config).hf) == needed
 
 
+def test_a_run_checks_every_model_of_a_library_that_the_tests_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.190.1")
+    assert needs_score_check(policy(transformers.LlamaConfig(**SHAPE)).hf)
+
+
 def test_a_run_checks_a_model_of_code_that_came_with_it() -> None:
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """Such as trust_remote_code loads: the name is known, the class is not."""
