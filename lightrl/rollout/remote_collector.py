@@ -71,14 +71,14 @@ class RemoteCollector:
         """Refuses: estimators that need it are refused before."""
         raise RuntimeError("With --rollout_ranks there are no greedy responses to compare with.")
 
-    def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:
-        """Has the rollout ranks evaluate the weights that they were sent last."""
+    def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
+        """Has the rollout ranks evaluate the weights that they were sent last; settings: as of Collector.evaluate()."""
         if not prompts:
             return {}
         metrics: dict[str, float] = {}
         with self._comm.phase("waiting for the evaluation", local=True):
             if self._link is not None:
-                self._link.post({"do": "evaluate", "temperature": temperature})
+                self._link.post({"do": "evaluate", "settings": settings})
                 metrics = json.loads(self._link.answers()[0])
         return self._comm.broadcast_object(metrics)
 

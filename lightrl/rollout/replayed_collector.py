@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from lightrl.config import RolloutConfig
 from lightrl.data.sampler import PromptSampler
@@ -63,9 +64,9 @@ class ReplayedCollector:
         """Scores the samples anew."""
         return self._collector.score(samples, statistics, prefix=prefix)
 
-    def evaluate(self, prompts: Sequence[Prompt], *, temperature: float) -> dict[str, float]:
+    def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
         """Evaluates as any run does."""
-        return self._collector.evaluate(prompts, temperature=temperature)
+        return self._collector.evaluate(prompts, **settings)
 
     def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
         """Yields each sample that has tokens of these weights, with its number of tokens behind them."""

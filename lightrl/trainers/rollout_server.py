@@ -138,7 +138,7 @@ class RolloutServer:
             self._answer_evaluation(command)
 
     def _answer_evaluation(self, command: Command) -> None:
-        metrics = self.collector.evaluate(self.prompts.evaluation, temperature=command["temperature"])
+        metrics = self.collector.evaluate(self.prompts.evaluation, **command["settings"])
         self.link.answer(json.dumps(metrics).encode())
 
     # ---- Set-up ------------------------------------------------------------------------------------------------
