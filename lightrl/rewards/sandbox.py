@@ -87,6 +87,11 @@ def run_tests(
     return [bool(passed) for passed in report["passed"]]
 
 
+def hides_packages() -> bool:
+    """Returns whether programs cannot import installed packages, since these lie where a program's own files do."""
+    return any(path.startswith("/tmp/") for path in _package_folders())
+
+
 @lru_cache
 def choose_confinement(unsafe: bool = False) -> Confinement:
     """Returns the strongest confinement that works here; raises SandboxUnavailableError if none does."""
@@ -103,6 +108,11 @@ def choose_confinement(unsafe: bool = False) -> Confinement:
             reasons.append(f"{confinement}: Python does not work in it: {run['stderr'][-300:]}")
             continue
         logger.info("Programs run in a sandbox by %s.", confinement)
+        if confinement != "landlock" and hides_packages():
+            logger.warning(
+                "Programs see the standard library alone, without installed packages such as numpy: these are in /tmp, "
+                "and each program has a /tmp of its own. Make Python's environment in another folder."
+            )
         return confinement
     if unsafe:
         logger.warning("This system allows no sandbox; by --code.unsafe programs run all the same, as your own user.")

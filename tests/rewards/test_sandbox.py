@@ -169,6 +169,18 @@ def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose_confinement.cache_clear()
 
 
+def test_packages_that_programs_cannot_see_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if choose_confinement() == "landlock":
+        pytest.skip("Landlock hides no folder")
+    monkeypatch.setattr(sandbox, "hides_packages", lambda: True)
+    choose_confinement.cache_clear()
+    choose_confinement()
+    choose_confinement.cache_clear()
+    assert "without installed packages such as numpy" in caplog.text
+
+
 def test_without_a_sandbox_the_reward_is_refused_unless_told(
     no_sandbox: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightrl.rewards.sandbox import SandboxLimits, run_tests
+from lightrl.rewards.sandbox import SandboxLimits, hides_packages, run_tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -220,6 +220,7 @@ HONEST_TESTS = [
 ]
 
 
+@pytest.mark.skipif(hides_packages(), reason="the environment is in /tmp: programs have no numpy")
 def test_what_honest_tests_do() -> None:
     passed = run_tests(OBJECTS, HONEST_TESTS, limits=SandboxLimits(timeout_s=100))
     assert [test for test, is_passed in zip(HONEST_TESTS, passed, strict=True) if not is_passed] == []
