@@ -65,7 +65,7 @@ def test_the_rollout_ranks_evaluate():
     link = ScriptedLink([json.dumps({"eval/reward": 0.25}).encode(), b""])
     collector = RemoteCollector(Comm(), link, PROMPTS, PromptSampler(4, 1, seed=0))
     assert collector.evaluate(PROMPTS, temperature=0.0) == {"eval/reward": 0.25}
-    assert link.posted == [{"do": "evaluate", "temperature": 0.0}]
+    assert link.posted == [{"do": "evaluate", "settings": {"temperature": 0.0}}]
     assert collector.evaluate([], temperature=0.0) == {}
 
 
