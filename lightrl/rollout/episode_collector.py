@@ -49,11 +49,7 @@ def collector_of_episodes(
     workflow: Workflow, strategy: StrategyBase, rewards: RewardSet, config: RolloutConfig
 ) -> EpisodeCollector:
     """Returns the collector of a run, whose episodes fit into the engine's context and into a micro-batch."""
-    limits = EpisodeLimits(
-        max_new_tokens=config.max_new_tokens,
-        max_turns=config.rollout.max_turns,
-        max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
-    )
+    limits = episode_limits(config, strategy)
     return EpisodeCollector(
         strategy,
         rewards,
@@ -62,6 +58,15 @@ def collector_of_episodes(
         limits=limits,
         timeout_s=config.rollout.episode_timeout_s,
         **sampling_of(config),
+    )
+
+
+def episode_limits(config: RolloutConfig, strategy: StrategyBase) -> EpisodeLimits:
+    """Returns what bounds the episodes of a run on its engine."""
+    return EpisodeLimits(
+        max_new_tokens=config.max_new_tokens,
+        max_turns=config.rollout.max_turns,
+        max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
     )
 
 

@@ -13,10 +13,10 @@ from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup, Status
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.client import EngineClient
 from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts, sampling_of
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.episode_collector import EpisodeCollector, _Failure, _Job, longest_episode
+from lightrl.rollout.episode_collector import EpisodeCollector, _Failure, _Job, episode_limits
 from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.schedule import Schedule
@@ -229,11 +229,7 @@ def scheduled_collector(
     config: RolloutConfig,
 ) -> ScheduledCollector:
     """Returns the collector of a scheduled run; without a workflow a sample is one response."""
-    limits = EpisodeLimits(
-        max_new_tokens=config.max_new_tokens,
-        max_turns=config.rollout.max_turns,
-        max_tokens=longest_episode(config, strategy.serving.require_engine().engine.max_model_len),
-    )
+    limits = episode_limits(config, strategy)
     return ScheduledCollector(
         strategy,
         rewards,
