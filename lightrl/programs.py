@@ -34,7 +34,7 @@ class Command(NamedTuple):
     """A program that reads its arguments itself."""
 
     summary: str
-    start: str  # import path of a function of the arguments
+    start: str  # import path of a function of the arguments, which may return an exit code
 
 
 TRAINERS = {
@@ -48,6 +48,7 @@ COMMANDS: dict[str, Run | Command] = {
     "train": Command(f"Train: lightrl train {'|'.join(TRAINERS)} [OPTIONS].", "lightrl.programs:train"),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
     "replay": Command("Repeat a recorded asynchronous run.", "lightrl.trainers.recorded_run:replay"),
+    "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
     "completion": Command(
         "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
     ),
@@ -59,37 +60,37 @@ def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
     _start_named(TRAINERS, arguments, program)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names; the console script `lightrl`."""
     words = sys.argv[1:] if arguments is None else arguments
     if list(words[:1]) == ["--version"]:
         print_text(f"lightrl {importlib.import_module('lightrl').__version__}")
-    else:
-        _start_named(COMMANDS, words, "lightrl")
+        return 0
+    return _start_named(COMMANDS, words, "lightrl")
 
 
-def start(name: str, arguments: Sequence[str] | None = None, program: str = "") -> None:
-    """Runs a program of this name; without arguments, with those of the process."""
-    _start({**TRAINERS, **COMMANDS}[name], sys.argv[1:] if arguments is None else arguments, program)
+def start(name: str, arguments: Sequence[str] | None = None, program: str = "") -> int:
+    """Runs a program of this name and returns its exit code; without arguments, with those of the process."""
+    return _start({**TRAINERS, **COMMANDS}[name], sys.argv[1:] if arguments is None else arguments, program)
 
 
-def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], program: str) -> None:
+def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], program: str) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", ())
     if name in ("-h", "--help"):
         print_text(_list_of(known, program))
-    elif name in known:
-        _start(known[name], rest, f"{program} {name}")
-    else:
+        return 0
+    if name not in known:
         hint = nearest_name(name, set(known))
         exit_with_user_error(ValueError(f"{program} {name}: there is no such command. {hint}"))
+    return _start(known[name], rest, f"{program} {name}")
 
 
-def _start(program: Run | Command, arguments: Sequence[str], name: str) -> None:
+def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
     if isinstance(program, Command):
-        _load(program.start)(arguments)
-        return
+        return int(_load(program.start)(arguments) or 0)
     config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
     _load("lightrl.trainers.fit:run_trainer")(_load(program.trainer), config)
+    return 0
 
 
 def _load(path: str) -> Callable[..., Any]:

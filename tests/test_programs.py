@@ -45,18 +45,19 @@ def test_every_name_starts_its_trainer(started: list[tuple[str, int]]) -> None:
         (["train", "grpo", "--help"], 0, "usage: lightrl train grpo [OPTIONS]"),
         (["tain"], 2, "error: lightrl tain: there is no such command. Did you mean train"),
         (["train", "gpro"], 2, "error: lightrl train gpro: there is no such command. Did you mean grpo"),
+        (["hash", "/nowhere"], 2, "error: "),
+        (["hash"], 2, "Usage: hash RUN"),
         (["train", "grpo", "--lr", "-1"], 2, "--lr is -1.0: it must be "),
     ],
 )
 def test_help_and_mistakes(words: list[str], code: int, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = 0
     try:
-        main(words)
+        ended = main(words)
     except SystemExit as end:
         ended = int(end.code or 0)
     said = capsys.readouterr()
     assert ended == code
-    assert wanted in " ".join((said.err if code else said.out).split()).replace("\u2502 ", "")
+    assert wanted in " ".join(f"{said.out} {said.err}".split()).replace("\u2502 ", "")
 
 
 def test_every_program_says_what_it_does_and_can_be_loaded() -> None:
