@@ -114,6 +114,8 @@ class ExactGradients(TorchStrategy):
         for hook in self.trained.hooks_of(optimizer):
             hook.before_clip(optimizer)
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if divisor != 1:
+            torch._foreach_mul_(gradients, 1 / divisor)
         grad_norm = self._norm(gradients, sum(parameter.numel() for parameter in parameters))
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -183,7 +185,7 @@ class ExactShards(ExactGradients):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Shards the model, and gives every unit a reduction of its own."""
-        model = super().prepare_model(model)
+        model = super().prepare_model(model)  # type: ignore[safe-super]
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reductions[model] = [ExactReduceScatter() for _ in units]
         for unit, reduction in zip(units, self._reductions[model], strict=True):
