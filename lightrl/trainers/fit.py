@@ -39,6 +39,7 @@ from lightrl.trainers.lifetime import (
     is_under_torchrun,
 )
 from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_empty_runs
+from lightrl.trainers.run_owner import disown
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,9 @@ class Trainer(ABC):
         return fit(self)
 
     def close(self) -> None:
-        """Ends the engine and leaves the process group."""
+        """Ends the engine, leaves the process group, and gives the run's folder back."""
         self.strategy.close()
+        disown(self.folder.root)
 
     @contextmanager
     def timed(self, name: str, phase: str) -> Iterator[None]:
