@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,24 +64,23 @@ class Rollouts:
         seed: int = 0,
         sampling: SamplingParams | None = None,
     ) -> None:
-        """Begins with nothing under way; the strategy has an engine and a tokenizer.
+        """Begins with nothing under way. The strategy has an engine and a tokenizer.
 
         Args:
-            strategy: Lends its engine to the calls.
             workflow: What makes a sample, where a call names none; None: one response to the prompt.
             batch_size: Prompts that an update learns from, over all ranks.
             group_size: Samples of each prompt.
-            max_new_tokens: Tokens of a turn at most.
+            max_new_tokens: Of a turn at most.
             temperature: That turns are drawn at.
             reward: Scores the samples; by default their reward is the one that the workflow gave.
-            max_staleness: Updates by which the weights that a prompt was started under may be behind when it is
-                learned from, where each update learns from batch_size prompts. 0: nothing is started ahead.
+            max_staleness: Batches that are under way beside the next one: a prompt is learned from at most so many
+                updates after it was started.
             max_concurrent: Prompts that run at once at most, over all ranks; 0: no limit.
             keep: Says of a scored group whether it may be learned from; others take the place of those that may not.
-            max_turns: Turns of an episode at most.
+            max_turns: Of an episode at most.
             timeout_s: Seconds after which an episode has failed; 0: it may take any time.
             agree_every: Engine steps between two looks of all ranks at what is finished.
-            seed: What is drawn depends on it, on the place of the prompt among all, and on the sample's index.
+            seed: Of all draws.
             sampling: What else each turn asks for, such as stop strings.
         """
         self.statistics = Statistics()
@@ -92,27 +91,27 @@ class Rollouts:
         self._checked = 0  # prompts that all ranks have compared
         rules = Rules(batch_size=batch_size, max_staleness=max_staleness, max_groups=max_concurrent)
         self._scheduler = _SubmittedScheduler(rules, self._prompts)
-        schedule = Schedule(
-            self._scheduler,
-            strategy.comm,
-            self._prompts,
-            lambda ticket: ticket,
-            engine_size=strategy.serving.group.size,
-        )
-        context = strategy.serving.require_engine().engine.max_model_len
         self._collector = _SubmittedCollector(
             strategy,
             RewardSet.of(reward),
             workflow or SingleTurn(),
-            schedule,
+            self._schedule(),
             Pace(agree_every=agree_every, keep=keep),
             self.statistics,
             seed=seed,
-            limits=EpisodeLimits(max_new_tokens=max_new_tokens, max_turns=max_turns, max_tokens=context),
+            limits=EpisodeLimits(max_new_tokens=max_new_tokens, max_turns=max_turns, max_tokens=self._context),
             timeout_s=timeout_s,
             sampling=sampling or SamplingParams(),
         )
         self._source: tuple[Any, Iterator[Datum]] | None = None  # of prepare_batch(), and where it has come to
+
+    def _schedule(self) -> Schedule:
+        size = self._strategy.serving.group.size
+        return Schedule(self._scheduler, self._strategy.comm, self._prompts, lambda ticket: ticket, engine_size=size)
+
+    @property
+    def _context(self) -> int:
+        return self._strategy.serving.require_engine().engine.max_model_len
 
     # ---- AReaL's calls -------------------------------------------------------------------------------------------
 
@@ -212,8 +211,7 @@ class Rollouts:
             )
 
     def _prompt_of(self, data: Mapping[str, Any]) -> Prompt:
-        room = self._strategy.serving.require_engine().engine.max_model_len - 1
-        tokenizer: Any = self._strategy.tokenizer
+        room, tokenizer = self._context - 1, cast(Any, self._strategy.tokenizer)
         (prompt,) = build_prompts([(dict(data), "the prompt")], tokenizer, max_prompt_tokens=room)
         return prompt
 
