@@ -243,6 +243,9 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
 
     def check(self) -> None:
         """Raises ValueError for a record of samples that more than one step, or other ranks, have made."""
+        if self.data.curriculum and (self.rollout_ranks or self.rollout.is_recorded):
+            other = "--rollout_ranks" if self.rollout_ranks else "--rollout.record and --rollout.from"
+            raise ValueError(f"--data.curriculum takes no part in {other} yet: leave one of them out.")
         self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
 
     @property

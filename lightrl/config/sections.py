@@ -254,6 +254,9 @@ class DataConfig(PromptFieldsConfig):
     video_field: str = "videos"
     """Field with the path of a video or a list of paths: .npy arrays [frames, height, width, 3] of uint8, or animated
     .gif or .webp files. Empty: read no videos."""
+    curriculum: str = ""
+    """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
+    prompts that are solved about half the time. Empty: every prompt once in each epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
