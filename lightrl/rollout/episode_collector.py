@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightrl.comm import enter_episode
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
@@ -142,6 +143,7 @@ class EpisodeCollector(Collector):
             position=job.position,
             siblings=siblings,
         )
+        enter_episode()
         try:
             if job.prompt.images or job.prompt.videos:
                 raise ValueError("workflows take no images or videos yet")

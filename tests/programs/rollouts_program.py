@@ -44,6 +44,20 @@ class Tensors(Workflow):
         }
 
 
+class Collective(Workflow):
+    """Asks all ranks for something, which no episode may; the reward says whether it was refused."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    async def arun_episode(self, engine, data):
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids, max_new_tokens=2))
+        calls = (self.comm.barrier, lambda: self.comm.phase("mine", local=True).__enter__())
+        episode.reward = float(sum("An episode has called" in message_of(call) for call in calls))
+        return episode
+
+
 RECORDS = [{"prompt": f"{number}+{number}=", "answer": number} for number in range(12)]
 
 
@@ -80,6 +94,8 @@ def main(output):
     now = rollouts(group_size=2)
     note("rollout_batch", now.rollout_batch(RECORDS[:6]))
     note("tensors", now.rollout_batch(RECORDS[:1], workflow=Tensors()))
+
+    note("collective", now.rollout_batch(RECORDS[:2], workflow=Collective(strategy.comm)))
 
     later = rollouts(max_staleness=3)
     for record in RECORDS[3:8]:  # 3 and 6 are long, 4 is rejected
