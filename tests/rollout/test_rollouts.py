@@ -30,7 +30,7 @@ def test_the_calls_on_one_rank_and_on_two(tmp_path: Path) -> None:
     assert "The ranks have submitted different prompts (7, 7 on ranks 0, 1, ...)" in two.pop("different")
     made.pop("different")
     refused = answers(two.pop("collective")), answers(made.pop("collective"))
-    assert refused == ([2, 2, 2, 2], [0, 0, 0, 0])  # a rank of its own waits for nobody
+    assert refused == ([2, 2, 2, 2], [1, 1, 1, 1])  # a barrier of one rank waits for nobody
     assert two == made
 
     assert answers(made["rollout_batch"]) == [0, 0, 1, 1, 2, 2, 3, 3, 5, 5]  # 4 was rejected
