@@ -106,8 +106,9 @@ class Learner(Trainer):
 
     def _explained(self, error: Exception) -> Exception:
         """Returns an error that says which rank is gone, if that is what broke a collective."""
-        is_alone = self._peers is None or not isinstance(error, RuntimeError)
-        failure = "" if is_alone else self._peers.failure_soon()
+        if self._peers is None or not isinstance(error, RuntimeError):
+            return error
+        failure = self._peers.failure_soon()
         return RankError(f"{failure}\n{error}") if failure and failure not in str(error) else error
 
     def _hear_signal(self) -> None:
@@ -159,6 +160,7 @@ def check_split(config: RolloutConfig) -> None:
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
+    _check_engine(config)
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":
@@ -176,6 +178,18 @@ def _check_schedule(config: RolloutConfig) -> None:
             f"--rollout_ranks with --rollout.max_staleness {config.rollout.max_staleness} does not go with "
             f"--rollout.workflow {config.rollout.workflow}. Use --rollout.max_staleness 0, or leave the workflow out."
         )
+
+
+def _check_engine(config: RolloutConfig) -> None:
+    """Raises ValueError for what is asked of an engine beside the trainer; the defaults ask nothing."""
+    remedies = {
+        "canary_every": "the fingerprints prove each sync, and mismatch/* compares logprobs",
+        "engine_sleep_level": "the engine has its device for itself and never sleeps",
+    }
+    for item in fields(config):
+        asked = getattr(config, item.name) if item.name in remedies else 0
+        if asked not in (0, item.default):
+            raise _refused(f"--{item.name} {asked}: {remedies[item.name]}", "Leave it out")
 
 
 def _refused(what: str, remedy: str) -> ValueError:
