@@ -53,6 +53,12 @@ def take_role(role: str) -> None:
     _role = role
 
 
+def rank_name() -> str:
+    """Returns what messages call this rank of torchrun's; empty for a process of its own."""
+    rank = os.environ.get("RANK", "")
+    return rank and f"{_role} rank {rank}".strip()
+
+
 def store_of(role: str) -> Store:
     """Returns the store of a role's world; only after join()."""
     assert _meeting is not None, "join() comes first"

@@ -35,9 +35,14 @@ class Role:
         return "rollout" if self.is_trainer else "trainer"
 
     @property
-    def num_others(self) -> int:
-        """The number of ranks of the other role."""
-        return self.num_rollout if self.is_trainer else self.num_trainers
+    def place(self) -> int:
+        """The rank that torchrun gave: trainers come first."""
+        return self.rank if self.is_trainer else self.num_trainers + self.rank
+
+    def name_of(self, place: int) -> str:
+        """Returns the name of the rank that torchrun gave this number."""
+        is_trainer = place < self.num_trainers
+        return f"trainer rank {place}" if is_trainer else f"rollout rank {place - self.num_trainers}"
 
 
 def split(num_rollout: int, *, engine_tp_size: int = 1) -> Role:

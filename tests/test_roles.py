@@ -34,9 +34,10 @@ def test_the_last_ranks_generate_in_a_world_of_their_own(rank, expected, world, 
 
 def test_a_role_knows_the_other():
     role = Role(name="trainer", rank=0, num_trainers=3, num_rollout=2)
-    assert (role.is_trainer, role.other, role.num_others) == (True, "rollout", 2)
+    assert (role.is_trainer, role.other, role.place) == (True, "rollout", 0)
     role = Role(name="rollout", rank=1, num_trainers=3, num_rollout=2)
-    assert (role.is_trainer, role.other, role.num_others) == (False, "trainer", 3)
+    assert (role.is_trainer, role.other, role.place) == (False, "trainer", 4)
+    assert [role.name_of(place) for place in (2, 3)] == ["trainer rank 2", "rollout rank 0"]
 
 
 @pytest.mark.parametrize(("count", "message"), [(2, "2 of 2 ranks leaves none to train"), (-1, "is -1: it must be 0")])

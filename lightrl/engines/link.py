@@ -7,10 +7,8 @@ the group. A rank that dies is noticed at once: everybody listens to a connectio
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,18 +17,18 @@ from torch import Tensor
 
 from lightrl.comm import RankError
 from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams
+from lightrl.engines.peer_watch import PeerWatch
 from lightrl.engines.weights.account import Fingerprint
-from lightrl.process_group import link_group, store_of, watch_group
-from lightrl.rank_board import RankBoard
+from lightrl.process_group import link_group, store_of
 from lightrl.roles import Role
 
 Command = dict[str, Any]
 
+SIGNAL = "signal"  # key of a signal that a rollout rank has got
+
 _POLL_S = (0.0005, 0.01)  # between two looks at the store: at first, and after a while
 _LOOK_S = 0.5  # between two looks for errors of the other role
 _ALIGNMENT = 16  # bytes: a view of a bucket must begin at a multiple of its element's size
-_LEAVING_S = 5.0
-_WATCH_TAG = 7
 
 
 class Link:
@@ -44,12 +42,11 @@ class Link:
         self._rank = 0 if role.is_trainer else role.rank + 1
         self._size = role.num_rollout + 1
         self._store: Any = store_of("link")
-        self._own_board = RankBoard(store_of(role.name), role.rank, 0)
-        self._their_board = RankBoard(store_of(role.other), -1, role.num_others)
+        self.peers = PeerWatch(role)
+        self.on_look: Callable[[], None] | None = None  # called at every look for errors of others
         self._num_commands = 0
         self._num_claims = 0
         self._looked_at = 0.0
-        self._watch: _Watch | None = None
 
     def meet(self) -> None:
         """Waits for the other ranks of the link, and connects."""
@@ -60,8 +57,7 @@ class Link:
         self._data = self._texts
         if self._device.type == "cuda":
             self._data = link_group("data", self._rank, self._size, self._device, self._timeout)
-        peers = range(1, self._size) if self.role.is_trainer else [0]
-        self._watch = _Watch(watch_group(self._rank, self._size), peers)
+        self.peers.begin()
 
     # ---- Waiting -----------------------------------------------------------------------------------------------
 
@@ -76,37 +72,14 @@ class Link:
             time.sleep(min(max(waited / 10, _POLL_S[0]), _POLL_S[1]))
 
     def require_others(self) -> None:
-        """Raises RankError with what the other role said if one of its ranks has failed."""
-        is_lost = self._watch is not None and bool(self._watch.lost)
-        if not is_lost and time.monotonic() - self._looked_at < _LOOK_S:
+        """Raises RankError with what another rank said if one has failed."""
+        if self.on_look is not None:
+            self.on_look()
+        if not self.peers.lost and time.monotonic() - self._looked_at < _LOOK_S:
             return
         self._looked_at = time.monotonic()
-        if failure := self.failure_of_others():
+        if failure := self.peers.failure():
             raise RankError(failure)
-
-    def failure_of_others(self) -> str:
-        """Returns what the failed ranks of the other role said, or that they are gone; empty if all is well."""
-        lost = self._watch.lost if self._watch is not None else []
-        errors = self._their_board.errors_of_others() if lost else self._their_board.errors_now()
-        if errors:
-            return "\n".join(f"{self.role.other} rank {rank} failed:\n{errors[rank]}" for rank in sorted(errors))
-        if not lost:
-            return ""
-        ranks = [0] if not self.role.is_trainer else [peer - 1 for peer in lost]
-        return (
-            f"{self.role.other} rank {', '.join(map(str, ranks))} is gone: the process has ended and posted no error. "
-            "torchrun's report names its exit code or signal."
-        )
-
-    def report(self, error: BaseException) -> None:
-        """Posts why this rank leaves, for the other role to read."""
-        self._own_board.post_error(error)
-
-    def leave(self) -> None:
-        """Takes leave of the other ranks, so that they do not take this one's end for a failure."""
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
 
     # ---- Commands and answers ----------------------------------------------------------------------------------
 
@@ -242,39 +215,14 @@ class Link:
         try:
             group.broadcast([tensor]).wait()
         except RuntimeError as error:
-            self._looked_at = 0.0
-            self.require_others()
+            if failure := self.peers.failure_soon():
+                raise RankError(failure) from error
             raise RankError(f"The weight sync between trainer and rollout ranks broke off: {error}") from error
         self.num_bytes += tensor.nbytes
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return int(torch.Size(shape).numel() * dtype.itemsize)
-
-
-class _Watch:
-    """Knows which peers have ended: a receive of each ends with their farewell, or with their process."""
-
-    def __init__(self, group: Any, peers: Iterable[int]) -> None:
-        self.lost: list[int] = []
-        self._group = group
-        self._threads = {peer: threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in peers}
-        for thread in self._threads.values():
-            thread.start()
-
-    def _listen(self, peer: int) -> None:
-        try:
-            self._group.recv([torch.zeros(1)], peer, _WATCH_TAG).wait()
-        except RuntimeError:
-            self.lost.append(peer)
-
-    def end(self) -> None:
-        """Says farewell, and waits a moment for that of the peers."""
-        for peer in self._threads:
-            with suppress(RuntimeError):  # it has gone first
-                self._group.send([torch.zeros(1)], peer, _WATCH_TAG).wait()
-        for thread in self._threads.values():
-            thread.join(_LEAVING_S)
 
 
 # ---- The trainer's end -----------------------------------------------------------------------------------------------

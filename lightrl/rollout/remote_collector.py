@@ -36,6 +36,7 @@ class RemoteCollector:
         groups: list[ScoredGroup] = []
         with self._comm.phase("waiting for samples", local=True):
             if self._link is not None:
+                self._link.require_others()  # also where the batch is there already
                 groups = self.take(self._link, step)
         outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
         for position, group in enumerate(groups):

@@ -68,8 +68,8 @@ def run_spmd(
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
         command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(program), *args]
         return _run_command(command, timeout_s, env, cwd, expect_failure)
-    with _store() as port:
-        ranks = [_environment({**_of_rank(rank, world_size, port), **(env or {})}) for rank in range(world_size)]
+    with store_of_ranks() as port:
+        ranks = [environment_of_rank(rank, world_size, port, env) for rank in range(world_size)]
         return _run_forked([str(program), *args], ranks, timeout_s, cwd, expect_failure)
 
 
@@ -111,21 +111,23 @@ def _may_fork(env: Mapping[str, str] | None) -> bool:
 
 
 @contextmanager
-def _store() -> Iterator[int]:
-    """Keeps the store at which the ranks meet in this process, as torchrun does: it outlives every rank."""
+def store_of_ranks() -> Iterator[int]:
+    """Yields the port of a store at which ranks meet. It is in this process and outlives them, as torchrun's does."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
 
 
-def _of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+def environment_of_rank(rank: int, world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns what a rank sees: this process's variables, torchrun's, and the given ones."""
     world = str(world_size)
-    return {
+    torchrun = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0", "ROLE_NAME": "default",
         "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
     }  # fmt: skip
+    return _environment({**torchrun, **(env or {})})
 
 
 def _run_forked(

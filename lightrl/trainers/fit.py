@@ -28,6 +28,7 @@ from lightrl.comm import MISTAKES, RankError
 from lightrl.config import RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
+from lightrl.process_group import rank_name
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.lifetime import (
@@ -234,7 +235,7 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         print_user_error(OSError(f"{describe_disk_error(error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
-        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {error}\n")
+        sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
     else:
         traceback.print_exception(error)
     end_process(1)

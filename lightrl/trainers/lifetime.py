@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from lightrl.checkpoint import CheckpointDirectory
+from lightrl.process_group import rank_name
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.run import RunFolder
 
@@ -204,9 +205,9 @@ def _drop_lost_terminal() -> None:
 
 
 def _say(text: str) -> None:
-    rank = os.environ.get("RANK")
+    name = rank_name()
     with suppress(OSError, ValueError):  # nobody may be listening any more
-        sys.stderr.write(f"{f'[rank {rank}] ' if rank else ''}{text}\n")
+        sys.stderr.write(f"{f'[{name}] ' if name else ''}{text}\n")
         sys.stderr.flush()
 
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lightrl.config import LoraConfig, RolloutConfig
 from lightrl.data.sampler import PromptSampler, shard
 from lightrl.engines.base import create_engine, create_recording_engine
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.engines.link import Command, Link
+from lightrl.engines.link import SIGNAL, Command, Link
 from lightrl.metrics import Statistics
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import load_policy
@@ -39,11 +40,12 @@ class RolloutServer:
         options = _server_options(config, role)
         self.config = config
         self.step_index = 0  # that the run began with
+        self._has_passed_on = False  # a signal, to the trainer
         self.strategy: StrategyBase = create_strategy(options)
         self.run: RunContext = open_run(options, kind="rollout", strategy=self.strategy)
         self.folder: RunFolder = self.run.folder
         self.link = Link(role, self.strategy.device, self.strategy.comm.timeout)
-        self.strategy.comm.failure_of_others = self.link.failure_of_others
+        self.strategy.comm.failure_of_others = self.link.peers.failure
         try:
             self.prompts = PromptData(self.run)
             self.rewards = RewardSet.from_config(config)
@@ -51,7 +53,7 @@ class RolloutServer:
             self.collector = self._make_collector()
             self.production = self._make_production() if config.rollout.max_staleness else None
         except Exception as error:
-            self.link.report(error)
+            self.link.peers.report(error)
             raise
         self._actions: dict[str, Callable[[Command], None]] = {
             "begin": self._begin,
@@ -64,6 +66,7 @@ class RolloutServer:
         """Serves until the trainer ends the run. A signal is the trainer's to act on: it stops the run, and this."""
         watch = SignalWatch(self)
         watch.start()
+        self.link.on_look = partial(self._pass_on, watch)
         try:
             self.link.meet()
             if self.production is not None:
@@ -71,11 +74,17 @@ class RolloutServer:
             else:
                 self._serve()
         except Exception as error:
-            self.link.report(error)
+            self.link.peers.report(error)
             raise
         finally:
             watch.stop()
-        self.link.leave()
+        self.link.peers.end()
+
+    def _pass_on(self, watch: SignalWatch) -> None:
+        """Tells the trainer of the signal that this rank has got, once."""
+        if watch.received and not self._has_passed_on:
+            self._has_passed_on = True
+            self.link.put(SIGNAL, str(watch.received).encode())
 
     def _serve(self) -> None:
         while True:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from lightrl.comm import RankError
 from lightrl.config import RolloutConfig
 from lightrl.config.rollout_schedule import ScheduleConfig
-from lightrl.engines.link import Link
+from lightrl.engines.link import SIGNAL, Link
+from lightrl.engines.peer_watch import PeerWatch
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, UsedTickets
@@ -47,6 +51,7 @@ class Learner(Trainer):
 
     def __init__(self, config: RolloutConfig, role: Role) -> None:
         self._link: Link | None = None
+        self._peers: PeerWatch | None = None
         self._role = role
         try:
             super().__init__(config, strategy=self._make_strategy(config))
@@ -81,19 +86,39 @@ class Learner(Trainer):
         try:
             return super().fit()
         except Exception as error:
-            self._report(error)
-            raise
+            explained = self._explained(error)
+            self._report(explained)
+            if explained is error:
+                raise
+            raise explained from error
 
     def close(self) -> None:
         """Ends the rollout ranks, then this one."""
         if self._link is not None:
             self._link.post({"do": "stop"})
-            self._link.leave()
+        if self._peers is not None:
+            self._peers.end()
         super().close()
 
     def _report(self, error: Exception) -> None:
         if self._link is not None:
-            self._link.report(error)
+            self._link.peers.report(error)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Returns an error that says which rank is gone, if that is what broke a collective."""
+        if self._peers is None or not isinstance(error, RuntimeError):
+            return error
+        failure = self._peers.failure_soon()
+        return RankError(f"{failure}\n{error}") if failure and failure not in str(error) else error
+
+    def _hear_signal(self) -> None:
+        """Acts on a signal that a rollout rank alone has got as if it had come to this one."""
+        link = self._link
+        assert link is not None, "it alone calls this"
+        if link.has(SIGNAL):
+            signum = int(link.take(SIGNAL))
+            if signal.getsignal(signum) is not signal.SIG_DFL:  # else nothing is trained yet, or no more
+                os.kill(os.getpid(), signum)
 
     def _make_strategy(self, config: RolloutConfig) -> StrategyBase:
         """Makes the trainer's strategy, on which no engine leans."""
@@ -105,9 +130,13 @@ class Learner(Trainer):
     def _connect(self, strategy: StrategyBase) -> Link | None:
         """Makes the trainer's end of the link, on its first rank."""
         if not strategy.comm.is_main:
+            self._peers = PeerWatch(self._role)
+            self._peers.begin()
             return None
         self._link = Link(self._role, strategy.device, strategy.comm.timeout)
-        strategy.comm.failure_of_others = self._link.failure_of_others
+        self._peers = self._link.peers
+        strategy.comm.failure_of_others = self._peers.failure
+        self._link.on_look = self._hear_signal
         self._link.meet()
         return self._link
 
@@ -131,6 +160,7 @@ def check_split(config: RolloutConfig) -> None:
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
+    _check_engine(config)
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":
@@ -148,6 +178,18 @@ def _check_schedule(config: RolloutConfig) -> None:
             f"--rollout_ranks with --rollout.max_staleness {config.rollout.max_staleness} does not go with "
             f"--rollout.workflow {config.rollout.workflow}. Use --rollout.max_staleness 0, or leave the workflow out."
         )
+
+
+def _check_engine(config: RolloutConfig) -> None:
+    """Raises ValueError for what is asked of an engine beside the trainer; the defaults ask nothing."""
+    remedies = {
+        "canary_every": "the fingerprints prove each sync, and mismatch/* compares logprobs",
+        "engine_sleep_level": "the engine has its device for itself and never sleeps",
+    }
+    for item in fields(config):
+        asked = getattr(config, item.name) if item.name in remedies else 0
+        if asked not in (0, item.default):
+            raise _refused(f"--{item.name} {asked}: {remedies[item.name]}", "Leave it out")
 
 
 def _refused(what: str, remedy: str) -> ValueError:

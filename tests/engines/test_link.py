@@ -67,7 +67,7 @@ def test_weights_commands_and_answers_travel(make_link):
         ColocatedEngine(engine).update_weights(WEIGHTS.items(), 3, expected=engine.expected)
         trainer.post({"do": "think", "of": 1.5})
         answers = trainer.answers()
-        trainer.leave()
+        trainer.peers.end()
         return answers
 
     def serve(link):
@@ -77,7 +77,7 @@ def test_weights_commands_and_answers_travel(make_link):
         received = {name: tensor.clone() for name, tensor in pairs}
         command = link.next_command()
         link.answer(f"{command} by {link.role.rank}".encode())
-        link.leave()
+        link.peers.end()
         return expected, received
 
     answers, *received = together(train, *(lambda link=link: serve(link) for link in servers))
@@ -91,11 +91,11 @@ def test_weights_commands_and_answers_travel(make_link):
 
 def test_an_error_of_the_other_role_ends_a_wait_with_its_traceback(make_link):
     trainer, server = make_link("trainer", 0), make_link("rollout", 0)
-    server.report(ValueError("the reward is odd"))
+    server.peers.report(ValueError("the reward is odd"))
     with pytest.raises(RankError, match=r"(?s)rollout rank 0 failed:.*ValueError: the reward is odd"):
         trainer.wait(lambda: False, "samples")
-    assert "the reward is odd" in trainer.failure_of_others()
-    assert server.failure_of_others() == ""
+    assert "the reward is odd" in trainer.peers.failure()
+    assert server.peers.failure() == ""
 
 
 def test_a_wait_has_an_end(make_link):

@@ -108,9 +108,9 @@ def serve(link, config, seed, errors):
     try:
         link.meet()
         made.run(carry_out)
-        link.leave()
+        link.peers.end()
     except Exception as error:
-        link.report(error)
+        link.peers.report(error)
         errors.append(error)
 
 
@@ -133,7 +133,7 @@ def train(link, config, folder, seed, first_step=0, used=None, until=None):
         time.sleep(draw.choice([0, 0, 0.01, 0.03]))
         link.post({"do": "weights", "version": step + 1})
     link.post({"do": "stop"})
-    link.leave()
+    link.peers.end()
     return batches, used
 
 

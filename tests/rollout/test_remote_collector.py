@@ -31,6 +31,9 @@ class ScriptedLink:
     def __init__(self, answers):
         self.posted, self._answers = [], answers
 
+    def require_others(self):
+        pass
+
     def post(self, command):
         self.posted.append(command)
 

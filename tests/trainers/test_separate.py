@@ -10,6 +10,8 @@ from lightrl.trainers.separate import check_split, in_role
     [
         ({"reward": ("reward_model",), "reward_model": "x"}, "--reward reward_model, which all ranks compute together"),
         ({"dynamic_sampling": DynamicSamplingConfig(enabled=True)}, "--dynamic_sampling.enabled"),
+        ({"canary_every": 7}, "--canary_every 7: the fingerprints prove each sync"),
+        ({"engine_sleep_level": 2}, "--engine_sleep_level 2: the engine has its device for itself"),
         ({"offload_while_generating": True}, "--offload_while_generating, since no engine shares"),
     ],
 )
