@@ -41,6 +41,7 @@ from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler,
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
+from lightrl.strategy.saving.weight_hash import write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
@@ -341,6 +342,7 @@ class StrategyBase(ForeignNames, ABC):
         full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
+            write_folder_hash(Path(path), full)
         self.comm.barrier()
 
     # ---- Serving -----------------------------------------------------------------------------------------------

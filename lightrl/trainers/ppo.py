@@ -227,16 +227,17 @@ class PPOTrainer(Trainer):
 
     def save_models(self, folder: Path) -> None:
         """Writes the policy, and the critic beside it."""
+        if isinstance(self.policy, ActorCritic):
+            head = dict(self.strategy.full_parameters(self.policy.value_head))
+            if self.strategy.comm.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_value_head(folder, head)  # first, so that the folder's hash counts it
         super().save_models(folder)
         if self.critic is not None and folder == self.folder.final:  # final_ema has no average of the critic
             critic_folder = folder.with_name("final_critic")
             self.strategy.save_pretrained(self.critic, critic_folder)
             if self.strategy.comm.is_main:
                 self.run.tokenizer.save_pretrained(critic_folder)
-        elif isinstance(self.policy, ActorCritic):
-            head = dict(self.strategy.full_parameters(self.policy.value_head))
-            if self.strategy.comm.is_main:
-                save_value_head(folder, head)
 
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""

@@ -1,6 +1,7 @@
 """What a trainer starts from: `open_run` finds the strategy, the run's folder, a checkpoint, data and tokenizer.
 
-The folder holds config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, final/ and final_ema/.
+The folder holds owner.json while a run lives, config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/,
+final/ and final_ema/.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from lightrl.models.score_check import check_scores
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.trainers.run_owner import OWNER_NAME, disown, own
 
 TrainerConfig = RolloutConfig | OfflineConfig
 
@@ -116,12 +118,16 @@ def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, P
     """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
     result: tuple[Path, Path | None] | str = ""
     if comm.is_main:
+        root = Path()
         try:
-            root = Path(config.output_dir) if config.output_dir else new_run_path(kind)
-            folder = RunFolder(root.absolute())
+            root = (Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute()
+            folder = RunFolder(root)
             folder.check(config)
-            result = folder.root, find_checkpoint(config, folder.checkpoints)
+            if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
+                own(root)
+            result = root, find_checkpoint(config, folder.checkpoints)
         except (ValueError, OSError) as error:
+            disown(root)
             result = str(error)
     result = comm.broadcast_object(result)
     if isinstance(result, str):
@@ -200,7 +206,7 @@ class RunFolder:
     def check(self, config: RunConfig) -> None:
         """Raises ValueError if the folder holds anything but this run; changes nothing."""
         _require_writable(self.root)
-        if self.root.exists() and any(self.root.iterdir()):
+        if self.root.exists() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
             self._check_content(config)
 
     def _check_content(self, config: RunConfig) -> None:
@@ -300,6 +306,7 @@ def new_run_path(kind: str) -> Path:
 
 def remove_empty_runs() -> None:
     """Removes the folder that a refused run has made and not written to, and runs/ with its last folder."""
+    disown()
     while _new_paths:
         path = _new_paths.pop()
         with suppress(OSError):

@@ -17,6 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.testing import free_port, run_program, run_spmd
+from lightrl.trainers import hash_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
 Rows = list[dict[str, Any]]
@@ -173,7 +174,10 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
     for mine, yours in zip(wanted[2:], found[2:], strict=True):
         for name in (*COMPARED[:2], *EQUAL[:3]):
             assert mine[name] == yours[name], name
+    assert hash_run.main([str(tmp_path / "killed")]) == 0  # of two ranks that hold rows
     for name in ("final", "final_ema"):
+        hashes = {(tmp_path / run_name / name / "weights.sha256").read_text() for run_name in ("whole", "killed")}
+        assert len(hashes) == 1
         whole, resumed = (weights_of(tmp_path / run_name / name) for run_name in ("whole", "killed"))
         assert all(torch.equal(whole[key], value) for key, value in resumed.items()), name
     final, average = (weights_of(tmp_path / "whole" / name) for name in ("final", "final_ema"))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrl.testing import run_program, run_spmd
+from lightrl.trainers import hash_run
 
 peft = pytest.importorskip("peft")
 
@@ -62,6 +63,8 @@ def test_the_export_is_the_merged_model_and_the_adapter(trained: Path, toy: Path
     names = [name for path in (trained / "checkpoints").glob("step-*/model-*.safetensors") for name in load_file(path)]
     assert names
     assert all(".lora_" in name for name in names)
+    assert hash_run.main([str(trained)]) == 0
+    assert (trained / "final" / "adapter" / "weights.sha256").is_file()
 
 
 def test_a_run_starts_from_an_adapter(

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from lightrl.models.critic import load_critic
 from lightrl.testing import free_port, run_program, run_spmd
+from lightrl.trainers import hash_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_ppo.py"
 Rows = list[dict[str, Any]]
@@ -144,6 +145,7 @@ def test_the_models_of_a_run_are_loaded_again(
     reference: Callable[[str], Path], toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
     final = reference("a critic of its own") / "final"
+    assert hash_run.main([str(final.parent)]) == 0
     AutoModelForCausalLM.from_pretrained(final)
     critic_folder = final.with_name("final_critic")
     AutoModel.from_pretrained(critic_folder)
@@ -153,6 +155,8 @@ def test_the_models_of_a_run_are_loaded_again(
     run(0, [*flags, "True"], tmp_path / "again")
     assert metrics_of(tmp_path / "again")[0]["critic/value_std"] > 0  # not the zeros of a new head
     with_head = reference("a shared backbone") / "final"
+    assert hash_run.main([str(with_head)]) == 0
+    assert "\nweight float32" in (with_head / "weights.sha256").read_text()  # of the value head
     AutoModelForCausalLM.from_pretrained(with_head)
     assert load_critic(str(with_head), materialize=True, init_std=0.0, seed=0).value_head.weight.abs().sum() > 0
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightrl.models import lora
 from lightrl.strategy.layout.plain import NamedShard, PlainLayout, Weights
+from lightrl.strategy.saving.weight_hash import write_folder_hash
 
 
 class MergedWeights(Weights):
@@ -51,4 +52,5 @@ def save_adapter(model: nn.Module, layout: PlainLayout, path: Path) -> None:
     whole = {name: tensor.cpu() if is_main else tensor for name, tensor in layout.gather_named(named)}
     if is_main:
         lora.save_adapter(host, whole, path)
+        write_folder_hash(path)
     layout.comm.barrier()

@@ -24,6 +24,7 @@ from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
+from lightrl.strategy.saving.weight_hash import write_state_hash
 
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
@@ -103,7 +104,8 @@ class TrainingStateSaver:
                 (folder / name).mkdir(exist_ok=True)
                 jobs += self._write(folder / name, companion, {})
             comm.barrier()
-        commit = partial(directory.commit, step, is_latest=is_latest)
+        models = [folder, *(folder / name for name in sorted(companions or {}))]
+        commit = partial(_commit, models, partial(directory.commit, step, is_latest=is_latest))
         if self.in_background:
             self.pending = BackgroundSave(jobs, commit)
             return
@@ -262,6 +264,12 @@ class TrainingStateSaver:
         for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
         self._trainer.layout.load_optimizer_states(model, optimizer, reader)
+
+
+def _commit(folders: Iterable[Path], complete: Callable[[], object]) -> None:
+    for folder in folders:
+        write_state_hash(folder)
+    complete()
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightrl.checkpoint import load_json, save_bytes, save_json, save_tensors
 from lightrl.comm import Comm
+from lightrl.strategy.saving.weight_hash import Rows, digest_of_rows
 
 _FILE_BYTES = 2 << 30  # a file is written when it has gathered this much, which bounds the memory it takes
 
@@ -102,6 +103,9 @@ def _save_with_checksums(path: Path, tensors: dict[str, Tensor], index: dict[str
         num_rows = max(1, _CHECKED_BYTES // max(1, row_bytes))
         blocks = tensor.split(num_rows) if tensor.dim() else [tensor]
         index[name] |= {"crc_rows": num_rows, "crc32s": [_checksum(block) for block in blocks]}
+        if path.name.startswith("model-"):  # the weights also count for the hash of the checkpoint
+            rows = Rows(name, tensor, tuple(index[name]["shape"]), index[name].get("rows", [0])[0])
+            index[name]["digest"] = f"{digest_of_rows(rows):x}"
     save_tensors(path, tensors)
 
 

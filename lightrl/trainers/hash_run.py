@@ -1,0 +1,62 @@
+"""Recomputes the hashes of the weights that a run has saved, and compares them with those written beside them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lightrl.config import exit_with_user_error
+from lightrl.strategy.saving.weight_hash import HASH_FILE, recompute
+
+_USAGE = "Usage: hash RUN, where RUN is the folder of a run, one of its checkpoints, or a folder with saved weights."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each folder with weights; returns 1 if a stored hash is not that of the files, else 0."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        sys.stdout.write(f"{_USAGE}\n")
+        return 0 if list(argv) in (["-h"], ["--help"]) else 2
+    root = Path(argv[0])
+    folders = saved_folders(root)
+    if not folders:
+        exit_with_user_error(ValueError(_describe_no_run(root)))
+    verdicts = [_checked(folder) for folder in folders]
+    for folder, (found, problem) in zip(folders, verdicts, strict=True):
+        name = folder.name if folder == root else folder.relative_to(root).as_posix()
+        sys.stdout.write(f"{found}  {name}{problem and f': {problem}'}\n")
+    return int(any(problem.startswith(("differs", "cannot")) for _, problem in verdicts))
+
+
+def saved_folders(root: Path) -> list[Path]:
+    """Returns the folders of weights in a run's folder, or the folder itself if it is one; sorted."""
+    found = {path.parent for path in (*root.rglob("*.safetensors"), *root.rglob(HASH_FILE))}
+    return sorted(folder for folder in found if not _is_hidden(folder.relative_to(root)))
+
+
+def _is_hidden(path: Path) -> bool:
+    """Returns whether a path leads through what a save has not completed."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _checked(folder: Path) -> tuple[str, str]:
+    """Returns the hash of the files, and what is wrong with the stored one."""
+    try:
+        lines, stored = recompute(folder).splitlines(), folder / HASH_FILE
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        return "-" * 64, f"cannot be read ({error})"
+    if not stored.is_file():
+        return lines[0], f"no {HASH_FILE} to compare with"
+    expected = stored.read_text().splitlines()
+    if expected == lines:
+        return lines[0], ""
+    different = sorted(set(expected[1:]) ^ set(lines[1:])) or [HASH_FILE]
+    first = different[0].split()[0]
+    return lines[0], f"differs from {expected[0] if expected else 'an empty file'}, first in {first}"
+
+
+def _describe_no_run(root: Path) -> str:
+    reason = "holds no saved weights" if root.is_dir() else "is not a folder"
+    return f"{root} {reason}. {_USAGE}"

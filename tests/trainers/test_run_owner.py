@@ -1,0 +1,165 @@
+"""One run at a time writes a folder: the second is refused, and what a dead one left is taken over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config import GRPOConfig
+from lightrl.testing import run_spmd
+from lightrl.testing.preloaded import Program, start
+from lightrl.testing.spmd import SpmdError
+from lightrl.trainers import run_owner
+from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_owner import disown, own
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
+
+
+@pytest.fixture(autouse=True)
+def given_back() -> Iterator[None]:
+    yield
+    disown()
+
+
+def own_for_ever(root: Path) -> None:
+    own(root)
+    (root / "ready").touch()
+    time.sleep(60)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Any]:
+    """Another process that owns tmp_path / "run"."""
+    process = multiprocessing.get_context("fork").Process(target=own_for_ever, args=(tmp_path / "run",), daemon=True)
+    process.start()
+    while not (tmp_path / "run" / "ready").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path, owner: Any) -> None:
+    root = tmp_path / "run"
+    with pytest.raises(ValueError, match=f"is in use by process {owner.pid} on host {socket.gethostname()} since 20"):
+        own(root)
+    owner.kill()
+    owner.join()
+    assert json.loads((root / "owner.json").read_text())["pid"] == owner.pid  # a kill leaves the file
+    own(root)
+    assert json.loads((root / "owner.json").read_text())["pid"] == os.getpid()
+
+
+def test_a_process_may_open_its_folder_again_and_leaves_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    own(root)
+    RunFolder(root).check(GRPOConfig())  # owner.json alone is no run
+    own(root)
+    disown(tmp_path)  # not its folder
+    assert root.exists()
+    disown(root)
+    assert list(tmp_path.iterdir()) == []
+    own(root)
+    (root / "config.yaml").touch()
+    disown()
+    assert [path.name for path in root.iterdir()] == ["config.yaml"]
+    own(root)
+    (root / "owner.json").unlink()  # by hand
+    own(root)
+    assert (root / "owner.json").exists()
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """The worker of a reward may outlive a killed run for a while."""
+    own(tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        disown(tmp_path)
+        check = multiprocessing.get_context("fork").Process(target=own, args=(tmp_path,))
+        check.start()
+        check.join()
+        assert check.exitcode == 0
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({}, "is in use by process"),
+        ({"started": 1}, None),  # the pid was given to another process since
+        ({"pid": 2**22 + 1, "started": None}, None),  # above the largest pid of Linux: nobody's
+        ({"host": "elsewhere"}, "in use by process [0-9]+ on host elsewhere .* knows no locks: if that run has ended"),
+        ({"pid": "none"}, None),
+    ],
+)
+def test_where_the_file_system_knows_no_locks_the_record_decides(
+    changes: dict[str, Any], refusal: str | None, tmp_path: Path, owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    path = tmp_path / "run" / "owner.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            own(tmp_path / "run")
+    else:
+        own(tmp_path / "run")
+
+
+def test_an_error_of_the_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        own(tmp_path)
+    assert run_owner._owned == {}
+
+
+@pytest.mark.slow
+def test_of_two_runs_one_works_and_the_other_ends_with_2_on_every_rank(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [*toy_flags, "--eval.every", "0", "--max_steps", "100000", "--output_dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as output:
+        first = start(Program(str(PROGRAM), flags, environment, str(tmp_path)), output)
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            owner = json.loads((tmp_path / "run" / "owner.json").read_text())
+            with pytest.raises(SpmdError, match=r"Exit code (2, 2|2, -15|-15, 2): ") as refused:
+                run_spmd(PROGRAM, *flags, world_size=2, timeout_s=60)  # -15: was told to end while it ended
+            assert f"is in use by process {owner['pid']} on host {owner['host']} since" in str(refused.value)
+            assert "Traceback" not in str(refused.value)
+            num_rows = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+            deadline = time.monotonic() + 60
+            while len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < num_rows + 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            first.kill_all()
+            first.read_exit_code()
+    going_on = [*flags, "--max_steps", "2"]
+    assert "model:" in run_spmd(PROGRAM, *going_on, world_size=1, timeout_s=60)
+    assert not (tmp_path / "run" / "owner.json").exists()
