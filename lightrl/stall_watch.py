@@ -205,7 +205,7 @@ def _stack_file() -> int:
     if not _STACK_SIGNAL:
         return -1
     descriptor = os.memfd_create("stack")
-    faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
+    faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
 
@@ -252,4 +252,4 @@ def _written_stack(file: Path) -> str:
         if text and text == before:
             break
         time.sleep(0.1)
-    return text.rstrip()
+    return text.rstrip().rpartition("\n\n")[2]  # the main thread is the oldest, and comes last

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.exact import check_exact
+from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -114,6 +115,7 @@ class RunConfig(StrategyOptions, BasicConfig):
     average at the end. 0: keep none."""
     lora: LoraConfig = section(LoraConfig)
     log: LogConfig = section(LogConfig, resume="free")
+    health: HealthConfig = section(HealthConfig, resume="free")
     exact_batches: bool = constant(lambda: True)
 
     def __post_init__(self) -> None:
@@ -241,6 +243,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
+    health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
 
     def check(self) -> None:
         """Raises ValueError for options that a record of samples, or --exact, does not go with."""
@@ -327,10 +330,8 @@ class GRPOConfig(RolloutConfig):
 
 
 def _nothing_to_compare(group_size: int) -> ValueError:
-    return ValueError(
-        f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {group_size}: give at "
-        "least 2."
-    )
+    text = "--dynamic_sampling.enabled compares the rewards of a group, but --group_size is"
+    return ValueError(f"{text} {group_size}: give at least 2.")
 
 
 @dataclass(kw_only=True, slots=True)
