@@ -55,9 +55,7 @@ def test_a_warning_comes_once_until_it_has_passed(caplog: pytest.LogCaptureFixtu
     health = BadSteps(trainer)
     for entropy in (0.0, 0.0, 1.0, 0.0):
         health.see(GOOD | {"entropy": entropy})
-    assert [record.message[:49] for record in caplog.records] == [
-        "Step 7: The entropy of the policy has collapsed t"
-    ] * 2
+    assert [record.message[:30] for record in caplog.records] == ["Step 7: The entropy of the pol"] * 2
 
 
 # ---- Runs with planted faults

@@ -16,7 +16,7 @@ from lightrl.trainers.repeated_step import differences
 def test_only_numbers_that_are_not_the_same_are_told() -> None:
     wanted = {"step": 3, "loss": 0.1, "kl": None, "entropy": 1.5, "time/step": 2.0, "eval/reward": 0.3}
     assert differences(wanted, {"loss": 0.1, "kl": float("nan"), "entropy": 1.5, "time/step": 9.0}) == []
-    assert differences(wanted, {"loss": 0.1 + 1e-17, "entropy": 1.5000001}) == ["entropy was 1.5, now 1.5000001"]
+    assert differences(wanted, {"loss": 0.1, "entropy": 1.5000001}) == ["entropy was 1.5, now 1.5000001"]
 
 
 def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
@@ -61,8 +61,6 @@ def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
     again = built[-1].policy.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text(
-        metrics.read_text().replace('"entropy": 0.', '"entropy": 7.').replace('"entropy": 2', '"entropy": 7')
-    )
+    metrics.write_text(metrics.read_text().replace('"entropy": ', '"entropy": 7'))
     assert recorded_run.replay([str(tmp_path / "run"), "--step", "3"]) == 1
     assert "entropy was 7" in capsys.readouterr().out
