@@ -184,6 +184,8 @@ class Comm:
         """Returns whether another rank has left with an error; no collective."""
         if self.failure_of_others is not None and self.failure_of_others():
             return True
+        if self._watch is not None and self._watch.is_reporting:
+            return False  # what this rank has to say comes first
         return self._board is not None and bool(self._board.errors_of_others())
 
     # ---- decisions ---------------------------------------------------------------------------------------------

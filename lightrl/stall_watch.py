@@ -74,6 +74,11 @@ class StallWatch:
         self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
         self._thread.start()
 
+    @property
+    def is_reporting(self) -> bool:
+        """Whether this rank waits for the report, or makes it."""
+        return self._has_given_up
+
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped.set()
@@ -98,6 +103,7 @@ class StallWatch:
             report = "\n".join([text, *self._describe_others()])
             self._board.post_error(RuntimeError(f"other ranks did not come; rank {self._rank} has reported them"))
             self._store.set(_TOLD, "")
+            self._thread.join(_ANSWER_S)  # it may have processes to kill
             return report
 
     @contextmanager
@@ -137,26 +143,31 @@ class StallWatch:
                     return
             if not self._has_given_up and not self._own_store.check([_looked_at(self._rank)]):
                 self._answer(self._own_store, {"state": "is running", "stack": _main_stack()})
-            self._look_at_silent_ranks()
+            stopped = self._look_at_silent_ranks()
             deadline = time.monotonic() + _REPORT_S
             while not self._own_store.check([_TOLD]) and time.monotonic() < deadline:
                 time.sleep(0.1)
+            for pid in stopped:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         if not self._has_given_up and not self._stopped.is_set():
             sys.stderr.write(f"[rank {self._rank}] ends, since other ranks waited for this one in vain\n")
             _end_process(1)
 
-    def _look_at_silent_ranks(self) -> None:
-        """Answers for the ranks on this host that do not, and kills them, if this is the first rank that can."""
+    def _look_at_silent_ranks(self) -> list[int]:
+        """Answers for the ranks on this host that do not, if this is the first that can; returns their processes."""
         deadline = time.monotonic() + _ANSWER_S
         ranks = range(self._world)
         while (silent := [rank for rank in ranks if not self._has_answered(rank)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         processes = {rank: self._read(f"lightrl/stall/process/{rank}") for rank in ranks}
         here = [rank for rank in ranks if processes[rank].get("host") == _host()]
-        if self._rank == min((rank for rank in here if rank not in silent), default=-1):
-            for rank in (rank for rank in here if rank in silent):
-                self._own_store.set(_looked_at(rank), "")  # it goes on for a moment, and would answer itself
-                self._answer(self._own_store, _ended_with_stack(processes[rank]), rank)
+        if self._rank != min((rank for rank in here if rank not in silent), default=-1):
+            return []
+        for rank in (rank for rank in here if rank in silent):
+            self._own_store.set(_looked_at(rank), "")  # it goes on for a moment, and would answer itself
+            self._answer(self._own_store, _stopped_with_stack(processes[rank]), rank)
+        return [int(processes[rank]["pid"]) for rank in here if rank in silent and _is_there(processes[rank])]
 
     # ---- The store ---------------------------------------------------------------------------------------------
 
@@ -227,11 +238,16 @@ def _status(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def _ended_with_stack(process: dict[str, Any]) -> dict[str, str]:
-    """Kills a process of this host that gives no answer; returns its state and its stack."""
+def _is_there(process: dict[str, Any]) -> bool:
+    state, started = _status(int(process["pid"]))
+    return bool(state) and state not in "ZX" and started == process["started"]
+
+
+def _stopped_with_stack(process: dict[str, Any]) -> dict[str, str]:
+    """Stops a process of this host that gives no answer; returns the state that it was in, and its stack."""
     pid = int(process["pid"])
-    state, started = _status(pid)
-    if not state or state in "ZX" or started != process["started"]:
+    state, _ = _status(pid)
+    if not _is_there(process):
         return {"state": "is gone; a process that the system killed for its memory leaves no other trace"}
     stack = ""
     with suppress(OSError):
@@ -239,7 +255,7 @@ def _ended_with_stack(process: dict[str, Any]) -> dict[str, str]:
             os.kill(pid, _STACK_SIGNAL)
             os.kill(pid, signal.SIGCONT)
             stack = _written_stack(Path(f"/proc/{pid}/fd/{process['stack_file']}"))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGSTOP)
     reasons = {"T": "was stopped by a signal (SIGSTOP)", "t": "was stopped by a debugger", "D": "waited for a disk"}
     return {"state": f"{reasons.get(state, 'was held by a call into C')} and was killed", "stack": stack}
 
@@ -251,5 +267,5 @@ def _written_stack(file: Path) -> str:
         before, text = text, file.read_text()
         if text and text == before:
             break
-        time.sleep(0.1)
+        time.sleep(0.01)
     return text.rstrip().rpartition("\n\n")[2]  # the main thread is the oldest, and comes last
