@@ -137,10 +137,20 @@ class StallWatch:
     # ---- The thread --------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone with its host, so nobody asks any more
+        if self._is_asked():
+            self._take_part()
+
+    def _is_asked(self) -> bool:
+        """Waits until a rank asks; False at the end of the run, which may also take the store's host away."""
+        with suppress(RuntimeError):
             while not self._own_store.check([_ASKED]):
                 if self._stopped.wait(_POLL_S):
-                    return
+                    return False
+            return True
+        return False
+
+    def _take_part(self) -> None:
+        with suppress(RuntimeError):  # the rank that asked kept the store, and has gone after its report
             if not self._has_given_up and not self._own_store.check([_looked_at(self._rank)]):
                 self._answer(self._own_store, {"state": "is running", "stack": _main_stack()})
             stopped = self._look_at_silent_ranks()
