@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lightrl import stall_watch
+from lightrl.rank_board import RankBoard
+from lightrl.stall_watch import StallWatch
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).parent / "programs" / "stalled_program.py"
@@ -51,3 +54,33 @@ def test_an_error_of_one_rank_ends_all_with_its_traceback(tmp_path: Path) -> Non
     output = stalled_run("1 generate raise", tmp_path)
     assert "ZeroDivisionError: planted" in output
     assert "did not come" not in output
+
+
+class LostStore:
+    """A store whose host is gone."""
+
+    def clone(self) -> "LostStore":
+        return self
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_goes_before_anybody_asks_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stall_watch, "_end", ended.append)
+    store = LostStore()
+    watch = StallWatch(store, RankBoard(store, 0, 2), 0, 2)
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    watch.stop()
+    assert ended == []
