@@ -7,6 +7,7 @@ the same host has faulthandler write the stack, by a signal, and kills the proce
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -262,12 +263,20 @@ def _stopped_with_stack(process: dict[str, Any]) -> dict[str, str]:
     stack = ""
     with suppress(OSError):
         if process["stack_file"] >= 0:
-            os.kill(pid, _STACK_SIGNAL)
+            _signal_main_thread(pid)
             os.kill(pid, signal.SIGCONT)
             stack = _written_stack(Path(f"/proc/{pid}/fd/{process['stack_file']}"))
         os.kill(pid, signal.SIGSTOP)
     reasons = {"T": "was stopped by a signal (SIGSTOP)", "t": "was stopped by a debugger", "D": "waited for a disk"}
     return {"state": f"{reasons.get(state, 'was held by a call into C')} and was killed", "stack": stack}
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Asks for the stack. The main thread takes the signal before it goes on; any other would let it go on first."""
+    try:
+        ctypes.CDLL(None).tgkill(pid, pid, _STACK_SIGNAL)
+    except AttributeError:  # a C library without it
+        os.kill(pid, _STACK_SIGNAL)
 
 
 def _written_stack(file: Path) -> str:
