@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lightrl.rank_board import RankBoard
 
@@ -37,8 +37,6 @@ _end: Callable[[int], Any] | None = None
 
 class WatchedStore(Protocol):
     """The part of torch's key-value store that the watch uses."""
-
-    def clone(self) -> WatchedStore: ...
 
     def add(self, key: str, amount: int) -> int: ...
 
@@ -65,7 +63,8 @@ class StallWatch:
 
     def __init__(self, store: WatchedStore, board: RankBoard, rank: int, world: int) -> None:
         self._store = store
-        self._own_store = store.clone()  # a connection on which no call of the main thread can be waiting
+        # A connection on which no call of the main thread can be waiting. torch's stubs do not know the method.
+        self._own_store: WatchedStore = cast(Any, store).clone()
         self._board, self._rank, self._world = board, rank, world
         self._has_given_up = False
         self._stopped = threading.Event()
