@@ -228,9 +228,8 @@ class SamplingConfig:
 
 def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
     hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
-    return ValueError(
-        f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}. {hint}"
-    )
+    uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
+    return ValueError(f"{uneven} {hint}")
 
 
 @dataclass(kw_only=True, slots=True)
