@@ -184,10 +184,8 @@ class Comm:
         except RuntimeError as error:
             if isinstance(error, RankError) or not _is_lost_peer(error):
                 raise
-            text = (
-                f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} "
-                f"(time-out {self.timeout.total_seconds():.0f} s): {error}"
-            )
+            limit = f"time-out {self.timeout.total_seconds():.0f} s"
+            text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} ({limit}): {error}"
             raise RankError(text if self._board is None else self._why_lost(self._board, text)) from error
 
     def _why_lost(self, board: RankBoard, text: str) -> str:
@@ -372,8 +370,6 @@ class Comm:
 def connect(device: torch.device, timeout: timedelta) -> Comm:
     """Joins the world that torchrun describes, uses an existing one again, or makes a world of one without either."""
     global _current
-    if _current is not None and _current._watch is not None:
-        _current._watch.stop()
     is_described = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
     many = is_described or dist.is_initialized()
     _current = _connect_ranks(device, timeout) if many else Comm(device=device, timeout=timeout)
