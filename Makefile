@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house
+.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -38,3 +38,6 @@ docs:  ## build the documentation into site/; a broken link is an error
 
 house:  ## measure the shape of the package and write it into docs/architecture.md
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/house.py
+
+stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read what the run says of it
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/stalls.py

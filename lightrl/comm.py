@@ -20,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightrl.process_group import control_group, join
 from lightrl.rank_board import RankBoard, describe
+from lightrl.stall_watch import StallWatch, is_wanted
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old name warns at every call.
@@ -98,6 +99,7 @@ class Comm:
         self._control = control_group
         self._board = RankBoard(store, self.rank, self.world) if store is not None else None
         self._owns_group = owns_group
+        self._watch: StallWatch | None = None
         self.failure_of_others: Callable[[], str] | None = None  # what ended a world beside this one, if there is one
 
     @property
@@ -171,9 +173,7 @@ class Comm:
         if not _is_lost_peer(error):
             board.post_error(error)
             return
-        errors = board.errors_of_others()
-        text = board.describe_errors(errors) if errors else f"{error}\n{board.describe_phases()}"
-        raise RankError(text) from error
+        raise RankError(self._why_lost(board, str(error))) from error
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -184,19 +184,23 @@ class Comm:
         except RuntimeError as error:
             if isinstance(error, RankError) or not _is_lost_peer(error):
                 raise
-            errors = self._board.errors_of_others() if self._board is not None else {}
-            if self._board is not None and errors:
-                raise RankError(self._board.describe_errors(errors)) from error
-            raise RankError(
-                f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} "
-                f"(time-out {self.timeout.total_seconds():.0f} s): {error}\n"
-                f"{self._board.describe_phases() if self._board is not None else ''}"
-            ) from error
+            limit = f"time-out {self.timeout.total_seconds():.0f} s"
+            text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} ({limit}): {error}"
+            raise RankError(text if self._board is None else self._why_lost(self._board, text)) from error
+
+    def _why_lost(self, board: RankBoard, text: str) -> str:
+        """Returns the errors that the others left with; else the text, and what each of them was doing."""
+        if self._watch is not None:
+            return self._watch.why_lost(text)
+        errors = board.errors_of_others()
+        return board.describe_errors(errors) if errors else f"{text}\n{board.describe_phases()}"
 
     def has_failed_elsewhere(self) -> bool:
         """Returns whether another rank has left with an error; no collective."""
         if self.failure_of_others is not None and self.failure_of_others():
             return True
+        if self._watch is not None and self._watch.is_reporting:
+            return False  # what this rank has to say comes first
         return self._board is not None and bool(self._board.errors_of_others())
 
     # ---- decisions ---------------------------------------------------------------------------------------------
@@ -355,6 +359,8 @@ class Comm:
 
     def close(self) -> None:
         """Leaves the process group if connect() made it; rank and world stay readable."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -375,7 +381,10 @@ def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
     # torch has no public name for the store of a group that exists.
     store = join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
     group = control_group(timeout)
-    return Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
+    comm = Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
+    if comm._board is not None and is_wanted():
+        comm._watch = StallWatch(store, comm._board, comm.rank, comm.world)
+    return comm
 
 
 def _reduce_op(op: str) -> Any:

@@ -47,7 +47,10 @@ TRAINERS = {
 COMMANDS: dict[str, Run | Command] = {
     "train": Command(f"Train: lightrl train {'|'.join(TRAINERS)} [OPTIONS].", "lightrl.programs:train"),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
-    "replay": Command("Repeat a recorded asynchronous run.", "lightrl.trainers.recorded_run:replay"),
+    "replay": Command(
+        "Repeat a recorded asynchronous run, or a step of any.",
+        "lightrl.trainers.recorded_run:replay",
+    ),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
     "doctor": Command("Check this machine, or all ranks under torchrun, before a run.", "lightrl.doctor.report:main"),
     "completion": Command(

@@ -72,13 +72,18 @@ class RankBoard:
     def describe_phases(self) -> str:
         """Returns a message that says which phase each rank was last seen in."""
         lines = [f"rank {self._rank} was in phase {self.phase!r}. Last word of the others:"]
-        now = time.time()
         for rank in range(self._world):
-            key = f"lightrl/phase/{rank}"
-            if rank != self._rank and self._has(key):
-                name, since = self._store.get(key).decode().rsplit("|", 1)
-                lines.append(f"rank {rank} is in phase {name!r} since {now - float(since):.0f} s")
+            if rank != self._rank and (where := self.phase_of(rank)):
+                lines.append(f"rank {rank} is {where}")
         return "\n".join(lines)
+
+    def phase_of(self, rank: int) -> str:
+        """Returns which phase a rank was last seen in, and since when; empty if it never said so."""
+        key = f"lightrl/phase/{rank}"
+        if not self._has(key):
+            return ""
+        name, since = self._store.get(key).decode().rsplit("|", 1)
+        return f"in phase {name!r} since {time.time() - float(since):.0f} s"
 
     def _post_phase(self) -> None:
         self._post(f"lightrl/phase/{self._rank}", f"{self.phase}|{time.time():.1f}")

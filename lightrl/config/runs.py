@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.exact import check_exact
+from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -114,6 +115,7 @@ class RunConfig(StrategyOptions, BasicConfig):
     average at the end. 0: keep none."""
     lora: LoraConfig = section(LoraConfig)
     log: LogConfig = section(LogConfig, resume="free")
+    health: HealthConfig = section(HealthConfig, resume="free")
     exact_batches: bool = constant(lambda: True)
 
     def __post_init__(self) -> None:
@@ -226,9 +228,8 @@ class SamplingConfig:
 
 def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
     hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
-    return ValueError(
-        f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}. {hint}"
-    )
+    uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
+    return ValueError(f"{uneven} {hint}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,6 +242,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     rollout: WorkflowConfig = section(WorkflowConfig)
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
+    health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
 
     def check(self) -> None:
         """Raises ValueError for options that a record of samples, or --exact, does not go with."""
@@ -328,10 +330,8 @@ class GRPOConfig(RolloutConfig):
 
 
 def _nothing_to_compare(group_size: int) -> ValueError:
-    return ValueError(
-        f"--dynamic_sampling.enabled compares the rewards of a group, but --group_size is {group_size}: give at "
-        "least 2."
-    )
+    text = "--dynamic_sampling.enabled compares the rewards of a group, but --group_size is"
+    return ValueError(f"{text} {group_size}: give at least 2.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -31,6 +32,7 @@ from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.process_group import rank_name
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
+from lightrl.trainers.health import BadSteps
 from lightrl.trainers.lifetime import (
     StoppedBySignal,
     end_process,
@@ -176,10 +178,14 @@ class Trainer(ABC):
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
     """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
-    build: Callable[[Any], Any] = trainer_class
+    run_program(partial(build_trainer, trainer_class), config)
+
+
+def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
+    """Returns the trainer of a run: one of the class, changed as the options say."""
     if part := _part_of(config):  # by name: these modules import this one
-        build = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
-    run_program(build, config)
+        trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
+    return trainer_class(config)
 
 
 def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
@@ -269,12 +275,14 @@ def fit(trainer: Trainer) -> dict[str, float]:
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
             log.write(metrics)
+        health = BadSteps(trainer)
         while goes_on():
             metrics = _one_step(trainer, log)
             console.step_done(trainer.step_index, metrics)
             if _is_due(trainer, config.eval.every):
                 metrics |= _evaluate(trainer, console)
             log.write(metrics)
+            health.see(metrics)
             if _is_due(trainer, config.checkpoint.every):
                 trainer.save()
     trainer.strategy.saver.finish()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.process_group import rank_name
 from lightrl.strategy import StrategyBase
@@ -220,7 +221,8 @@ def is_under_torchrun() -> bool:
 
 
 def end_with_torchrun() -> None:
-    """Has this rank end when torchrun is killed, and remove the folder that torchrun leaves behind."""
+    """Has this rank end when torchrun is killed or others wait in vain for it; removes the folder of torchrun."""
+    stall_watch.end_by(end_process)
     atexit.register(_remove_torchrun_folder)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
@@ -229,13 +231,14 @@ def end_with_torchrun() -> None:
 def _remove_torchrun_folder() -> None:
     """Removes torchelastic_*/RUN/attempt_*/RANK/ of the temporary folder; the last rank to leave removes the top.
 
-    torchrun never does: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/api.py
+    It removes the empty folders of all ranks, since one that is killed removes none. torchrun never does:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/api.py
     (DefaultLogsSpecs). Files that it was asked to write there keep their folders.
     """
     folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(folders) > 3 and folders[3].name.startswith("torchelastic_"):
-        with suppress(OSError):
-            for folder in folders[:4]:
+        for folder in (*folders[1].glob("*"), *folders[1:4]):
+            with suppress(OSError):
                 folder.rmdir()
 
 

@@ -60,10 +60,6 @@ class ReplayTrainer(Trainer):
     """Goes in front of a trainer's class: its groups are those of a record."""
 
     made_by = "lightrl.trainers.recorded:recorded"
-    prompts: Any
-    updates: Any
-    learn_from: Callable[[Sequence[ScoredGroup]], list[Experience]]
-    report: Callable[[Sequence[Experience]], StepReport]
 
     def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
         config: RolloutConfig = run.config if isinstance(run, RunContext) else run
@@ -72,21 +68,27 @@ class ReplayTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Learns from the groups that were recorded of the step."""
-        record, comm = Path(self.config.rollout.from_), self.strategy.comm
-        with comm.phase("reading the record", local=True):
-            groups = read_groups(record, self.step_index, self.prompts.train, rank=comm.rank, world=comm.world)
-        samples = [sample for group in groups for sample in group.samples]
-        rewards = [reward for group in groups for reward in group.rewards]
-        describe_rollout(samples, rewards, self.statistics)
-        items = [Experience(sample=sample, reward=0.0, advantage=0.0) for sample in samples]
-        self.updates.stale = older_samples(items, self.step_index, comm)
-        experience = self.learn_from(groups)
-        self.strategy.set_global_step(self.step_index + 1)
-        return self.report(experience)
+        return learn_from_record(self, Path(self.config.rollout.from_))
 
     def evaluate(self) -> dict[str, float]:
         """Returns nothing: without an engine nothing can be sampled."""
         return {}
+
+
+def learn_from_record(trainer: Any, record: Path) -> StepReport:
+    """Learns once from the groups that a record has of the trainer's step."""
+    comm, step = trainer.strategy.comm, trainer.step_index
+    with comm.phase("reading the record", local=True):
+        groups = read_groups(record, step, trainer.prompts.train, rank=comm.rank, world=comm.world)
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.rewards]
+    describe_rollout(samples, rewards, trainer.statistics)
+    items = [Experience(sample=sample, reward=0.0, advantage=0.0) for sample in samples]
+    trainer.updates.stale = older_samples(items, step, comm)
+    experience = trainer.learn_from(groups)
+    trainer.strategy.set_global_step(step + 1)
+    report: StepReport = trainer.report(experience)
+    return report
 
 
 def _check_record(config: RolloutConfig) -> None:

@@ -1,8 +1,10 @@
-"""Repeats an asynchronous run from the schedule that it wrote, on ranks that train and generate in turn."""
+"""Repeats an asynchronous run from its schedule, on ranks that train and generate in turn; or a step of any run."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_
 from lightrl.config.yaml_text import read_yaml
 from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
-from lightrl.trainers.fit import Trainer, run_program
+from lightrl.trainers.fit import Trainer, build_trainer, run_program
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
+from lightrl.trainers.repeated_step import repeat_step
 
 
 class Replay(Trainer):
@@ -38,15 +41,29 @@ class ReplayedPPO(Replay, PPOTrainer):
     """Repeats a run of PPO."""
 
 
-def replay(arguments: Sequence[str]) -> None:
-    """Repeats the run whose folder comes first; the other arguments are options that win over its config.yaml."""
+def replay(arguments: Sequence[str]) -> int:
+    """Repeats the run whose folder comes first, or its step --step N; other arguments win over its config.yaml."""
     recorded = Path(arguments[0] if arguments else "")
     if not (recorded / "config.yaml").is_file():
         exit_with_user_error(ValueError(f"{arguments[0] if arguments else 'Nothing'} is no folder of a run: give one."))
     is_ppo = "critic" in read_yaml(recorded / "config.yaml", "it")
     kind: type[RolloutConfig] = PPOConfig if is_ppo else GRPOConfig
-    config = parse_config(kind, ["--config", str(recorded / "config.yaml"), *arguments[1:]])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--debug", action="store_true")
+    own, options = parser.parse_known_args(arguments[1:])
+
+    def read_options(added: Sequence[str]) -> RolloutConfig:
+        return parse_config(kind, ["--config", str(recorded / "config.yaml"), *added, *options])
+
+    if own.step > 0:
+        ordinary = PPOTrainer if is_ppo else GRPOTrainer
+        return repeat_step(
+            partial(build_trainer, ordinary), read_options, recorded, step=own.step, is_debugged=own.debug
+        )
+    config = read_options([])
     if not config.output_dir or Path(config.output_dir).resolve() == recorded.resolve():
         exit_with_user_error(ValueError("Give --output_dir: a folder for the repeated run, beside the recorded one."))
     trainer: type[Any] = ReplayedPPO if is_ppo else ReplayedGRPO
     run_program(lambda options: trainer(options, recorded), config)
+    return 0

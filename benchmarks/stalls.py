@@ -1,0 +1,77 @@
+"""Has one rank of two stop, sleep, hold its interpreter or raise in each phase; prints what the run said of it.
+
+python benchmarks/stalls.py: 16 runs under torchrun. A row ends with `ok` if all ranks ended with an error, the report
+(or the traceback) names rank, phase and line, and neither a process nor a file in /dev/shm or the temporary folder is
+left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).parents[1] / "tests" / "programs" / "stalled_program.py"
+TIMEOUT_S = 8
+FLAGS = ["--num_prompts", "2", "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every", "0"]
+FLAGS += ["--log.tensorboard", "False", "--reward_timeout_s", "0", "--distributed.timeout_s", str(TIMEOUT_S)]
+PHASES = {"reward": "reward exact_match", "generate": "generate", "backward": "learn", "save": "checkpoint"}
+
+
+def left_behind(before: set[str], folder: Path) -> list[str]:
+    """Returns processes and files that the run has left."""
+    pids = [path.read_text() for path in folder.glob("run.pid*")]
+    alive = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [*alive, *sorted(shared_files() - before)]
+
+
+def shared_files() -> set[str]:
+    """Returns the names in /dev/shm, and what torchrun has in the temporary folder."""
+    temporary = Path(tempfile.gettempdir()).glob("torchelastic_*")
+    return {*os.listdir("/dev/shm"), *map(str, temporary)}
+
+
+def row(place: str, kind: str, strategy: str) -> str:
+    """Returns a line of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, before, started = Path(name), shared_files(), time.monotonic()
+        command = [*FLAGS, "--strategy", strategy, "--output_dir", str(folder / "run")]
+        stalled = {"STALLED": f"1 {place} {kind}", "TMPDIR": name}
+        said = run_spmd(PROGRAM, *command, world_size=2, timeout_s=240, env=stalled, expect_failure=True, torchrun=True)
+        seconds = time.monotonic() - started
+        left = left_behind(before, folder)
+        left += [path.name for path in folder.glob("torchelastic_*")]
+    if kind == "raise":
+        is_told = "ZeroDivisionError: planted" in said and "did not come" not in said
+        found = "the traceback" if is_told else "NO TRACEBACK"
+    else:
+        match = re.findall(r"rank 1 did not come: in phase '([^']*)' since (\d+) s; process \d+ on \S+ (.*)\.", said)
+        is_told = len(match) == 1 and match[0][0] == PHASES[place] and "in stall_here" in said
+        found = f"{match[0][0]}, {match[0][1]} s, {match[0][2]}" if match else "NO REPORT"
+    verdict = "ok" if is_told and not left else f"NOT OK {left}"
+    return f"| {place} | {kind} | {found} | {seconds:.0f} s | {verdict} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--places", nargs="+", default=[*PHASES])
+    parser.add_argument("--kinds", nargs="+", default=["stop", "sleep", "hold", "raise"])
+    options = parser.parse_args()
+    print("| rank 1, in | does | the report says | whole run | |\n|---|---|---|---|---|")
+    rows = []
+    for place in options.places:
+        for kind in options.kinds:
+            rows.append(row(place, kind, options.strategy))
+            print(rows[-1], flush=True)
+    sys.exit(any("NOT OK" in line for line in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The options that say when the metrics of a step are bad, and after how many such steps a run stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightrl.config.options import option
+
+
+@dataclass(kw_only=True, slots=True)
+class HealthConfig:
+    """When a run stops because its steps are bad."""
+
+    max_bad_steps: int = option(0, at_least=0)
+    """Stop after so many bad steps in a row: an update was skipped, a metric is not finite, or one of the limits of
+    --health.* is passed. The last batch is written for replay. 0: warn and go on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutHealthConfig(HealthConfig):
+    """When the steps of a run that samples responses are bad."""
+
+    min_entropy: float = option(0.001, at_least=0)
+    """A step is bad if the mean entropy of the policy at its response tokens is below this, in nats."""
+    max_equal_groups: float = option(0.99, at_least=0, at_most=1)
+    """A step is bad if a larger share of its prompts got the same reward for all samples."""
+    max_mismatch: float = option(0.1, at_least=0)
+    """A step is bad if the mean difference of a logprob, engine against trainer, is larger."""
+    max_truncated: float = option(0.99, at_least=0, at_most=1)
+    """A step is bad if a larger share of its responses was cut off at max_new_tokens."""
+    min_response_tokens: float = option(1.0, at_least=0)
+    """A step is bad if its responses have no more tokens than this on the mean; an empty response is an end token. 0:
+    never."""

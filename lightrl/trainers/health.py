@@ -1,0 +1,168 @@
+"""Whether the metrics of a step are those of a run that learns; what to do where they are not.
+
+The metrics are the same on every rank, so all ranks decide alike and no collective is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from lightrl.comm import RankError
+from lightrl.records import ScoredGroup
+from lightrl.rollout.record import write_groups
+
+logger = logging.getLogger(__name__)
+
+_FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
+
+
+class Limit(NamedTuple):
+    """A bound on a metric, by the option that sets it."""
+
+    metric: str
+    option: str  # of --health.*
+    is_bad: Callable[[float, float], bool]  # of the metric and the option
+    text: str
+    remedy: str
+
+
+LIMITS = (
+    Limit(
+        "entropy",
+        "min_entropy",
+        lambda value, limit: value < limit,
+        "the entropy of the policy has collapsed to {value:.3g}",
+        "Raise --algorithm.entropy_coef or set --algorithm.entropy_target, lower --lr, or add --algorithm.kl_coef.",
+    ),
+    Limit(
+        "reward/equal_groups",
+        "max_equal_groups",
+        lambda value, limit: value > limit,
+        "{value:.1%} of the prompts got the same reward for all samples, which teach nothing",
+        "Use prompts neither too easy nor too hard, a larger --group_size, or --dynamic_sampling.enabled True.",
+    ),
+    Limit(
+        "mismatch/mean_abs",
+        "max_mismatch",
+        lambda value, limit: value > limit,
+        "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
+        "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
+        "--algorithm.correction tis.",
+    ),
+    Limit(
+        "tokens/truncated",
+        "max_truncated",
+        lambda value, limit: value > limit,
+        "{value:.1%} of the responses were cut off",
+        "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
+    ),
+    Limit(
+        "tokens/response_mean",
+        "min_response_tokens",
+        lambda value, limit: value <= limit,
+        "the responses have {value:.3g} tokens on the mean: they are empty",
+        "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
+    ),
+)
+
+
+class UnhealthyRunError(RankError):
+    """Too many steps in a row were bad."""
+
+
+def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
+    """Returns what is bad about a step, by metric: a sentence with the number and a remedy."""
+    found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
+    for name in ("skipped_updates", "critic/skipped_updates"):
+        if metrics.get(name, 0.0) > 0:
+            found[name] = _skipped(metrics[name])
+    for limit in LIMITS:
+        bound, value = getattr(limits, limit.option, None), metrics.get(limit.metric)
+        if bound is not None and value is not None and limit.is_bad(value, bound):
+            found[limit.metric] = (
+                f"{limit.text.format(value=value)} (--health.{limit.option} {bound:g}). {limit.remedy}"
+            )
+    if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
+        found["reward/failures"] = _without_reward(metrics["reward/failures"])
+    return found
+
+
+def _not_finite(name: str) -> str:
+    return f"{name} is not finite. Look at the samples of the step and at the functions of your own that it comes from."
+
+
+def _skipped(share: float) -> str:
+    return (
+        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
+        "or --optim.max_norm, or look at the loss and the reward for a division by 0."
+    )
+
+
+def _without_reward(failures: float) -> str:
+    return f"no sample has a reward: {failures:.0f} rewards failed. Look at the first failures, which are logged above."
+
+
+# ---- Reactions -------------------------------------------------------------------------------------------------------
+
+
+class BadSteps:
+    """Warns of what is bad about the steps of a run, each kind once until it has passed, and stops the run."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.count = 0  # in a row
+        self._trainer = trainer
+        self._found: Mapping[str, str] = {}  # in the last step
+        self._groups: Sequence[ScoredGroup] = ()  # of the last step, if the run may stop
+        if trainer.config.health.max_bad_steps and hasattr(trainer, "learn_from"):
+            self._keep_batches()
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """Looks at a finished step; raises UnhealthyRunError on every rank after the last bad one that is allowed."""
+        limits, before = self._trainer.config.health, self._found
+        self._found = findings(metrics, limits)
+        if self._found:
+            self._warn(before)
+        if limits.max_bad_steps:
+            self._count(limits.max_bad_steps)
+
+    def _warn(self, before: Mapping[str, str]) -> None:
+        for name in sorted(self._found.keys() - before.keys()) if self._trainer.strategy.comm.is_main else ():
+            logger.warning("Step %d: %s", self._trainer.step_index, _capital(self._found[name]))
+
+    def _count(self, allowed: int) -> None:
+        self.count = self.count + 1 if self._found else 0
+        if self._trainer.strategy.comm.any(self.count >= allowed):
+            self._stop()
+
+    def _keep_batches(self) -> None:
+        learn_from = self._trainer.learn_from
+
+        def keep_and_learn_from(groups: Sequence[ScoredGroup]) -> Any:
+            self._groups = groups
+            return learn_from(groups)
+
+        self._trainer.learn_from = keep_and_learn_from
+
+    def _stop(self) -> NoReturn:
+        comm, root, step = self._trainer.strategy.comm, self._trainer.folder.root, self._trainer.step_index
+        replay = ""
+        if hasattr(self._trainer, "learn_from"):
+            with comm.phase("writing the batch", local=True):
+                write_groups(batches_of(root), step - 1, self._groups, rank=comm.rank, world=comm.world)
+            replay = f" Its batch is in {batches_of(root)}: `lightrl replay {root} --step {step}` repeats it."
+        reasons = " ".join(_capital(text) for _, text in sorted(self._found.items()))
+        told = f"{self.count} bad steps in a row, as many as --health.max_bad_steps allows. Step {step}: {reasons}"
+        raise UnhealthyRunError(told + replay if comm.is_main else "the run was stopped; rank 0 says why")
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def batches_of(run: Path) -> Path:
+    """Returns the folder of a run that has the batches of steps after which it stopped."""
+    return run / "bad_batches"

@@ -1,0 +1,105 @@
+"""Repeats one step of a run, to the bit on as many ranks: `lightrl replay RUN --step N`, also for a debugger."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import RolloutConfig
+from lightrl.rollout.record import step_folder
+from lightrl.trainers.fit import StepReport, Trainer, run_program
+from lightrl.trainers.health import batches_of
+from lightrl.trainers.recorded import learn_from_record
+
+_NOT_COMPARED = ("time/", "memory/", "sync/", "eval/", "step", "tokens/per_second")
+
+
+def repeat_step(
+    build: Callable[[Any], Trainer],
+    read_options: Callable[[list[str]], RolloutConfig],
+    run: Path,
+    *,
+    step: int,
+    is_debugged: bool = False,
+) -> int:
+    """Repeats a step, which counts from 1, from the newest checkpoint before it; returns 1 if its metrics differ.
+
+    Args:
+        build: Makes the trainer of the run from its options.
+        read_options: Returns the options of the run with these arguments in addition.
+        run: The folder of the run.
+        step: The number of the step.
+        is_debugged: Enter the debugger before the step.
+    """
+    wanted = _metrics_of(run, step)
+    before = [done for done in CheckpointDirectory(run / "checkpoints", keep=1).steps() if done < step]
+    resumed = ["--resume", str(CheckpointDirectory(run / "checkpoints", keep=1).path(before[-1]))] if before else []
+    different: list[str] = []
+
+    def build_repeating(config: RolloutConfig) -> Any:
+        trainer: Any = build(config)
+        trainer.fit = partial(_repeat, trainer, run, step, wanted, different, is_debugged)
+        return trainer
+
+    with tempfile.TemporaryDirectory(prefix="lightrl-step-") as folder:
+        run_program(build_repeating, read_options(["--output_dir", str(Path(folder) / "run"), *resumed]))
+    return int(bool(different))
+
+
+def _repeat(
+    trainer: Any, run: Path, step: int, wanted: Mapping[str, Any], different: list[str], is_debugged: bool
+) -> None:
+    _say(trainer, f"step {step} of {run}, from {trainer.run.checkpoint or 'the start'}")
+    while trainer.step_index < step - 1:
+        _one_step(trainer, trainer.step)
+    if is_debugged:
+        breakpoint()
+    record = batches_of(run)
+    has_batch = step_folder(record, step - 1).is_dir()
+    report = _one_step(trainer, partial(learn_from_record, trainer, record) if has_batch else trainer.step)
+    different += differences(wanted, report.metrics)
+    if not wanted:
+        _say(trainer, f"{run} has no metrics of step {step} to compare with")
+    elif different:
+        _say(trainer, "\n".join(["not repeated to the bit:", *different]))
+    else:
+        _say(
+            trainer, f"step {step} was repeated to the bit: {len(_compared(wanted, report.metrics))} metrics are equal"
+        )
+
+
+def _one_step(trainer: Trainer, take: Callable[[], StepReport]) -> StepReport:
+    report = take()
+    if trainer.config.optim.schedule_unit == "rl_step":
+        trainer.strategy.trained.step_schedules()
+    trainer.step_index += 1
+    return report
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, float]) -> list[str]:
+    """Returns a line for each metric that is not the same number; a null in a file is what is not finite."""
+    numbers = {name: found[name] if math.isfinite(found[name]) else None for name in _compared(wanted, found)}
+    return [f"{name} was {wanted[name]}, now {new}" for name, new in numbers.items() if new != wanted[name]]
+
+
+def _compared(wanted: Mapping[str, Any], found: Mapping[str, float]) -> list[str]:
+    return sorted(name for name in wanted.keys() & found.keys() if not name.startswith(_NOT_COMPARED))
+
+
+def _metrics_of(run: Path, step: int) -> dict[str, Any]:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+    return found
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.strategy.comm.is_main:
+        sys.stdout.write(f"{text}\n")

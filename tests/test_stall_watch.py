@@ -1,0 +1,81 @@
+"""A rank that stops, or whose interpreter is held, is named with its phase and stack, and leaves nothing behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightrl import stall_watch
+from lightrl.rank_board import RankBoard
+from lightrl.stall_watch import StallWatch
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).parent / "programs" / "stalled_program.py"
+FLAGS = ["--num_prompts", "2", "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every", "0"]
+FLAGS += ["--log.tensorboard", "False", "--strategy", "fsdp", "--reward_timeout_s", "0", "--distributed.timeout_s", "8"]
+
+
+def stalled_run(stalled: str, folder: Path) -> str:
+    """Returns what the ranks said; none of them is left."""
+    command = [*FLAGS, "--output_dir", str(folder / "run")]
+    output = run_spmd(PROGRAM, *command, world_size=2, timeout_s=120, env={"STALLED": stalled}, expect_failure=True)
+    pids = [path.read_text() for path in folder.glob("run.pid*")]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stalled", "phase", "state"),
+    [
+        ("1 backward stop", "learn", "was stopped by a signal (SIGSTOP) and was killed"),
+        ("0 reward sleep", "reward exact_match", "is running"),
+    ],
+)
+def test_one_report_names_the_rank_its_phase_and_its_stack(
+    stalled: str, phase: str, state: str, tmp_path: Path
+) -> None:
+    output = stalled_run(stalled, tmp_path)
+    rank = stalled[0]
+    assert output.count("did not come") == 1
+    assert f"rank {rank} did not come: in phase {phase!r} since " in output
+    assert state in output
+    assert "in stall_here" in output
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    output = stalled_run("1 generate raise", tmp_path)
+    assert "ZeroDivisionError: planted" in output
+    assert "did not come" not in output
+
+
+class LostStore:
+    """A store whose host is gone."""
+
+    def clone(self) -> "LostStore":
+        return self
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_goes_before_anybody_asks_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stall_watch, "_end", ended.append)
+    store = LostStore()
+    watch = StallWatch(store, RankBoard(store, 0, 2), 0, 2)
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    watch.stop()
+    assert ended == []

@@ -1,0 +1,157 @@
+"""What is called bad about a step, against literals; runs with a fault planted of each kind."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.comm import Comm
+from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.config.health_section import RolloutHealthConfig
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.health import BadSteps, UnhealthyRunError, batches_of, findings
+from lightrl.trainers.recorded_run import replay
+
+GOOD = {
+    "loss": 0.1, "grad_norm": 1.0, "kl": 0.0, "entropy": 1.5, "reward/mean": 0.5, "reward/equal_groups": 0.5,
+    "mismatch/mean_abs": 1e-6, "tokens/truncated": 0.2, "tokens/response_mean": 3.5, "skipped_updates": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("entropy", 0.0005, "collapsed to 0.0005 (--health.min_entropy 0.001). Raise --algorithm.entropy_coef"),
+        ("reward/equal_groups", 1.0, "100.0% of the prompts got the same reward"),
+        ("mismatch/mean_abs", 0.25, "by 0.25 on the mean (--health.max_mismatch 0.1). Compare the dtypes"),
+        ("tokens/truncated", 1.0, "100.0% of the responses were cut off (--health.max_truncated 0.99). Raise"),
+        ("tokens/response_mean", 1.0, "have 1 tokens on the mean: they are empty"),
+        ("skipped_updates", 0.5, "50.0% of the updates were skipped on all ranks"),
+        ("reward/mean", math.nan, "reward/mean is not finite"),
+        ("mismatch/mean_abs", math.nan, "mismatch/mean_abs is not finite"),
+        ("loss", math.inf, "loss is not finite"),
+    ],
+)
+def test_each_kind_is_found_with_its_number_and_remedy(metric: str, value: float, text: str) -> None:
+    limits = RolloutHealthConfig()
+    assert findings(GOOD, limits) == {}
+    found = findings(GOOD | {metric: value}, limits)
+    assert list(found) == [metric]
+    assert text in found[metric]
+
+
+def test_no_reward_at_all_is_found() -> None:
+    metrics = {name: value for name, value in GOOD.items() if name != "reward/mean"} | {"reward/failures": 16.0}
+    assert findings(metrics, RolloutHealthConfig())["reward/failures"].startswith("no sample has a reward: 16 rewards")
+
+
+def test_a_warning_comes_once_until_it_has_passed(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(health=RolloutHealthConfig())
+    trainer = SimpleNamespace(config=config, strategy=SimpleNamespace(comm=Comm()), step_index=7)
+    health = BadSteps(trainer)
+    for entropy in (0.0, 0.0, 1.0, 0.0):
+        health.see(GOOD | {"entropy": entropy})
+    assert [record.message[:30] for record in caplog.records] == ["Step 7: The entropy of the pol"] * 2
+
+
+# ---- Runs with planted faults
+
+
+@pytest.fixture
+def train(toy: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
+    def run(name: str, **options: Any) -> GRPOTrainer:
+        given: dict[str, Any] = {"max_steps": 4, "eval": EvalConfig(every=0), "lr": 1e-2, **options}
+        return GRPOTrainer(
+            GRPOConfig(
+                model=str(toy / "model"),
+                train_data=str(toy / "train.jsonl"),
+                reward=(f"{toy / 'reward.py'}:odd_digits",),
+                num_prompts=4,
+                group_size=3,
+                num_minibatches=2,
+                strategy="single",
+                output_dir=str(tmp_path / name),
+                **given,
+            )
+        )
+
+    return run
+
+
+def with_collapsed_entropy(trainer: GRPOTrainer) -> None:
+    weight = trainer.policy.hf.get_output_embeddings().weight
+    with torch.no_grad():
+        weight[5] *= 0
+        weight.mul_(1e3)
+
+
+def with_infinite_loss(trainer: GRPOTrainer) -> None:
+    loss = trainer.objective.loss
+    trainer.objective.loss = lambda *given: loss(*given) + math.inf  # type: ignore[method-assign]
+
+
+def with_other_logprobs(trainer: GRPOTrainer) -> None:
+    sample = trainer.sample
+
+    def shifted(prompts: Any) -> Any:
+        rollout = sample(prompts)
+        for item in rollout.samples:
+            object.__setattr__(item, "sampler_logprobs", tuple(value - 0.5 for value in item.sampler_logprobs))
+        return rollout
+
+    trainer.sample = shifted  # type: ignore[method-assign]
+
+
+def with_logprobs_of_nan(trainer: GRPOTrainer) -> None:
+    with_other_logprobs(trainer)
+    shifted = trainer.sample
+
+    def nan(prompts: Any) -> Any:
+        rollout = shifted(prompts)
+        object.__setattr__(rollout.samples[0], "sampler_logprobs", (math.nan,) * len(rollout.samples[0].response_ids))
+        return rollout
+
+    trainer.sample = nan  # type: ignore[method-assign]
+
+
+def with_equal_rewards(trainer: GRPOTrainer) -> None:
+    trainer.collector.score = lambda samples, *given, **named: [1.0] * len(samples)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("plant", "text"),
+    [
+        (with_collapsed_entropy, "The entropy of the policy has collapsed"),
+        (with_infinite_loss, "100.0% of the updates were skipped on all ranks"),
+        (with_other_logprobs, "the trainer's by 0.5 on the mean"),
+        (with_logprobs_of_nan, "Mismatch/mean_abs is not finite"),
+        (with_equal_rewards, "100.0% of the prompts got the same reward"),
+    ],
+)
+def test_a_planted_fault_stops_the_run(
+    plant: Callable[[GRPOTrainer], None], text: str, train: Callable[..., GRPOTrainer], tmp_path: Path
+) -> None:
+    trainer = train("run", health=RolloutHealthConfig(max_bad_steps=2))
+    plant(trainer)
+    with pytest.raises(UnhealthyRunError, match="2 bad steps in a row") as error:
+        trainer.fit()
+    trainer.close()
+    assert text in str(error.value)
+    assert f"`lightrl replay {tmp_path / 'run'} --step 2` repeats it" in str(error.value)
+    assert (batches_of(tmp_path / "run") / "step-000002" / "rank-0-of-1.jsonl").exists()
+    assert [row["step"] for row in trainer.folder.metrics()] == [1, 2]
+
+
+def test_the_step_after_which_a_run_stopped_is_repeated_to_the_bit(
+    train: Callable[..., GRPOTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = train("run", health=RolloutHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0))
+    with pytest.raises(UnhealthyRunError):
+        trainer.fit()
+    trainer.close()
+    assert replay([str(tmp_path / "run"), "--step", "3"]) == 0
+    assert "step 3 was repeated to the bit: " in capsys.readouterr().out

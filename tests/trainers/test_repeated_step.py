@@ -1,0 +1,66 @@
+"""One step of a run, repeated from the checkpoint before it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
+from lightrl.trainers import recorded_run
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.repeated_step import differences
+
+
+def test_only_numbers_that_are_not_the_same_are_told() -> None:
+    wanted = {"step": 3, "loss": 0.1, "kl": None, "entropy": 1.5, "time/step": 2.0, "eval/reward": 0.3}
+    assert differences(wanted, {"loss": 0.1, "kl": float("nan"), "entropy": 1.5, "time/step": 9.0}) == []
+    assert differences(wanted, {"loss": 0.1, "entropy": 1.5000001}) == ["entropy was 1.5, now 1.5000001"]
+
+
+def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = GRPOTrainer(
+        GRPOConfig(
+            model=str(toy / "model"),
+            train_data=str(toy / "train.jsonl"),
+            reward=(f"{toy / 'reward.py'}:odd_digits",),
+            num_prompts=4,
+            group_size=3,
+            num_minibatches=2,
+            max_steps=4,
+            lr=1e-2,
+            strategy="single",
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=2, keep=5),
+            output_dir=str(tmp_path / "run"),
+        )
+    )
+    trainer.fit()
+    weights = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    trainer.close()
+
+    built: list[Any] = []
+    original: Callable[..., Any] = recorded_run.build_trainer
+
+    def build(*given: Any) -> Any:
+        built.append(original(*given))
+        return built[-1]
+
+    monkeypatch.setattr(recorded_run, "build_trainer", build)
+    entered: list[int] = []
+    monkeypatch.setattr("builtins.breakpoint", lambda: entered.append(built[-1].step_index))
+    assert recorded_run.replay([str(tmp_path / "run"), "--step", "4", "--debug"]) == 0
+    said = capsys.readouterr().out
+    assert "from " in said
+    assert "step-000002" in said
+    assert "step 4 was repeated to the bit: " in said
+    assert entered == [3]  # the steps before it are finished
+    again = built[-1].policy.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"entropy": ', '"entropy": 7'))
+    assert recorded_run.replay([str(tmp_path / "run"), "--step", "3"]) == 1
+    assert "entropy was 7" in capsys.readouterr().out
