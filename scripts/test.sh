@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh dev
 bash scripts/check.sh
+unset PYTHONDONTWRITEBYTECODE                # else every process that the tests start compiles lightrl anew
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests start several ranks on the same cores
 # Two workers, since starting ranks is mostly waiting. Tests of a class or file stay on one worker to share fixtures.
 exec .venv/bin/python -m pytest -m "not gpu and not sglang" -n 2 --dist loadscope --no-loadscope-reorder "$@"

@@ -32,6 +32,7 @@ _NUM_SERVERS = 2  # hash seeds; ranks take turns
 _START_TIMEOUT_S = 120.0  # the first start waits for the imports
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # what the imports read
 _IMPORTED = (
+    "torch._dynamo",  # DeepSpeed and DTensor load it, which takes longer than a test's training
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
     "lightrl.trainers.dpo",

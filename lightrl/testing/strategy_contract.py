@@ -60,6 +60,7 @@ class StrategyParity:
     flags: ClassVar[tuple[str, ...]] = ()  # more options of the command line, such as ("--fsdp.replicate_size", "2")
     world_sizes: ClassVar[tuple[int, ...]] = (1, 3)  # 3 divides few sizes, so shards are uneven
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
+    variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)  # the ways to train, by name
     timeout_s: ClassVar[float] = 280
     cwd: ClassVar[Path | None] = None  # the folder where the strategy is importable; None: where pytest runs
     env: ClassVar[Mapping[str, str]] = {}
@@ -80,6 +81,7 @@ class StrategyParity:
 
     def _start(self, world: int, folder: Path, alone: Alone) -> Run:
         arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", self.strategy, *self.flags]
+        arguments += ["--variants", *self.variants]
         arguments += ["--only_parity"] if self._only_parity else []
         arguments += [] if self.reduces_once else ["--reduces_often"]
         output = ""
@@ -97,7 +99,11 @@ class StrategyParity:
         path = folder / "report.json"
         return Run(world, folder, json.loads(path.read_text()) if path.exists() else {"done": []}, output)
 
-    @pytest.mark.parametrize("variant", VARIANTS)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Makes one test of each way to train."""
+        if "variant" in metafunc.fixturenames:
+            metafunc.parametrize("variant", self.variants)
+
     def test_training_equals_plain_training(self, runs: list[Run], variant: str) -> None:
         """Losses, gradient norms and parameters after three steps, for every split of the samples."""
         chosen = VARIANTS[variant]

@@ -41,6 +41,10 @@ VARIANTS = {
     "a frozen embedding": Variant(make_optimizer=sgd, max_norm=0.0, micro_size=4, frozen="model.embed_tokens"),
 }
 
+# For a combination of options that are each tested with all of VARIANTS: both optimizers, with and without clipping,
+# uneven micro-batches, a rank with none, frozen parameters.
+FEW_VARIANTS = ("a rank without samples", "sgd without clipping", "a frozen embedding")
+
 
 def train(strategy: StrategyBase, variant: Variant, steps: int = STEPS) -> Trained:
     """Trains a tiny policy in this way and returns what plain PyTorch must equal."""

@@ -8,6 +8,7 @@ import pytest
 from lightrl.config import DeepSpeedConfig, GRPOConfig, StrategyOptions
 from lightrl.strategy import create_strategy, strategy_class
 from lightrl.testing import StrategyContract, StrategyParity, run_spmd
+from lightrl.testing.strategy_parity import FEW_VARIANTS
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "deepspeed_program.py"
 needs_deepspeed = pytest.mark.skipif(
@@ -74,6 +75,7 @@ class TestZero3Checkpointed(StrategyParity):
     strategy = "deepspeed"
     flags = ("--deepspeed.zero_stage", "3", "--gradient_checkpointing", "True", *SHARD_EVERYTHING)
     world_sizes = (2,)
+    variants = FEW_VARIANTS
 
 
 @needs_deepspeed

@@ -3,6 +3,7 @@
 import pytest
 
 from lightrl.testing import StrategyContract, StrategyParity
+from lightrl.testing.strategy_parity import FEW_VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -15,23 +16,27 @@ class TestKeptWeightsAndCheckpointing(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.reshard_after_forward", "False", "--gradient_checkpointing", "True")
     world_sizes = (2,)
+    variants = FEW_VARIANTS
 
 
 class TestCpuOffload(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.cpu_offload", "True")
     world_sizes = (2,)
+    variants = FEW_VARIANTS
 
 
 class TestFourRanks(StrategyParity):
     strategy = "fsdp"
     world_sizes = (4,)
+    variants = FEW_VARIANTS
 
 
 class TestReplicas(StrategyParity):
     strategy = "fsdp"
     flags = ("--fsdp.replicate_size", "2")
     world_sizes = (4,)
+    variants = FEW_VARIANTS
 
 
 class TestTensorParallel(StrategyContract):
@@ -50,15 +55,18 @@ class TestShardsOfTensorParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--tp_size", "2")
     world_sizes = (4,)
+    variants = FEW_VARIANTS
 
 
 class TestGroupsOfSequenceParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--sp_size", "2", "--gradient_checkpointing", "True")
     world_sizes = (4,)
+    variants = FEW_VARIANTS
 
 
 class TestTensorAndSequenceParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--sp_size", "2", "--tp_size", "2")
     world_sizes = (4,)
+    variants = FEW_VARIANTS
