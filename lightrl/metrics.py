@@ -33,6 +33,10 @@ class Statistics:
         _, numerator, denominator = self._values.get(name, ("mean", 0.0, 0.0))
         self._values[name] = ("mean", numerator + float(total), denominator + float(count))
 
+    def values(self, name: str, values: Sequence[float]) -> None:
+        """Adds values to a mean one by one."""
+        self.mean(name, sum(values), len(values))
+
     def add(self, name: str, value: float) -> None:
         """Adds to a sum over calls and ranks."""
         _, before, _ = self._values.get(name, ("sum", 0.0, 0.0))

@@ -7,7 +7,13 @@ from typing import Any
 
 from lightrl.config import RolloutConfig
 from lightrl.exact.environment import fix_arithmetic
+from lightrl.exact.step_statistics import ExactStatistics
+from lightrl.exact.strategy import exact_strategy
+from lightrl.exact.targets import ExactTokenAdvantages
+from lightrl.exact.tiles import TiledUpdates
 from lightrl.trainers.fit import Trainer
+from lightrl.trainers.run import RunContext, open_run
+from lightrl.trainers.token_advantages import TokenAdvantages
 
 
 def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
@@ -16,7 +22,9 @@ def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
     def build(config: RolloutConfig) -> Trainer:
         fix_arithmetic()
         made: Any = type(f"Exact{trainer_class.__name__}", (ExactTrainer, trainer_class), {})
-        trainer: Trainer = made(config)
+        run = open_run(config, kind=trainer_class.kind, strategy=exact_strategy(config))
+        check_run(run)
+        trainer: Trainer = made(run)
         return trainer
 
     return build
@@ -26,3 +34,31 @@ class ExactTrainer(Trainer):
     """Goes in front of a trainer's class: nothing that it computes depends on how the run is spread."""
 
     made_by = "lightrl.exact.run:exact"
+    make_statistics = ExactStatistics
+    collector: Any
+    updates: Any
+    token_advantages: Any = None  # of PPO
+
+    def __init__(self, run: RunContext, **parts: Any) -> None:
+        super().__init__(run, **parts)
+        self.collector.make_statistics = ExactStatistics
+        self.updates = TiledUpdates(self.run, self.statistics)
+        if isinstance(self.token_advantages, TokenAdvantages):
+            state = self.token_advantages.state_dict()
+            self.token_advantages = self.saved["moments"] = ExactTokenAdvantages(self.config.algorithm)
+            self.token_advantages.load_state_dict(state)
+
+
+def check_run(run: RunContext) -> None:
+    """Raises ValueError for a device or a model that cannot be exact."""
+    device = run.strategy.device
+    if device.type != "cpu":
+        raise ValueError(
+            f"--exact True does not go with device {device}, whose kernels compute a row in another way beside other "
+            "rows. Give --distributed.device cpu, or leave --exact out."
+        )
+    if run.media is not None:
+        raise ValueError(
+            "--exact True does not go with a model that takes images: its vision tower mixes the images of a "
+            "micro-batch. Use a model of text alone, or leave --exact out."
+        )

@@ -89,6 +89,8 @@ def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
 class Collector(Scorer):
     """Samples and scores this rank's prompts. Every rank calls each method, even with no prompt."""
 
+    make_statistics: type[Statistics] = Statistics  # of an evaluation
+
     def __init__(
         self,
         strategy: StrategyBase,
@@ -167,7 +169,7 @@ class Collector(Scorer):
         """
         if not prompts:
             return {}
-        comm, statistics = self._comm, Statistics()
+        comm, statistics = self._comm, self.make_statistics()
         mine = shard(list(enumerate(prompts)), comm.rank, comm.world)
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
         samples = self._generate(mine, seeds, n, replace(self._evaluation, temperature=temperature))
@@ -177,7 +179,7 @@ class Collector(Scorer):
             groups = grouped(samples, scored, n, step=0)
             describe_groups(groups, statistics, ks=ks, source_field=source_field, prefix="eval/")
         elif rewards:
-            statistics.mean("eval/reward", sum(rewards), len(rewards))
+            statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
         return statistics.reduce(comm)
@@ -219,6 +221,6 @@ def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:
 def _describe(scores: Scores, budget: FailureBudget, statistics: Statistics, prefix: str) -> None:
     for label, values in scores.components.items():
         if values:
-            statistics.mean(f"{prefix}reward/{label}", sum(values), len(values))
+            statistics.values(f"{prefix}reward/{label}", values)
     statistics.add(f"{prefix}reward/failures", len(budget.failures))
     statistics.add(f"{prefix}reward/no_verdict", len(budget.no_verdicts))

@@ -378,9 +378,9 @@ class StrategyBase(ForeignNames, ABC):
 # ---- Strategies by name ------------------------------------------------------------------------------------------
 
 
-def create_strategy(config: RunConfig | Any) -> StrategyBase:
-    """Makes the strategy that config.strategy names, not yet connected: call setup_distributed() next."""
-    return strategy_class(config.strategy)(
+def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = None) -> StrategyBase:
+    """Makes the strategy that config.strategy names, or one of a kind; not yet connected: call setup_distributed()."""
+    return (kind or strategy_class(config.strategy))(
         seed=config.seed,
         max_norm=config.optim.max_norm,
         micro_train_batch_size=config.micro_batch_size or 1,

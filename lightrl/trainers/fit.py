@@ -85,6 +85,7 @@ class Trainer(ABC):
     batches: str = ""  # the batch arithmetic in one line, printed at the start
     # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
     made_by: ClassVar[str | None] = ""
+    make_statistics: ClassVar[type[Statistics]] = Statistics
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
@@ -93,7 +94,7 @@ class Trainer(ABC):
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
-        self.statistics = Statistics()
+        self.statistics = self.make_statistics()
         self.watch = Stopwatch()
         self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint

@@ -251,7 +251,7 @@ class GRPOTrainer(Trainer):
         shaping: list[float] = overlong_penalty(
             lengths, max_length=self.config.max_new_tokens, buffer=config.buffer, scale=config.penalty
         ).tolist()
-        self.statistics.mean("reward/overlong_penalty", sum(shaping), len(shaping))
+        self.statistics.values("reward/overlong_penalty", shaping)
         return shaping
 
     def _scored(self, batch: Batch) -> Batch:

@@ -353,7 +353,7 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     count = len(samples)
     scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
     if scored:  # if no sample on any rank has a reward, there is no mean to report, and 0 would be one
-        statistics.mean("reward/mean", sum(reward for _, reward in scored), len(scored))
+        statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
     response_tokens = sum(len(sample.response_ids) for sample in samples)

@@ -1,0 +1,224 @@
+"""What `--exact` puts in front of a strategy: gradients, their norm and the loss are sums that no split changes.
+
+A micro-batch is a tile (tiles.py). Its gradient is that of its share of the loss, and goes into a GradientSum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightrl.config import RunConfig
+from lightrl.exact.sums import GradientSum, from_units, sum_of_squares, to_units
+from lightrl.strategy.base import StrategyBase, TrainBatchResult, create_strategy, strategy_class
+from lightrl.strategy.fsdp import FSDPStrategy
+from lightrl.strategy.layout.buckets import buckets
+from lightrl.strategy.torch_native import TorchStrategy
+
+_BUCKET_BYTES = 64 << 20
+_EPSILON = 1e-6  # beside the norm, as in torch's clip
+
+
+def exact_strategy(config: RunConfig) -> StrategyBase:
+    """Makes the strategy that the config names, with exact sums; not yet connected."""
+    kind = strategy_class(config.strategy)
+    front = ExactShards if issubclass(kind, FSDPStrategy) else ExactGradients
+    made: type[StrategyBase] = type(f"Exact{kind.__name__}", (front, kind), {})
+    return create_strategy(config, made)
+
+
+class ExactGradients(TorchStrategy):
+    """Goes in front of a strategy that keeps parameters whole."""
+
+    _loss = 0  # of the update under way, in units of exact sums
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sums: dict[Tensor, GradientSum] = {}  # by parameter, for the update under way
+
+    @property
+    def averaging_ranks(self) -> int:
+        """Nothing is averaged: to divide by 3 ranks and multiply again would round."""
+        return 1
+
+    # ---- The loss ----------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        data: Sequence[Any] | Mapping[str, Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        loss_weight_fn: Callable[[Any], float | Tensor],
+        *,
+        model: nn.Module | None = None,
+    ) -> TrainBatchResult:
+        """Takes one optimizer step over tiles; the reported loss is their exact sum."""
+        self._loss = 0
+        result = super().train_batch(data, loss_fn, loss_weight_fn, model=model)
+        self._sums = {}
+        loss = sum(self.comm.all_gather_object(self._loss))
+        return result if result.skipped else replace(result, loss=from_units(loss))
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Adds the gradient of a tile, and its share of the loss."""
+        share = float(loss.detach()) * kwargs.get("weight", 1.0)
+        self._loss += to_units(share) if math.isfinite(share) else 0
+        super().backward(loss, model, optimizer, **kwargs)
+
+    # ---- The gradient ------------------------------------------------------------------------------------------
+
+    def run_backward(self, loss: Tensor, model: nn.Module) -> None:
+        """Runs the backward of a tile, and moves its gradients into the sums."""
+        super().run_backward(loss, model)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradient = _local(parameter.grad)
+                self._sum_of(parameter, gradient.numel()).add(gradient.reshape(-1))
+                parameter.grad = None
+
+    def _sum_of(self, parameter: Tensor, num_elements: int) -> GradientSum:
+        if parameter not in self._sums:
+            self._sums[parameter] = GradientSum(num_elements)
+        return self._sums[parameter]
+
+    @torch.no_grad()
+    def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
+        """Adds the sums of all ranks; a parameter that no tile of any rank used keeps no gradient."""
+        is_used = torch.tensor([parameter in self._sums for parameter in parameters], dtype=torch.int64)
+        is_used = self.comm.all_reduce(is_used, "max")
+        used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
+        named = ((str(index), parameter) for index, parameter in enumerate(used))
+        for bucket in buckets(named, lambda parameter: 4 * parameter.nbytes, _BUCKET_BYTES):
+            sums = {name: self._sum_of(parameter, parameter.numel()) for name, parameter in bucket}
+            if self.comm.world > 1:
+                halves = {name: {"high": total.high, "low": total.low} for name, total in sums.items()}
+                for name, half in self.comm.all_reduce(halves, "sum").items():
+                    sums[name].high, sums[name].low = half["high"], half["low"]
+            for name, parameter in bucket:
+                parameter.grad = sums[name].total().view(parameter.shape)
+                del self._sums[parameter]
+
+    def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
+        """Clips by the exact norm, steps if it is finite, and drops the gradients."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.reduce_gradients(model, parameters)
+        for hook in self.trained.hooks_of(optimizer):
+            hook.before_clip(optimizer)
+        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grad_norm = self._norm(gradients, sum(parameter.numel() for parameter in parameters))
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self.max_norm and self.max_norm < grad_norm + _EPSILON:
+                torch._foreach_mul_(gradients, self.max_norm / (grad_norm + _EPSILON))
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return grad_norm, is_finite
+
+    def _norm(self, gradients: list[Tensor], num_elements: int) -> float:
+        """Returns the norm over all ranks; one that holds whole gradients need not ask the others."""
+        largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        largest = self._over_shards(largest if is_finite else math.inf, "max")
+        if not math.isfinite(largest):
+            return math.nan
+        high, low = sum_of_squares(gradients, largest, num_elements)
+        return math.sqrt(self._over_shards(high, "sum") + self._over_shards(low, "sum"))
+
+    def _over_shards(self, value: float, operation: str) -> float:
+        """Reduces a number over the ranks that hold different parts of a gradient."""
+        return value
+
+
+# ---- FSDP ------------------------------------------------------------------------------------------------------------
+
+
+class ExactReduceScatter:
+    """Gives each rank its shard of the gradients of all ranks' tiles, and adds them there; one for each FSDP unit.
+
+    It is a torch.distributed.fsdp ReduceScatter, which FSDPModule.set_custom_reduce_scatter() takes.
+    """
+
+    def __init__(self) -> None:
+        self.is_last = False  # whether the tile is the last of the update
+        self._sum: GradientSum | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns room for a flat gradient."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Adds this rank's shard of every rank's gradient; the output is 0 but for the last tile, where it is the sum.
+
+        FSDP adds the outputs to the gradients of the parameters.
+        """
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        self._sum = self._sum or GradientSum(output_tensor.numel())
+        for gradient in received.view(-1, output_tensor.numel()):
+            self._sum.add(gradient)
+        if not self.is_last:
+            output_tensor.zero_()
+            return
+        output_tensor.copy_(self._sum.total())
+        self._sum = None
+
+
+class ExactShards(ExactGradients):
+    """Goes in front of FSDP, which reduces the gradients of each tile."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reductions: dict[nn.Module, list[ExactReduceScatter]] = {}  # of the units of each model
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Shards the model, and gives every unit a reduction of its own."""
+        model = super().prepare_model(model)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reductions[model] = [ExactReduceScatter() for _ in units]
+        for unit, reduction in zip(units, self._reductions[model], strict=True):
+            unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
+        return model
+
+    def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """Lets FSDP reduce the gradients of each tile, and says which is the last."""
+        for reduction in self._reductions[model]:
+            reduction.is_last = is_last_micro_batch
+        return nullcontext()
+
+    def run_backward(self, loss: Tensor, model: nn.Module) -> None:
+        """Runs the backward of a tile; in one process there is no reduction that would add its gradients."""
+        loss.backward()
+        if self.comm.world > 1:
+            return
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradient = _local(parameter.grad)
+                self._sum_of(parameter, gradient.numel()).add(gradient.reshape(-1))
+                gradient.zero_()
+
+    @torch.no_grad()
+    def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
+        """Does nothing but in one process: the last backward has left the sums as gradients."""
+        for parameter in parameters:
+            if parameter in self._sums:
+                gradient = _local(parameter.grad)
+                gradient.copy_(self._sums.pop(parameter).total().view(gradient.shape))
+
+    def _over_shards(self, value: float, operation: str) -> float:
+        return self.comm.all_reduce(value, operation)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

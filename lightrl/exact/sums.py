@@ -1,0 +1,109 @@
+"""Sums whose bits do not depend on the order of what is added, on the ranks that add it, or on the tree of a reduction.
+
+A number that is a multiple of a power of two, the grid, adds to others of that grid without rounding as long as the
+sum has at most 53 bits of it. So numbers are rounded to a grid before they are added, and the order does not show
+(Demmel and Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+# ---- Python floats: their sum as an integer --------------------------------------------------------------------------
+
+_UNITS = 1074  # every finite float is a multiple of 2^-1074
+
+
+def to_units(value: float) -> int:
+    """Returns a finite float as an integer number of 2^-1074; such integers add without rounding."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << (_UNITS + 1 - denominator.bit_length())
+
+
+def from_units(units: int, count: int = 1 << _UNITS) -> float:
+    """Returns the float nearest to units / count; without a count, to the sum that the units are."""
+    return float(Fraction(units, count))
+
+
+# ---- Gradients: two grids of float64 ---------------------------------------------------------------------------------
+
+# An element is split into a multiple of 2^-21 and a rest, which is rounded to a multiple of 2^-58. 2^16 tiles with
+# elements below 2^15 fit: their sums stay below 2^31 = 2^52 x 2^-21, and those of the rests below 2^-6 = 2^52 x 2^-58.
+MAX_TILES = 1 << 16
+LARGEST = 2.0**15
+_HIGH = 1.5 * 2.0**31  # x + _HIGH has the unit 2^-21 in its last place for any |x| <= 2^30
+_LOW = 1.5 * 2.0**-6
+_HALF_HIGH_UNIT = 2.0**-22
+_CHUNK = 1 << 15  # elements; the float64 copies of a chunk stay in a core's cache
+
+
+class GradientSum:
+    """The sum of the gradients of tiles, independent of their order; an element of 2^15 or more makes it NaN."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.high = torch.zeros(num_elements, dtype=torch.float64)
+        self.low = torch.zeros(num_elements, dtype=torch.float64)
+        size = min(num_elements, _CHUNK)
+        self._wide, self._rounded = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds the gradient of a tile, flat and float32."""
+        for start in range(0, gradient.numel(), _CHUNK):
+            self._add_chunk(gradient[start : start + _CHUNK], slice(start, start + _CHUNK))
+
+    def _add_chunk(self, values: Tensor, where: slice) -> None:
+        smallest, largest = torch.aminmax(values)
+        size = max(-float(smallest), float(largest))
+        if not size < LARGEST:  # NaN too
+            self.high[where] = math.nan
+            return
+        if size == 0:
+            return
+        wide, rounded = self._wide[: values.numel()], self._rounded[: values.numel()]
+        wide.copy_(values)
+        if size > _HALF_HIGH_UNIT:  # else all are rounded to 0
+            torch.add(wide, _HIGH, out=rounded).sub_(_HIGH)
+            self.high[where] += rounded
+            wide -= rounded
+        torch.add(wide, _LOW, out=rounded).sub_(_LOW)
+        self.low[where] += rounded
+
+    def total(self) -> Tensor:
+        """Returns the sum, rounded once, as float32."""
+        return (self.high + self.low).float()
+
+
+# ---- The norm --------------------------------------------------------------------------------------------------------
+
+
+def sum_of_squares(parts: Iterable[Tensor], largest: float, num_elements: int) -> tuple[float, float]:
+    """Returns the sum of the squares as two numbers, each of which adds to those of other ranks without rounding.
+
+    Args:
+        parts: float32 tensors of this rank.
+        largest: the largest absolute value on any rank, finite.
+        num_elements: the number of values over all ranks, or more.
+    """
+    if largest == 0:
+        return 0.0, 0.0
+    log_count = math.ceil(math.log2(num_elements)) + 1
+    high = 1.5 * 2.0 ** (2 * (math.frexp(largest)[1]) + log_count)
+    low = high * 2.0 ** (log_count - 53)
+    sums = [0.0, 0.0]
+    for values in _chunks(parts):
+        squares = values.double().square_()  # exact: 48 bits
+        rounded = (squares + high).sub_(high)
+        sums[0] += float(rounded.sum())
+        rest = squares.sub_(rounded)
+        sums[1] += float((rest + low).sub_(low).sum())
+    return sums[0], sums[1]
+
+
+def _chunks(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    for part in parts:
+        yield from part.reshape(-1).split(_CHUNK)
