@@ -79,12 +79,13 @@ def packed_attention(
         raise _unsupported(module)
     window = attention_mask if sliding_window is None else sliding_window
     sizes = [count * length for count, length in layout.runs]
+    pieces = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
     outputs = []
-    for (count, length), *parts in zip(
-        layout.runs, *(part.split(sizes, 2) for part in (query, key, value)), strict=True
-    ):
-        stacked = [part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1) for part in parts]
-        mixed = attend_causally(*stacked, scaling or query.shape[-1] ** -0.5, window)
+    for (count, length), parts in zip(layout.runs, pieces, strict=True):
+        queries, keys, values = (
+            part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1) for part in parts
+        )
+        mixed = attend_causally(queries, keys, values, scaling or query.shape[-1] ** -0.5, window)
         outputs.append(mixed.reshape(1, count * length, *mixed.shape[2:]))
     return torch.cat(outputs, dim=1), None
 
@@ -120,8 +121,8 @@ def _changes_scores(kwargs: dict[str, Any]) -> bool:
 
 def _unsupported(module: nn.Module) -> ValueError:
     return ValueError(
-        f"--exact True does not go with {type(module).__name__}, whose attention caps or adds to its scores: use a model "
-        "with plain attention, or leave --exact out."
+        f"--exact True does not go with {type(module).__name__}, whose attention caps or adds to its scores: use a "
+        "model with plain attention, or leave --exact out."
     )
 
 

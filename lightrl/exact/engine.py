@@ -147,8 +147,8 @@ class ExactRunner(ModelRunner):
         cache = super().verify(vocab_size, cache)
         if isinstance(cache, SampleCaches):
             raise ValueError(
-                f"--exact True does not go with {type(self.model).__name__}, which keeps a state of its own: the trainer "
-                "computes it in another way. Use a model with attention alone, or leave --exact out."
+                f"--exact True does not go with {type(self.model).__name__}, which keeps a state of its own: the "
+                "trainer computes it in another way. Use a model with attention alone, or leave --exact out."
             )
         if is_new and self.uses_fused_forward:
             sequences = [[(7 * index + 1) % vocab_size for index in range(length)] for length in _COMPARED_LENGTHS]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrl.exact.attention import TRAINER_ATTENTION
-from lightrl.models.lora import adapter_of, lora_layers
 from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.lora import adapter_of, lora_layers
 from lightrl.models.packed_attention import ATTENTION_NAME
 from lightrl.models.policy import Policy
 

@@ -25,7 +25,6 @@ from lightrl.engines.base import (
     as_prompt,
     eos_ids,
 )
-from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample

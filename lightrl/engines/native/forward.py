@@ -231,11 +231,9 @@ class FusedLinear:
 class RMSNorm:
     """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
 
-    by_parts = True  # in float32 on a CPU by fewer operations, which round otherwise than rms_norm()
-
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
-        self._parameters = parameters
-        self._eps = eps
+        self._parameters, self._eps = parameters, eps
+        self.by_parts = True  # in float32 on a CPU by fewer operations, which round otherwise than rms_norm()
         self.refresh()
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -432,8 +430,7 @@ def is_supported(model: PreTrainedModel) -> bool:
         return False
     body: Any = model.get_decoder()
     head: Any = model.get_output_embeddings()
-    config = model.config
-    if config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
+    if model.config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
         return False
     if type(head) is not nn.Linear or head.bias is not None:
         return False
