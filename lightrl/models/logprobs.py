@@ -97,7 +97,7 @@ class _LogitTransform:
 
 
 class _LogitSteps(_LogitTransform):
-    """The same steps, each of them rounded."""
+    """Takes each step by itself and rounds after it."""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
         """Returns the final logits of a tile, [rows, columns], in dtype."""
