@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 
-.PHONY: setup format check test test-gpu wheel smoke docs house
+.PHONY: setup format check test test-gpu wheel smoke exact docs house
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -29,6 +29,9 @@ wheel:  ## build the wheel and prove that it contains the whole package
 smoke:  ## run a few GRPO steps on two ranks
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
 		scripts/train_grpo.py --strategy fsdp --max_steps 4 --eval.every 0 --checkpoint.every 0
+
+exact:  ## print the hashes of exact runs over ranks, strategies and micro-batches; it takes about 20 minutes
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/exact_grid.py
 
 docs:  ## build the documentation into site/; a broken link is an error
 	$(PYTHON) -m mkdocs build --strict --quiet

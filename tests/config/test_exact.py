@@ -22,6 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout": WorkflowConfig(max_staleness=1)}, "--rollout.over_issue, --rollout.max_staleness"),
     ({"rollout": WorkflowConfig(record="there")}, "--rollout.record or --rollout.from"),
     ({"algorithm": AlgorithmConfig(entropy_fraction=0.2)}, "--algorithm.entropy_fraction 0.2"),
+    ({"algorithm": AlgorithmConfig(advantage="reinforce_plus_plus")}, "--algorithm.advantage reinforce_plus_plus"),
     ({"reward": ("judge=0.5",)}, "--reward judge=0.5"),
 ]
 
