@@ -184,7 +184,7 @@ class ExactShards(ExactGradients):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Shards the model, and gives every unit a reduction of its own."""
-        model = super().prepare_model(model)
+        model = super().prepare_model(model)  # type: ignore[safe-super]
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reductions[model] = [ExactReduceScatter() for _ in units]
         for unit, reduction in zip(units, self._reductions[model], strict=True):
