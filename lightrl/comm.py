@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -49,6 +50,20 @@ class RankError(RuntimeError):
 
 
 _current: Comm | None = None
+_in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
+
+
+def enter_episode() -> None:
+    """Makes collectives an error in the rest of this task: an episode runs on one rank alone."""
+    _in_episode.set(True)
+
+
+def _require_no_episode(what: str) -> None:
+    if _in_episode.get():
+        raise RuntimeError(
+            f"An episode has called {what}, which waits for all ranks, while other ranks run other episodes. Within an "
+            "episode use the engine's own calls: generate(), reward(), once()."
+        )
 
 
 def current() -> Comm:
@@ -114,6 +129,7 @@ class Comm:
 
     @contextmanager
     def _watched_phase(self, board: RankBoard, name: str, local: bool) -> Iterator[None]:
+        _require_no_episode(f"phase {name!r}")
         board.enter(name)
         error: Exception | None = None
         try:
@@ -162,6 +178,7 @@ class Comm:
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Adds rank, phase and the others' phases to the error of a collective that broke."""
+        _require_no_episode(what)
         try:
             yield
         except RuntimeError as error:

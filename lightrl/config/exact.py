@@ -28,6 +28,7 @@ _REASONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rollout_ranks", bool, "ranks that only generate run ahead of those that train"),
     ("rollout.workflow", bool, "the turns of an episode follow the clock"),
     ("rollout.is_scheduled", bool, "the clock decides which samples a step learns from"),
+    ("data.curriculum", bool, "no exact run has chosen its prompts by their results yet"),
     ("rollout.is_recorded", bool, "a record keeps the samples of each rank apart"),
     ("algorithm.entropy_fraction", lambda value: value < 1, "the limit is found from sums of each rank"),
     ("algorithm.loss", lambda value: value in ("clip_cov", "kl_cov"), "it selects tokens by sums of each rank"),

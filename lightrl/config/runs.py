@@ -244,6 +244,7 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that a record of samples, or --exact, does not go with."""
+        self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
         self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
         if self.exact:
             check_exact(self)

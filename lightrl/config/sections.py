@@ -254,6 +254,15 @@ class DataConfig(PromptFieldsConfig):
     video_field: str = "videos"
     """Field with the path of a video or a list of paths: .npy arrays [frames, height, width, 3] of uint8, or animated
     .gif or .webp files. Empty: read no videos."""
+    curriculum: str = ""
+    """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
+    prompts that are solved about half the time. Empty: every prompt once in each epoch."""
+
+    def check_curriculum(self, *, has_own_ranks: bool, is_recorded: bool) -> None:
+        """Raises ValueError for a curriculum in a run whose prompts are drawn elsewhere."""
+        if self.curriculum and (has_own_ranks or is_recorded):
+            other = "--rollout_ranks" if has_own_ranks else "--rollout.record and --rollout.from"
+            raise ValueError(f"--data.curriculum takes no part in {other} yet: leave one of them out.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -94,6 +94,7 @@ class ColocatedEngine:
         self._num_left: dict[int, int] = {}  # unfinished samples of each
         self._next_request_id = 0
         self._ended: list[Completion] = []  # by themselves, while the rest was set aside for new weights
+        self._parked: list[_Request] = []  # samples under way that wait for the engine to wake up
         self._placeholder_ids = {engine.image_token_id, engine.video_token_id} - {None}  # of images and videos
 
     @property
@@ -157,7 +158,7 @@ class ColocatedEngine:
 
     def has_unfinished(self) -> bool:
         """Whether step() has something to return, now or later."""
-        return bool(self._ended) or self.engine.has_unfinished()
+        return bool(self._ended or self._parked) or self.engine.has_unfinished()
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
         """Stops the requests (None: all); returns what each unfinished sample has, with the reason "abort".
@@ -171,7 +172,9 @@ class ColocatedEngine:
             del self._running[key], self._num_left[key]
         ended = [item for item in self._ended if chosen is None or item.request_id in chosen]
         self._ended = [item for item in self._ended if item not in ended]
-        return ended + stopped
+        parked = [item for item in self._parked if chosen is None or item.request_id in chosen]
+        self._parked = [item for item in self._parked if item not in parked]
+        return ended + [item.partial for item in parked if item.partial is not None] + stopped
 
     def _start(self, prompt: EnginePrompt, params: SamplingParams, partial: Completion | None = None) -> int:
         request = _Request(self._next_request_id, prompt, params, partial)
@@ -275,20 +278,31 @@ class ColocatedEngine:
     # ---- Sleep -------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> int:
-        """Frees the KV cache, and with level 2 the weights too; returns the bytes freed."""
+        """Frees the KV cache, and with level 2 the weights too; returns the bytes freed.
+
+        Requests under way keep what they have, and go on when the engine is awake again.
+        """
         if level not in self.engine.sleep_levels:
             raise ValueError(_describe_bad_level(self.engine, level))
         if self._phase is _Phase.ASLEEP:
             return 0
-        if self.has_unfinished():
-            self.abort()
         self.wake()  # engines sleep as a whole, from awake only
+        if self._running:
+            self._park()
         if level == 2:
             self.version = None
         self.freed_bytes = self.engine.sleep(level)
         self._phase = _Phase.ASLEEP
         logger.debug("engine asleep at level %d, %d bytes freed", level, self.freed_bytes)
         return self.freed_bytes
+
+    def _park(self) -> None:
+        if any(item.params.has_penalties for item in self._running.values()):
+            raise RuntimeError(
+                "Samples with penalties cannot go on after the engine has slept: they count their first tokens. Call "
+                "abort() before sleep()."
+            )
+        self._parked = self._set_aside()
 
     def wake(self) -> None:
         """Makes the engine ready to generate: first the weights wake up, then the KV cache."""
@@ -301,6 +315,9 @@ class ColocatedEngine:
         if phase is _Phase.AWAKE and self._phase is _Phase.WEIGHTS_AWAKE:
             self._wake_part("kv_cache")
             self._phase = _Phase.AWAKE
+            parked, self._parked = self._parked, []
+            for request in parked:
+                self._enter(request)
 
     def _wake_part(self, part: EnginePart) -> None:
         try:
@@ -323,7 +340,7 @@ class ColocatedEngine:
 
     def close(self) -> None:
         """Forgets every request and frees the engine."""
-        self._running, self._num_left, self._ended = {}, {}, []
+        self._running, self._num_left, self._ended, self._parked = {}, {}, [], []
         self.engine.close()
 
 

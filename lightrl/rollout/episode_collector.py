@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightrl.comm import enter_episode
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
@@ -125,6 +126,10 @@ class EpisodeCollector(Collector):
         self._require_some(made)
         return [self._as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
+    def workflow_of(self, job: _Job) -> Workflow:
+        """Returns what makes the sample of a job: the run's workflow."""
+        return self._workflow
+
     async def _episode(self, driver: EpisodeDriver, job: _Job) -> Episode | _Failure | None:
         siblings = self._siblings.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
         client = EngineClient(
@@ -138,10 +143,12 @@ class EpisodeCollector(Collector):
             position=job.position,
             siblings=siblings,
         )
+        enter_episode()
         try:
             if job.prompt.images or job.prompt.videos:
                 raise ValueError("workflows take no images or videos yet")
-            made = await asyncio.wait_for(self._workflow.arun_episode(client, job.prompt), self._timeout_s or None)
+            episode = self.workflow_of(job).arun_episode(client, job.prompt)
+            made = await asyncio.wait_for(episode, self._timeout_s or None)
             return _as_episode(made, client)
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11

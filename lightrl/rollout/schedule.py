@@ -52,8 +52,9 @@ class Schedule:
 
     def open(self, tickets: Iterable[int], group_size: int, version: int) -> None:
         """Opens a journal for each sample of those tickets that are this rank's."""
-        for ticket in filter(self.is_mine, tickets):
-            for index in range(group_size):
+        for ticket in tickets:
+            self._index_at(ticket)  # on every rank, so that a curriculum chooses alike on all
+            for index in range(group_size if self.is_mine(ticket) else 0):
                 self.journals[ticket, index] = Journal(ticket, index, version)
 
     def close(self, tickets: Iterable[int]) -> None:

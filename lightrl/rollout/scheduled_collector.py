@@ -131,14 +131,19 @@ class ScheduledCollector(EpisodeCollector):
                 scheduler.lose(rejected)
                 self.schedule.buffer.take(rejected)
                 continue
-            with self._comm.phase("episodes", local=True):
-                self._begin(driver, sampling)
-                driver.step(self._pace.agree_every, scheduler.may_run(step))
-                mine = self._take_ended(driver, group_size)
-            facts = self._comm.all_gather_object(mine)
-            scheduler.finish(sorted(ticket for done, _ in facts for ticket in done))
-            scheduler.lose(lost := sorted(ticket for _, gone in facts for ticket in gone))
-            self._num_lost += len(lost)
+            self._generate_some(driver, step, group_size, sampling)
+
+    def _generate_some(self, driver: PhasedDriver, step: int, group_size: int, sampling: SamplingParams) -> None:
+        """Steps the engine a few times, and tells the scheduler of all ranks what is finished."""
+        scheduler = self.schedule.scheduler
+        with self._comm.phase("episodes", local=True):
+            self._begin(driver, sampling)
+            driver.step(self._pace.agree_every, scheduler.may_run(step))
+            mine = self._take_ended(driver, group_size)
+        facts = self._comm.all_gather_object(mine)
+        scheduler.finish(sorted(ticket for done, _ in facts for ticket in done))
+        scheduler.lose(lost := sorted(ticket for _, gone in facts for ticket in gone))
+        self._num_lost += len(lost)
 
     def _begin(self, driver: PhasedDriver, sampling: SamplingParams) -> None:
         """Starts the code of this rank's episodes that are not under way, in the order of their tickets."""

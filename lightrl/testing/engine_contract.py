@@ -257,7 +257,6 @@ class EngineContract:
     def test_sleep_and_wake(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
         greedy = [SamplingParams(max_new_tokens=6, temperature=0.0)]
         (before,) = ready.generate(PROMPTS[:1], greedy)
-        ready.submit(PROMPTS[1], SamplingParams(max_new_tokens=50))  # left over: sleep drops it
         for level in ready.engine.sleep_levels:
             assert ready.sleep(level) >= 0
             assert ready.sleep(level) == 0
@@ -276,6 +275,27 @@ class EngineContract:
             ready.wake()
             assert is_awake(ready)
             assert ready.generate(PROMPTS[:1], greedy)[0].output_token_ids == before.output_token_ids
+
+    def test_a_sample_goes_on_after_a_sleep(self, ready: ColocatedEngine) -> None:
+        params = SamplingParams(max_new_tokens=24, seed=11, ignore_eos=True)
+        (undisturbed,) = ready.generate([PROMPTS[1]], [params])
+        request_id = ready.submit(PROMPTS[1], params)
+        for _ in range(4):
+            ready.step()
+        ready.sleep()
+        assert ready.has_unfinished()
+        ready.wake()
+        (resumed,) = finish(ready)
+        assert resumed.request_id == request_id
+        assert len(resumed.output_token_ids) == 24
+        if self.resumes_exactly:
+            assert resumed.output_token_ids == undisturbed.output_token_ids
+        ready.submit(PROMPTS[1], params)
+        ready.step()
+        ready.sleep()
+        assert [item.finish_reason for item in ready.abort()] == ["abort"]
+        assert not ready.has_unfinished()
+        ready.wake()
 
     def test_what_would_hang_or_kill_an_engine_is_refused_by_name(self, ready: ColocatedEngine) -> None:
         params = SamplingParams(max_new_tokens=4)

@@ -208,6 +208,8 @@ def _part_of(config: RunConfig) -> str:
         return "lightrl.trainers.separate:in_role"
     if config.rollout.is_recorded:
         return "lightrl.trainers.recorded:recorded"
+    if config.data.curriculum:
+        return "lightrl.trainers.curriculum:with_curriculum"
     return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
 
 
@@ -215,8 +217,8 @@ def _unheard_options(trainer: Trainer) -> ValueError:
     name = type(trainer).__name__
     return ValueError(
         f"{name} by itself takes no part in --exact, in --rollout_ranks, in a schedule (--rollout.over_issue, "
-        f"max_staleness, filter ...) or in a record (--rollout.record, --rollout.from). Call run_trainer({name}, "
-        "config) of lightrl.trainers.fit, as the scripts do, or leave these options out."
+        f"max_staleness, filter ...), in --data.curriculum or in a record (--rollout.record, --rollout.from). Call "
+        f"run_trainer({name}, config) of lightrl.trainers.fit, as the scripts do, or leave these options out."
     )
 
 

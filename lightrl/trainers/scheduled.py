@@ -45,7 +45,7 @@ class ScheduledTrainer(Trainer):
     def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
         config: RolloutConfig = run.config if isinstance(run, RunContext) else run
         check_schedule(config)
-        keep = load_filter(config)
+        keep = self.filter_of(config)
         super().__init__(run, **parts)
         with self.strategy.comm.phase("set-up", local=True):
             self._check_prompts()
@@ -54,6 +54,10 @@ class ScheduledTrainer(Trainer):
             self.run.workflow, self.strategy, self.rewards, self.schedule, pace, self.statistics, config
         )
         self.updates = YoungUpdates(self.run, self.statistics)
+
+    def filter_of(self, config: RolloutConfig) -> Filter | None:
+        """Returns the run's filter of groups."""
+        return load_filter(config)
 
     def resume(self) -> None:
         """Begins the schedule, or continues that of a checkpoint."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +41,7 @@ class TokenAdvantages:
         self._estimate: Callable[[TokenRewards], TokenReturns] = load_and_try(
             "returns", config.advantage, config.advantage_args, tokens, option="advantage"
         )
-        if not traits_of(self._estimate, ReturnsTraits).uses_critic:
-            raise ValueError(
-                f"--algorithm.advantage {config.advantage} takes no critic, which train_ppo trains. Use gae, or your "
-                "own as package.module:function. No trainer takes an estimator per token without a critic: call it "
-                "from a loop of your own. train_grpo takes those of one number per sample, such as grpo."
-            )
+        self._uses_critic = traits_of(self._estimate, ReturnsTraits).uses_critic
         self._reward_moments = torch.zeros(3, dtype=torch.float64)
         self._advantage_moments = torch.zeros(3, dtype=torch.float64)
 
@@ -98,8 +94,11 @@ class TokenAdvantages:
                 num_sequences=len(samples),
                 values=old_values,
                 final_values=_flat([[self._final_value(sample, values)] for sample in samples]),
+                turn_index=torch.tensor([turn for sample in samples for turn in _turns(sample)], dtype=torch.int64),
             )
         )
+        if not self._uses_critic:
+            estimated = _less_baseline(estimated, old_values, mask)
         _report(estimated.advantages[mask], estimated.returns[mask], old_values[mask], comm, statistics)
         advantages = self._normalized(estimated.advantages, mask, comm)
         return TokenTargets(
@@ -127,6 +126,16 @@ class TokenAdvantages:
                 found = self._advantage_moments = _merged(self._advantage_moments, found)
             advantages = torch.where(mask, whiten(advantages, found), 0.0)
         return clip_values(advantages, clip) if clip else advantages
+
+
+def _turns(sample: Sample) -> list[int]:
+    """Returns the number of the turn that each response token belongs to; what is heard belongs to the turn before."""
+    return [bisect_right(sample.turns, index) for index in range(len(sample.response_ids))]
+
+
+def _less_baseline(estimated: TokenReturns, values: Tensor, mask: Tensor) -> TokenReturns:
+    """Subtracts the critic's values from returns of an estimator that takes no critic."""
+    return replace(estimated, advantages=torch.where(mask, estimated.advantages - values, 0.0))
 
 
 def _moments_of_sums(count: float, total: float, squares: float) -> list[float]:

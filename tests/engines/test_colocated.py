@@ -182,7 +182,13 @@ def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     ready.submit([1], TWO)
     with pytest.raises(RuntimeError, match="still has requests"):
         ready.generate([[2]], [TWO])
-    assert ready.sleep() == 100  # aborts them first
+    assert len(ready.abort()) == 0  # the scripted engine gives nothing back
+    penalty = replace(TWO, repetition_penalty=1.1)
+    ready.submit([1], penalty)
+    with pytest.raises(RuntimeError, match="Samples with penalties cannot go on after the engine has slept"):
+        ready.sleep()
+    ready.abort()
+    assert ready.sleep() == 100
 
 
 def test_an_engine_that_loses_samples_or_logprobs_is_named(

@@ -171,6 +171,27 @@ def test_a_value_that_is_not_finite_stays_in_its_step() -> None:
     assert first_advantage(0.0) == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
 
 
+def test_turn_returns_discount_by_turn_and_subtract_the_critic() -> None:
+    """Two turns of the policy around two tokens that it read: one token, then two; the reward 1 is at the end."""
+    turned = replace(sample(0, 5, "stop"), own=(True, False, False, True, True), turns=(0, 3))
+    estimator = TokenAdvantages(
+        PPOAlgorithmConfig(advantage="turn_returns", advantage_args=("gamma=0.5",), advantage_normalization="none")
+    )
+    values = {(0, 0): [0.2, 9.0, 9.0, 0.75, 0.5, 9.0]}
+    item = Experience(sample=turned, reward=1.0, advantage=0.0)
+    found = estimator.targets([item], values, None, 0.0, Comm(), Statistics())
+    # The second turn has the reward 1, the first 0.5 x 1. Less the critic: 0.5 - 0.2, 1 - 0.75, 1 - 0.5.
+    assert found.returns[0, 0] == pytest.approx([0.5, 0.0, 0.0, 1.0, 1.0], abs=1e-6)
+    assert found.advantages[0, 0] == pytest.approx([0.3, 0.0, 0.0, 0.25, 0.5], abs=1e-6)
+
+
+def test_without_a_turn_to_wait_for_returns_to_go_is_gae_with_lam_1() -> None:
+    kept, _ = targets(advantage="returns_to_go", advantage_args=("gamma=0.5",))
+    gae, _ = targets(advantage_args=("gamma=0.5", "lam=1"))
+    for key in kept.advantages:
+        assert kept.advantages[key] == pytest.approx(gae.advantages[key], abs=1e-6)
+
+
 def test_a_rank_without_samples_takes_part() -> None:
     found = TokenAdvantages(PPOAlgorithmConfig()).targets([], {}, {}, 0.1, Comm(), Statistics())
     assert (found.advantages, found.returns) == ({}, {})
@@ -179,7 +200,6 @@ def test_a_rank_without_samples_takes_part() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"advantage": "returns_to_go"}, "takes no critic, which train_ppo trains. Use gae"),
         ({"advantage": "grpo"}, "Unknown returns 'grpo'"),
         ({"advantage_args": ("lamda=1",)}, "The returns 'gae' has no parameter lamda. It has gamma, lam"),
     ],

@@ -237,7 +237,8 @@ class Canary:
             can_score_media = isinstance(model, Policy) and trainer.media is not None
             usable = [item for item in self._prompts if can_score_media or not (item.images or item.videos)]
             prompts = usable or made_up_prompts(engine.engine)
-            completions = engine.generate(prompts, [_params(engine.engine, prompt) for prompt in prompts])
+            with engine.set_aside():
+                completions = engine.generate(prompts, [_params(engine.engine, prompt) for prompt in prompts])
             scored = [(prompts[i % len(prompts)], completions[i % len(prompts)]) for i in range(_NUM_PROMPTS)]
             encoded = None if trainer.media is None else _encoded(trainer.media, scored)
         chosen = [completion for _, completion in scored]

@@ -1,0 +1,149 @@
+"""Draws prompts by weights that follow from the results so far (--data.curriculum)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from lightrl.records import Prompt
+from lightrl.seeding import mix_seed
+
+_DRAW_STREAM = 0x4355525249  # keeps these draws apart from all others of the same seed
+_MAX_TRIES = 64  # to draw a prompt that the batch does not have yet
+BUILTIN_CURRICULA = {"half_solved": "lightrl.data.curriculum:half_solved"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """What came of a prompt so far."""
+
+    num_groups: int
+    mean: float  # of the mean rewards of its groups
+    last: float  # mean reward of the newest group
+    step: int  # of the newest group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a curriculum may depend on; equal on all ranks, and after a resume."""
+
+    step: int  # the next one
+    prompts: Sequence[Prompt]  # the whole data set
+    results: Mapping[int, PromptResult]  # by index in the data set; prompts that were never finished are missing
+
+
+Weigh = Callable[[Progress], Sequence[float]]  # one weight for each prompt of the data set; 0: not now
+
+
+def half_solved(progress: Progress) -> list[float]:
+    """Prefers prompts that are solved about half the time, for rewards from 0 to 1; new ones count as such."""
+    weights = [1.0] * len(progress.prompts)
+    for index, result in progress.results.items():
+        share = min(1.0, max(0.0, result.last))
+        weights[index] = max(0.05, 4 * share * (1 - share))
+    return weights
+
+
+class Curriculum:
+    """Gives each ticket a prompt. It stands in for data.sampler.PromptSampler, and is equal on all ranks.
+
+    A draw depends on seed, ticket and weights. The weights change between two steps only, when results come in. The
+    prompts of batch_size tickets in a row differ, as far as enough prompts have a weight.
+    """
+
+    def __init__(self, weigh: Weigh, prompts: Sequence[Prompt], batch_size: int, seed: int) -> None:
+        self.batch_size = batch_size
+        self.num_drawn = 0
+        self._weigh = weigh
+        self._prompts = prompts
+        self._seed = seed
+        self._step = 0
+        self._results: dict[int, PromptResult] = {}
+        self._chosen: list[int] = []  # indices in the data set, by ticket
+        self._bounds: list[float] = []  # sums of the weights up to each prompt; empty: to be computed
+
+    def next_batch(self) -> list[int]:
+        """Returns the data indices of the step's global batch."""
+        return self.draw(self.batch_size)
+
+    def draw(self, count: int) -> list[int]:
+        """Returns the data indices of the next count prompts."""
+        drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
+        self.num_drawn += count
+        return drawn
+
+    def index_at(self, ticket: int) -> int:
+        """Returns the data index of a ticket's prompt, which is chosen when it is asked for first."""
+        while len(self._chosen) <= ticket:
+            self._chosen.append(self._choose(len(self._chosen)))
+        return self._chosen[ticket]
+
+    def observe(self, step: int, means: Iterable[tuple[int, float]]) -> None:
+        """Takes the mean rewards of the step's groups, by data index; the next draws follow from them."""
+        self._step, self._bounds = step + 1, []
+        for index, mean in means:
+            before = self._results.get(index, PromptResult(num_groups=0, mean=0.0, last=0.0, step=0))
+            count = before.num_groups + 1
+            mean_of_all = before.mean + (mean - before.mean) / count
+            self._results[index] = PromptResult(num_groups=count, mean=mean_of_all, last=mean, step=step)
+
+    def _choose(self, ticket: int) -> int:
+        bounds = self._bounds = self._bounds or self._weigh_all()
+        recent = set(self._chosen[max(0, ticket - self.batch_size + 1) :])
+        for attempt in range(_MAX_TRIES):
+            share = mix_seed(_DRAW_STREAM, self._seed, ticket, attempt) % 2**53 / 2**53
+            index = min(bisect_right(bounds, share * bounds[-1]), len(bounds) - 1)
+            if index not in recent:
+                break
+        return index
+
+    def _weigh_all(self) -> list[float]:
+        progress = Progress(step=self._step, prompts=self._prompts, results=self._results)
+        weights = [float(weight) for weight in self._weigh(progress)]
+        if len(weights) != len(self._prompts) or not all(0 <= weight < math.inf for weight in weights):
+            raise ValueError(_describe_bad(weights, len(self._prompts)))
+        bounds = list(accumulate(weights))
+        if not bounds[-1] > 0:
+            raise ValueError(_describe_bad(weights, len(self._prompts)))
+        while weights[-1] == 0:  # rounding must not lead to a prompt without weight behind the last
+            weights.pop(), bounds.pop()
+        return bounds
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns results and choices as plain numbers."""
+        return {
+            "num_drawn": self.num_drawn,
+            "step": self._step,
+            "chosen": list(self._chosen),
+            "results": [
+                [index, item.num_groups, item.mean, item.last, item.step] for index, item in self._results.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where state_dict() was taken; ValueError if the run had no curriculum."""
+        if "results" not in state:
+            raise ValueError(
+                "The checkpoint is of a run without --data.curriculum: give the same options, or start a new run."
+            )
+        self.num_drawn, self._step = int(state["num_drawn"]), int(state["step"])
+        self._chosen, self._bounds = [int(index) for index in state["chosen"]], []
+        self._results = {
+            int(index): PromptResult(num_groups=int(count), mean=float(mean), last=float(last), step=int(step))
+            for index, count, mean, last, step in state["results"]
+        }
+
+
+def _describe_bad(weights: Sequence[float], num_prompts: int) -> str:
+    wrong = [weight for weight in weights if not 0 <= weight < math.inf]
+    given = f"{len(weights)} weights, " + (f"among them {wrong[0]}" if wrong else f"of the sum {sum(weights):g}")
+    return (
+        f"--data.curriculum returned {given}, for {num_prompts} prompts: it must return a number of 0 or above for "
+        "each prompt of the data set, and one above 0 for some."
+    )

@@ -1,0 +1,85 @@
+"""Runs whose next prompts follow from the results so far (--data.curriculum)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.data.curriculum import BUILTIN_CURRICULA, Curriculum, Weigh
+from lightrl.imports import load_object
+from lightrl.records import Experience, ScoredGroup
+from lightrl.rollout.scheduled_collector import Filter
+from lightrl.trainers.fit import Trainer
+from lightrl.trainers.run import RunContext
+from lightrl.trainers.scheduled import ScheduledTrainer, load_filter
+
+
+def with_curriculum(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
+    """Returns the trainer of a run with a curriculum, from the class of an ordinary one."""
+    if not isinstance(trainer_class, type):
+        raise TypeError("A curriculum needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
+    made: Callable[[Any], Trainer] = type(
+        f"{trainer_class.__name__}OfCurriculum", (_CurriculumTrainer, trainer_class), {}
+    )
+    return made
+
+
+class _CurriculumTrainer(ScheduledTrainer):
+    """Goes in front of a trainer's class: it tells the curriculum what came of the prompts of each step."""
+
+    made_by = "lightrl.trainers.curriculum:with_curriculum"
+    curriculum: Curriculum
+
+    def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
+        config: RolloutConfig = run.config if isinstance(run, RunContext) else run
+        self._weigh = load_curriculum(config.data.curriculum)
+        self._fresh: list[tuple[int, int, float]] = []  # ticket, data index, mean reward of this rank's new groups
+        super().__init__(run, **parts)
+
+    def resume(self) -> None:
+        """Puts the curriculum in the place of the sampler."""
+        config, prompts = self.config, self.prompts.train
+        assert isinstance(config, RolloutConfig)
+        self.curriculum = Curriculum(self._weigh, prompts, config.num_prompts, config.seed)
+        self.prompts.sampler = self.saved["sampler"] = self.curriculum
+        super().resume()
+
+    def filter_of(self, config: RolloutConfig) -> Filter | None:
+        """Returns the run's filter, which the curriculum hears of too."""
+        keep = load_filter(config)
+        if keep is None:
+            return None
+
+        def noted(group: ScoredGroup) -> bool:
+            is_kept = keep(group)
+            if not is_kept:
+                self._note(group)
+            return is_kept
+
+        return noted
+
+    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Tells the curriculum the results of all ranks, and learns."""
+        for group in groups:
+            self._note(group)
+        fresh, self._fresh = self._fresh, []
+        everyones = sorted(item for part in self.strategy.comm.all_gather_object(fresh) for item in part)
+        self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in everyones])
+        learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
+        return learned
+
+    def _note(self, group: ScoredGroup) -> None:
+        known = [reward for reward in group.rewards if not math.isnan(reward)]
+        if known:
+            self._fresh.append((group.ticket, group.samples[0].prompt.index, math.fsum(known) / len(known)))
+
+
+def load_curriculum(name: str) -> Weigh:
+    """Returns the function of --data.curriculum; ValueError if there is none of that name."""
+    found = load_object(name, builtin=BUILTIN_CURRICULA, what="curriculum", example="my_curriculum")
+    if not callable(found):
+        raise ValueError(f"--data.curriculum {name}: this is no function of lightrl.data.curriculum.Progress.")
+    weigh: Weigh = found
+    return weigh
