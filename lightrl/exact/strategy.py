@@ -115,6 +115,8 @@ class ExactGradients(TorchStrategy):
         for hook in self.trained.hooks_of(optimizer):
             hook.before_clip(optimizer)
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if divisor != 1:
+            torch._foreach_mul_(gradients, 1 / divisor)
         grad_norm = self._norm(gradients, sum(parameter.numel() for parameter in parameters))
         is_finite = math.isfinite(grad_norm)
         if is_finite:

@@ -34,7 +34,6 @@ def from_units(units: int, count: int = 1 << _UNITS) -> float:
 
 # An element is split into a multiple of 2^-21 and a rest, which is rounded to a multiple of 2^-58. 2^16 tiles with
 # elements below 2^15 fit: their sums stay below 2^31 = 2^52 x 2^-21, and those of the rests below 2^-6 = 2^52 x 2^-58.
-MAX_TILES = 1 << 16
 LARGEST = 2.0**15
 _HIGH = 1.5 * 2.0**31  # x + _HIGH has the unit 2^-21 in its last place for any |x| <= 2^30
 _LOW = 1.5 * 2.0**-6
