@@ -1,6 +1,7 @@
 """Compares the native engine's tokens per second with transformers' own `generate`, interleaved in one process.
 
 python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
+python benchmarks/decode.py --exact            # the engine of --exact in place of `generate`: the ratio is its cost
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine
+from lightrl.exact.engine import ExactEngine
+from lightrl.exact.environment import fix_arithmetic
 
 NUM_REQUESTS = 64
 PROMPT_LENGTH = 8  # short: this times decoding, and a prompt costs both sides the same
@@ -132,26 +135,39 @@ def compare(name: str, rounds: int) -> None:
         report("toy: 16 prompts x 16 samples x 8", 16 * 16 * 8, *times)
 
 
+def compare_exact(name: str, rounds: int) -> None:
+    """Runs both engines in turn in one process, with the setting of MKL that --exact needs."""
+    engines = [
+        kind(random_model(name), eos_token_ids=(), device=torch.device("cpu")) for kind in (NativeEngine, ExactEngine)
+    ]
+    prompts = random_prompts(NUM_REQUESTS, PROMPT_LENGTH, int(SHAPES[name]["vocab_size"]))
+    times = interleave(rounds, *(native_round(engine, prompts, [EQUAL_LENGTH] * NUM_REQUESTS) for engine in engines))
+    report(f"{name}: equal lengths, 64 requests", EQUAL_LENGTH * NUM_REQUESTS, *times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
+    parser.add_argument("--exact", action="store_true", help="compare with the engine of --exact instead")
     args = parser.parse_args()
+    if args.exact:
+        fix_arithmetic()
     torch.set_num_threads(args.threads)
     print(f"fp32, {args.threads} thread(s), median of {args.rounds} rounds")
     columns = (
         ("tokens", 7),
         ("native ms", 10),
-        ("HF ms", 10),
+        ("exact ms" if args.exact else "HF ms", 10),
         ("native t/s", 10),
-        ("HF t/s", 10),
+        ("exact t/s" if args.exact else "HF t/s", 10),
         ("ratio", 8),
         ("by CPU", 8),
     )
     print(f"{'workload':34s} " + " ".join(f"{title:>{width}s}" for title, width in columns))
     for name in args.models:
-        compare(name, args.rounds)
+        (compare_exact if args.exact else compare)(name, args.rounds)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",
+    "exact/policy.py": "exact/test_exact_engine.py",
+    "exact/serving.py": "exact/test_exact_engine.py",
     "rewards/async_scoring.py": "rewards/test_scoring.py",
     "rewards/sandboxed/data.py": "rewards/sandboxed/test_checker.py",
     "rewards/sandboxed/errors.py": "rewards/sandboxed/test_checker.py",

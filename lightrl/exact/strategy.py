@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightrl.config import RunConfig
+from lightrl.exact.serving import ExactServing
 from lightrl.exact.sums import GradientSum, from_units, sum_of_squares, to_units
 from lightrl.strategy.base import StrategyBase, TrainBatchResult, create_strategy, strategy_class
 from lightrl.strategy.fsdp import FSDPStrategy
@@ -33,7 +34,7 @@ def exact_strategy(config: RunConfig) -> StrategyBase:
     """Makes the strategy that the config names, with exact sums; not yet connected."""
     kind = strategy_class(config.strategy)
     front = ExactShards if issubclass(kind, FSDPStrategy) else ExactGradients
-    made: type[StrategyBase] = type(f"Exact{kind.__name__}", (front, kind), {})
+    made: type[StrategyBase] = type(f"Exact{kind.__name__}", (ExactServing, front, kind), {})
     return create_strategy(config, made)
 
 

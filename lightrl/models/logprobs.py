@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Rows and columns of a tile of logits: in float32, 16 MiB on a CPU and 128 MiB on an accelerator. Smaller tiles are a
 # few per cent faster on one quiet thread, but several threads on a busy machine pay for each operation they meet in.
@@ -30,6 +31,7 @@ def chosen_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     with_entropy: bool = True,
+    in_steps: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns each target's log-probability, and the entropy, under softmax of the logits hidden @ weight.T + bias.
 
@@ -43,6 +45,7 @@ def chosen_logprobs(
         bias: [V]; -inf excludes a token, which then adds nothing to the entropy and to any gradient.
         softcap: largest absolute logit; None: no cap.
         with_entropy: False leaves the entropy NaN, so that nothing can take it for a value.
+        in_steps: compute the logits by final_logits(), bit for bit, and not as fast as can be.
 
     Returns:
         The log-probabilities, [N], and the entropies, [N].
@@ -54,7 +57,8 @@ def chosen_logprobs(
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    transform = _LogitTransform(scale=logit_scale, softcap=softcap, temperature=temperature)
+    kind = _LogitSteps if in_steps else _LogitTransform
+    transform = kind(scale=logit_scale, softcap=softcap, temperature=temperature)
     with torch.autocast(hidden.device.type, enabled=False):
         held = None if bias is None else bias.to(dtype).clamp(min=_LOWEST_BIAS)
         logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -90,6 +94,32 @@ class _LogitTransform:
         """Derivative of the cap at each final logit, 1 - tanh^2."""
         assert self.softcap is not None
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+
+class _LogitSteps(_LogitTransform):
+    """Takes each step by itself and rounds after it."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
+        """Returns the final logits of a tile, [rows, columns], in dtype."""
+        product = F.linear(hidden, weight[columns], None if bias is None else bias[columns]).to(dtype)
+        return final_logits(product, self.scale, self.softcap, self.temperature)
+
+
+def final_logits(product: Tensor, scale: float, softcap: float | None, temperature: float = 1.0) -> Tensor:
+    """Returns the logits from the product of the output head, which it overwrites."""
+    if scale != 1:
+        product.mul_(scale)
+    if softcap is not None:
+        product.div_(softcap).tanh_().mul_(softcap)
+    return product if temperature == 1 else product.div_(temperature)
+
+
+def logprobs_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the log-probabilities [N] of targets, from whole logits [N, V]: the bits of chosen_logprobs(in_steps)."""
+    summary = _RowSummary(targets, logits.dtype, with_entropy=False)
+    for columns in _slices(logits.shape[1], _tile(logits)[1]):
+        summary.add(logits[:, columns].clone(), columns.start)
+    return summary.chosen - (summary.maximum + summary.total.log())
 
 
 class _ChosenLogprobs(torch.autograd.Function):

@@ -146,7 +146,7 @@ def _check_layers(model: nn.Module) -> None:
     from peft.tuners.lora import Linear
 
     head = _head_of(model)
-    for name, layer in _layers(model):
+    for name, layer in lora_layers(model):
         if not isinstance(layer, Linear) or layer is head:
             raise ValueError(
                 f"--lora.target_modules names {name}, and only linear layers inside the model can have an adapter: "
@@ -171,7 +171,7 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
 # ---- Looking -----------------------------------------------------------------------------------------------------
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the layers into which peft has put adapters, without importing peft.
 
     The names are those of peft's LoraLayer; they are read here and in adapters_of() since peft offers no iterator over
@@ -190,16 +190,17 @@ def host_of(model: nn.Module) -> nn.Module | None:
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters by the plain name of the weight that each is added to."""
     adapters = {}
-    for name, layer in _layers(model):
+    for name, layer in lora_layers(model):
         if list(layer.lora_A) != [_ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
             raise ValueError(f"{name} is not a plain LoRA layer with one adapter called {_ADAPTER!r}, not merged.")
-        adapters[f"{name}.weight"] = Adapter(
-            layer.lora_A[_ADAPTER].weight,
-            layer.lora_B[_ADAPTER].weight,
-            float(layer.scaling[_ADAPTER]),
-            bool(layer.fan_in_fan_out),
-        )
+        adapters[f"{name}.weight"] = adapter_of(layer)
     return adapters
+
+
+def adapter_of(layer: Any) -> Adapter:
+    """Returns the adapter of a layer, with its parameters as they are now."""
+    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    return Adapter(down, up, float(layer.scaling[_ADAPTER]), bool(layer.fan_in_fan_out))
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -228,7 +229,7 @@ def _file_name(name: str) -> str:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Runs the model as it was before it had adapters; changes nothing for a model that has none."""
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in lora_layers(model)]
     try:
         for layer in layers:
             # Not enable_adapters(), which would also change requires_grad, on which back ends depend. The private flag

@@ -110,6 +110,7 @@ class Policy(nn.Module):
     """
 
     is_actor = True
+    chosen_logprobs = staticmethod(chosen_logprobs)
 
     def __init__(self, hf_model: PreTrainedModel, *, entropy: bool = True) -> None:
         """Takes over a model from transformers: packs its attention and removes all randomness.
@@ -123,8 +124,8 @@ class Policy(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self.takes_images = hf_model.config.model_type in FAMILIES
         text_config = hf_model.config.get_text_config()
-        self._softcap = _softcap(text_config)
-        self._logit_scale = _logit_scale(text_config, hf_model.config.model_type)
+        self._softcap = softcap_of(text_config)
+        self._logit_scale = logit_scale(text_config, hf_model.config.model_type)
         prepare_decoder(hf_model)
         remove_randomness(hf_model)
 
@@ -153,7 +154,7 @@ class Policy(nn.Module):
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         head: Any = self.hf.get_output_embeddings()
-        return chosen_logprobs(
+        return self.chosen_logprobs(
             hidden,
             head.weight,
             targets,
@@ -216,13 +217,13 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def _softcap(text_config: Any) -> float | None:
+def softcap_of(text_config: Any) -> float | None:
     """Returns the cap on the logits: most configs call it final_logit_softcapping."""
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((float(cap) for name in names if (cap := getattr(text_config, name, None))), None)
 
 
-def _logit_scale(text_config: Any, model_type: str) -> float:
+def logit_scale(text_config: Any, model_type: str) -> float:
     """Returns what the logits are multiplied by: Cohere and HyperCLOVA X name a factor, Granite a divisor."""
     scale = getattr(text_config, "logit_scale", None) or 1.0
     divisor = getattr(text_config, "logits_scaling", None) or 1.0

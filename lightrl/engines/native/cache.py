@@ -94,6 +94,8 @@ class _Views:
 class RowCache(Cache):
     """Row storage for every layer, made at the layer's first prefill and grown in rounded steps."""
 
+    least_read = _STEP_READ  # positions that decoding reads at least
+
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.storage: list[LayerStorage | None] = []
@@ -123,7 +125,8 @@ class RowCache(Cache):
 
     def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
         """Makes update() and append() store one token a row, at these positions."""
-        before, num_read = self.decode_phase, min(round_up(highest_position + 1, _STEP_READ), self.capacity)
+        num_read = max(self.least_read, round_up(highest_position + 1, _STEP_READ))
+        before, num_read = self.decode_phase, min(num_read, self.capacity)
         if (before.num_read, len(before.positions)) != (num_read, len(positions)):
             self._views.clear()
         shared_position = highest_position if lowest_position == highest_position else None

@@ -25,7 +25,6 @@ from lightrl.engines.base import (
     as_prompt,
     eos_ids,
 )
-from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
@@ -110,6 +109,8 @@ class NativeEngine(InferenceEngine):
 
     sleep_levels = (1, 2)
     wake_hint = "--native.max_num_seqs"
+    make_runner = ModelRunner
+    draw = staticmethod(sample)
 
     def __init__(
         self,
@@ -147,8 +148,8 @@ class NativeEngine(InferenceEngine):
         if media is not None:
             self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
         self._device = device
-        self._runner = ModelRunner(model.eval().requires_grad_(False), device)
-        self._cache: SampleState = RowCache()
+        self._runner = self.make_runner(model.eval().requires_grad_(False), device)
+        self._cache: SampleState = self._runner.make_cache()
         eos_table = np.isin(np.arange(self.vocab_size), list(eos_token_ids))
         self._scheduler = Scheduler(max_num_seqs, eos_table)
         self._plan: SamplingPlan | None = None  # of the running rows; None after they changed
@@ -273,7 +274,7 @@ class NativeEngine(InferenceEngine):
         uniforms = uniform_array(rows.seed_state[running], rows.first_draw[running] + rows.num_produced[running])
         if rows.is_constrained[running].any():
             logits = constrain(logits, rows, first_row, self._scheduler.eos_table)
-        drawn = sample(logits, self._put(uniforms), plan)
+        drawn = self.draw(logits, self._put(uniforms), plan)
         tokens, logprobs = (column.cpu().numpy() for column in drawn)
         if np.isnan(logprobs).any():
             self._raise_not_finite(first_row + int(np.isnan(logprobs).argmax()))

@@ -41,13 +41,17 @@ SampleState: TypeAlias = RowCache | SampleCaches  # whichever the forward in use
 class ModelRunner:
     """Runs prompts and single tokens, by the fused forward or by modules; compares either with the plain model once."""
 
+    make_cache: Callable[[], RowCache] = RowCache
+    make_modules: Callable[..., ModuleForward] = ModuleForward
+    make_fused: Callable[..., FusedForward] = staticmethod(lambda model: FusedForward(model))
+
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
         self.prefill_tokens = 0  # prompt tokens run so far, padding left out
         # A vision tower attends to whole images, without a cache: it keeps its own attention.
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
-        self._fused = FusedForward(model) if is_supported(model) else None
+        self._fused = self.make_fused(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when something needs it
         self._verified: Forward | None = None  # the one that is used
 
@@ -105,7 +109,7 @@ class ModelRunner:
         expected = self._plain_logits(sequences)
         if not expected.isfinite().all() or expected.amin() == expected.amax():
             return cache  # weights not loaded yet: nothing to compare
-        if self._fused is not None and self._agrees(self._probe(self._fused, sequences, RowCache()), expected):
+        if self._fused is not None and self._agrees(self._probe(self._fused, sequences, self.make_cache()), expected):
             self._verified = self._fused
             return cache
         return self._fall_back_to_modules(sequences, expected) or cache
@@ -117,7 +121,7 @@ class ModelRunner:
             self._fused = None
         try:
             modules = self._through_modules()
-            if self._agrees(self._probe(modules, sequences, RowCache()), expected):
+            if self._agrees(self._probe(modules, sequences, self.make_cache()), expected):
                 self._verified = modules
                 return None
         except Exception as error:  # a model that knows nothing of a RowCache fails in its own ways
@@ -138,7 +142,7 @@ class ModelRunner:
 
     def _through_modules(self) -> ModuleForward:
         if self._modules is None:
-            self._modules = ModuleForward(self.model, self._decoder)
+            self._modules = self.make_modules(self.model, self._decoder)
         return self._modules
 
     def _describe(self) -> str:
@@ -228,12 +232,12 @@ class RMSNorm:
     """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
 
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
-        self._parameters = parameters
-        self._eps = eps
+        self._parameters, self._eps = parameters, eps
+        self.by_parts = True  # in float32 on a CPU by fewer operations, which round otherwise than rms_norm()
         self.refresh()
 
     def __call__(self, values: Tensor) -> Tensor:
-        if not self._is_fp32_on_cpu:
+        if not self._goes_by_parts:
             return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
         # rms_norm is a dozen small operations on a CPU; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
         length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
@@ -246,7 +250,7 @@ class RMSNorm:
         if first.untyped_storage().nbytes() == 0:
             return  # dropped while the engine sleeps: reading it would crash, and loading it refreshes again
         self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
-        self._is_fp32_on_cpu = first.dtype == torch.float32 and first.device.type == "cpu"
+        self._goes_by_parts = self.by_parts and first.dtype == torch.float32 and first.device.type == "cpu"
         root = math.sqrt(first.shape[0])
         self._scaled = self._weight * root
         self._floor = torch.tensor(root * math.sqrt(self._eps), device=first.device)
@@ -426,8 +430,7 @@ def is_supported(model: PreTrainedModel) -> bool:
         return False
     body: Any = model.get_decoder()
     head: Any = model.get_output_embeddings()
-    config = model.config
-    if config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
+    if model.config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
         return False
     if type(head) is not nn.Linear or head.bias is not None:
         return False

@@ -69,7 +69,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     if plan.temperature is not None:
         scores = scores / plan.temperature
     if plan.filters is not None:
-        scores = _filtered(scores, plan.filters)
+        scores = keep_allowed(scores, plan.filters)
     probabilities = scores.softmax(-1)
     if plan.all_greedy:
         tokens = scores.argmax(-1)
@@ -80,7 +80,8 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
 
 
-def _filtered(scores: Tensor, filters: Filters) -> Tensor:
+def keep_allowed(scores: Tensor, filters: Filters) -> Tensor:
+    """Returns the scores [n, vocab] with -inf where the rows of the filters do not draw."""
     rows, top_k, top_p = filters
     return scores.index_copy(0, rows, keep_top(scores[rows], top_k, top_p))
 

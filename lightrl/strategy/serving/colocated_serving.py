@@ -66,6 +66,7 @@ class ColocatedServing:
         self.last_sync: SyncReport | None = None
         self.num_syncs = 0
         self.canary = Canary()
+        self.factories: dict[str, str] = {}  # import paths of what takes the place of engines, by their names
         self._trainer = trainer
         self._options = options
         self._model: nn.Module | None = None  # whose weights the engine has
@@ -79,7 +80,8 @@ class ColocatedServing:
         self.close()
         device = self.group.comm.device
         make = create_recording_engine if options.routing.replay else create_engine
-        engine = make(engine_type, source=source, tokenizer=tokenizer, options=options, device=device, group=self.group)
+        parts = {"source": source, "tokenizer": tokenizer, "options": options, "device": device, "group": self.group}
+        engine = make(self.factories.get(engine_type, engine_type), **parts)
         self.engine, self._model, self.num_syncs = ColocatedEngine(engine, tokenizer), None, 0
         if model is not None:
             self.sync_weights(model)

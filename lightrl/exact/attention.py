@@ -1,0 +1,134 @@
+"""Attention whose bits are the same in the trainer and in the engine, for any pack, batch or padding.
+
+With the setting of lightrl/exact/environment.py a row of a matrix product does not depend on the other rows. Three
+rules keep the rest alike. A product has at least two rows, because one row alone is computed in another way. Softmax
+sees at least LEAST_KEYS keys, because fewer do not fill a vector. The keys are mixed KEY_BLOCK at a time, because a
+longer sum is cut by its length, and the engine pads the keys where the trainer does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lightrl.engines.native.modules import native_mask
+from lightrl.models.packed_attention import CURRENT_LAYOUT, LAYOUT_KEYWORD, packed_mask
+
+TRAINER_ATTENTION = "lightrl_exact_packed"
+ENGINE_ATTENTION = "lightrl_exact_rows"
+LEAST_KEYS = 32
+KEY_BLOCK = 256
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Returns softmax(queries @ keys * scaling + mask) @ values, [b, rows, dim].
+
+    Args:
+        queries: [b, rows, dim].
+        keys: [b, dim, n] with n >= LEAST_KEYS; values are [b, n, dim].
+        mask: [b or 1, rows or 1, n], 0 or -inf.
+    """
+    rows = queries.shape[1]
+    if rows == 1:
+        queries = queries.expand(-1, 2, -1)
+    weights = torch.baddbmm(mask, queries, keys, alpha=scaling).softmax(-1)
+    mixed = torch.bmm(weights[:, :, :KEY_BLOCK], values[:, :KEY_BLOCK])
+    for start in range(KEY_BLOCK, weights.shape[2], KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        mixed = torch.baddbmm(mixed, weights[:, :, block], values[:, block])
+    return mixed[:, :rows]
+
+
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Returns the attention of whole sequences, [b, t, heads, dim].
+
+    Args:
+        queries: [b, heads, t, dim]; keys and values [b, kv_heads, t, dim].
+        window: a token sees itself and the window - 1 before it; None: all before it.
+    """
+    count, num_heads, length, dim = queries.shape
+    num_kv_heads, padding = keys.shape[1], max(0, LEAST_KEYS - length)
+    group = num_heads // num_kv_heads
+    keys, values = (F.pad(part, (0, 0, 0, padding)).flatten(0, 1) for part in (keys, values))
+    sees = torch.ones(length, length + padding, dtype=torch.bool, device=queries.device).tril()
+    if window is not None:
+        sees = sees.triu(1 - window)
+    mask = torch.zeros(sees.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~sees, float("-inf"))
+    grouped = queries.reshape(count * num_kv_heads, group * length, dim)
+    mixed = attend(grouped, keys.transpose(1, 2), values, mask.repeat(group, 1)[None], scaling)
+    return mixed.view(count, num_heads, length, values.shape[2]).transpose(1, 2)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within each sequence of a pack; transformers calls it in each layer of the trainer."""
+    layout = kwargs.get(LAYOUT_KEYWORD) or CURRENT_LAYOUT.get()
+    if layout is None or _changes_scores(kwargs):
+        raise _unsupported(module)
+    window = attention_mask if sliding_window is None else sliding_window
+    sizes = [count * length for count, length in layout.runs]
+    pieces = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
+    outputs = []
+    for (count, length), parts in zip(layout.runs, pieces, strict=True):
+        queries, keys, values = (
+            part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1) for part in parts
+        )
+        mixed = attend_causally(queries, keys, values, scaling or query.shape[-1] ** -0.5, window)
+        outputs.append(mixed.reshape(1, count * length, *mixed.shape[2:]))
+    return torch.cat(outputs, dim=1), None
+
+
+def row_attention(
+    module: nn.Module,
+    query: Tensor,  # [b, heads, t, dim]
+    key: Tensor,  # [b, kv_heads, positions, dim]
+    value: Tensor,
+    attention_mask: Tensor | None,  # additive, [b or 1, 1, t, positions]
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention of prompts, or of one token a row; transformers calls it in each layer of the engine."""
+    if _changes_scores(kwargs):
+        raise _unsupported(module)
+    scaling = scaling or query.shape[-1] ** -0.5
+    if query.shape[2] > 1 or attention_mask is None:
+        return attend_causally(query, key, value, scaling, sliding_window), None
+    rows, num_kv_heads = key.shape[:2]
+    mask = attention_mask.expand(rows, num_kv_heads, 1, -1).flatten(0, 1)
+    grouped = query.reshape(rows * num_kv_heads, -1, query.shape[3])
+    mixed = attend(grouped, key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1), mask, scaling)
+    return mixed.reshape(rows, 1, query.shape[1], -1), None
+
+
+def _changes_scores(kwargs: dict[str, Any]) -> bool:
+    return any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")) or bool(
+        kwargs.get("dropout")
+    )
+
+
+def _unsupported(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"--exact True does not go with {type(module).__name__}, whose attention caps or adds to its scores: use a "
+        "model with plain attention, or leave --exact out."
+    )
+
+
+for _name, _attention, _mask in (
+    (TRAINER_ATTENTION, packed_attention, packed_mask),
+    (ENGINE_ATTENTION, row_attention, native_mask),
+):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, _mask)

@@ -1,0 +1,181 @@
+"""The native engine of a run with `--exact`: its logprobs are those of the trainer, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.engine import NativeEngine, build_native_engine
+from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
+from lightrl.engines.native.modules import ModuleForward
+from lightrl.engines.native.own_cache import SampleCaches
+from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
+from lightrl.exact.attention import ENGINE_ATTENTION, LEAST_KEYS, attend, attend_causally
+from lightrl.models.logprobs import final_logits, logprobs_of_logits
+from lightrl.models.policy import logit_scale, softcap_of
+
+logger = logging.getLogger(__name__)
+
+_COMPARED_LENGTHS = (7, 50)  # of sequences on which the fused forward must have the bits of the modules
+
+
+class ExactCache(RowCache):
+    """Row storage that a decode step reads in at least LEAST_KEYS positions."""
+
+    least_read = LEAST_KEYS
+
+    def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
+        """Grows to hold rows x positions."""
+        super().reserve(rows, max(positions, 2 * LEAST_KEYS), most_rows, max(most_positions, 2 * LEAST_KEYS))
+
+
+class ExactModules(ModuleForward):
+    """The model's own modules, as in the trainer, with the attention and the head of lightrl/exact."""
+
+    def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+        super().__init__(model, decoder)
+        decoder.set_attn_implementation(ENGINE_ATTENTION)
+        config = model.config.get_text_config()
+        self._scale, self._softcap = logit_scale(config, model.config.model_type), softcap_of(config)
+
+    def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
+        """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+        hidden = self._hidden(ids, positions, cache)
+        return self._logits(hidden[torch.arange(ids.shape[0], device=ids.device), last])
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
+        """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
+        return self._logits(self._hidden(tokens[:, None], positions[:, None], cache)[:, -1])
+
+    def _hidden(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+        decoder: Any = self._model.get_decoder()
+        hidden: Tensor = decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)[0]
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head: Any = self._model.get_output_embeddings()
+        product = F.linear(hidden, head.weight, getattr(head, "bias", None))
+        return final_logits(product, self._scale, self._softcap)
+
+
+class ExactForward(FusedForward):
+    """The fused forward with every number rounded where the model's modules round it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        for part in self._parts:
+            if isinstance(part, RMSNorm):
+                part.by_parts = False
+                part.refresh()
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
+        """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
+        masks = {window: self._mask(cache, window) for window in self._ramps}
+        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
+
+        def mix(layer: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.append(keys, values, layer.index)
+            keys, values = cache.read(layer.index)
+            mixed = attend(queries.reshape(grouped), keys, values, masks[layer.window], self._scaling)
+            return mixed.reshape(len(tokens), -1)
+
+        hidden = self._run(tokens, self._cos_sin(positions, cache.capacity), mix)
+        return F.linear(hidden, self._head.weight)
+
+    def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
+        """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
+        rows, width = ids.shape
+        positions = torch.arange(width, device=ids.device)
+
+        def mix(layer: Any, *parts: Tensor) -> Tensor:
+            queries, keys, values = (part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in parts)
+            cache.store_prompts(keys, values, layer.index)
+            return attend_causally(queries, keys, values, self._scaling, layer.window).reshape(rows * width, -1)
+
+        kept = torch.arange(rows, device=ids.device) * width + last
+        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), mix, kept)
+        return F.linear(hidden, self._head.weight)
+
+    def _run(
+        self, tokens: Tensor, rope: tuple[Tensor, Tensor], mix: Callable[..., Tensor], kept: Tensor | None = None
+    ) -> Tensor:
+        hidden = F.embedding(tokens, self._body.embed_tokens.weight)
+        halves = (self._intermediate_size, self._intermediate_size)
+        for layer in self._layers:
+            mixed = mix(layer, *self._project(layer, layer.input_norm(hidden), rope))
+            if kept is not None and layer is self._layers[-1]:
+                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
+            hidden.add_(layer.output(mixed))
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
+            hidden.add_(layer.down(F.silu(gate).mul_(up)))
+        return self._last_norm(hidden)
+
+    def _project(self, layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
+        projected = layer.qkv(hidden).view(-1, heads + 2 * kv_heads, dim)
+        rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if layer.head_norm is not None:
+            rotated = layer.head_norm(rotated)
+        cos, sin = rope
+        # addcmul rounds once where the modules round twice.
+        queries, keys = (
+            (rotated * cos).add_(rotated.roll(dim // 2, -1).mul_(sin)).split_with_sizes((heads, kv_heads), 1)
+        )
+        return queries, keys, values
+
+
+class ExactRunner(ModelRunner):
+    """Runs the fused forward where it was found to give the bits of the modules, and else the modules."""
+
+    make_cache = ExactCache
+    make_modules = ExactModules
+    make_fused = ExactForward
+
+    def verify(self, vocab_size: int, cache: SampleState) -> SampleState:
+        """Compares the forward with the plain model, and a fused one with the modules, bit for bit."""
+        is_new = self._verified is None
+        cache = super().verify(vocab_size, cache)
+        if isinstance(cache, SampleCaches):
+            raise ValueError(
+                f"--exact True does not go with {type(self.model).__name__}, which keeps a state of its own: the "
+                "trainer computes it in another way. Use a model with attention alone, or leave --exact out."
+            )
+        if is_new and self.uses_fused_forward:
+            sequences = [[(7 * index + 1) % vocab_size for index in range(length)] for length in _COMPARED_LENGTHS]
+            fused, modules = (
+                self._probe(forward, sequences, self.make_cache())
+                for forward in (cast("FusedForward", self._fused), self._through_modules())
+            )
+            if not torch.equal(fused, modules):
+                logger.warning("The fused forward of %s rounds in another way: not used.", type(self.model).__name__)
+                self._verified, self._fused = self._modules, None
+        return cache
+
+
+def draw_exactly(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+    """Returns tokens and logprobs as sample() does, the logprobs with the bits of chosen_logprobs(in_steps)."""
+    scores = logits if plan.temperature is None else logits / plan.temperature
+    if plan.filters is not None:
+        scores = keep_allowed(scores, plan.filters)
+    tokens, _ = sample(scores, uniforms, replace(plan, temperature=None, filters=None))
+    return tokens, logprobs_of_logits(scores, tokens)
+
+
+class ExactEngine(NativeEngine):
+    """Generates by the arithmetic of the trainer."""
+
+    make_runner = ExactRunner
+    draw = staticmethod(draw_exactly)
+
+
+build_exact_engine = partial(build_native_engine, kind=ExactEngine)

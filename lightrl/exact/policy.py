@@ -1,0 +1,37 @@
+"""The policy of a run with `--exact`: it scores tokens with the bits of the engine's logprobs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightrl.exact.attention import TRAINER_ATTENTION
+from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.lora import adapter_of, lora_layers
+from lightrl.models.packed_attention import ATTENTION_NAME
+from lightrl.models.policy import Policy
+
+
+def make_exact(policy: Policy) -> None:
+    """Gives a policy the attention and the head of the exact engine; its other modules are those of the engine."""
+    decoder = policy.hf.get_decoder()
+    if decoder.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"--exact True does not go with {type(policy.hf).__name__}: its attention takes no packs, so the engine "
+            "computes it in another way. Use a model with plain attention, or leave --exact out."
+        )
+    decoder.set_attn_implementation(TRAINER_ATTENTION)
+    policy.chosen_logprobs = partial(chosen_logprobs, in_steps=True)
+    for _, layer in lora_layers(policy.hf):
+        layer.forward = partial(merged_forward, layer)
+
+
+def merged_forward(layer: Any, inputs: Tensor) -> Tensor:
+    """Runs a layer with an adapter as the engine does: with one weight, to which the adapter is added first."""
+    base = layer.base_layer
+    adapter = adapter_of(layer)
+    weight = base.weight if layer.disable_adapters else base.weight + adapter.delta(adapter.down, adapter.up)
+    return F.linear(inputs, weight.T if adapter.is_transposed else weight, base.bias)
