@@ -2,8 +2,9 @@
 SHELL := /bin/bash
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
+N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke docs house
+.PHONY: setup format check test test-gpu wheel smoke docs house chaos
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -35,3 +36,6 @@ docs:  ## build the documentation into site/; a broken link is an error
 
 house:  ## measure the shape of the package and write it into docs/architecture.md
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/house.py
+
+chaos:  ## kill runs N times at random points; each must end as the undisturbed one
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/chaos.py --kills $(N) --agents
