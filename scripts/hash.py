@@ -2,7 +2,7 @@
 
 import sys
 
-from lightrl.trainers.hash_run import main
+from lightrl.programs import start
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(start("hash"))

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
+    "__main__.py": "test_programs.py",
+    "train.py": "test_programs.py",
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",

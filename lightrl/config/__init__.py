@@ -1,9 +1,11 @@
 """Every option of every run, declared once. Importing this loads no torch, so that a mistake in a flag shows at once.
 
-options.py: how an option is declared, checked, read and written. strategy.py: what a strategy and its engine read.
-sections.py, eval_sections.py: the groups that trainers read. runs.py, evaluate.py: the config of each kind of run.
+options.py: how an option is declared, checked and written; command_line.py: how it is read; help.py: the text of
+--help. strategy.py: what a strategy and its engine read. sections.py, eval_sections.py: the groups that trainers read.
+runs.py, evaluate.py: the config of each kind of run.
 """
 
+from lightrl.config.command_line import exit_with_user_error, parse_config, print_text, print_user_error
 from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.options import (
@@ -11,14 +13,11 @@ from lightrl.config.options import (
     changed_options,
     check_options,
     engine_arguments,
-    exit_with_user_error,
     named_values,
     nearest_multiples,
     nearest_name,
     option,
     option_names,
-    parse_config,
-    print_user_error,
     section,
     to_yaml,
 )
@@ -126,6 +125,7 @@ __all__ = [
     "option",
     "option_names",
     "parse_config",
+    "print_text",
     "print_user_error",
     "section",
     "to_yaml",

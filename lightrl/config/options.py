@@ -1,29 +1,21 @@
-"""How options are declared, checked, read from flags and YAML, and written down. What the options are is elsewhere."""
+"""How options are declared, checked and written down. What the options are is elsewhere."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import difflib
 import functools
-import inspect
 import itertools
-import keyword
 import math
 import operator
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from lightrl.config.untrained_options import reason_against, reasons_against
-from lightrl.config.yaml_text import parse_yaml, read_yaml
+from lightrl.config.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -199,159 +191,6 @@ def _range_in_words(allowed: Mapping[str, Any]) -> str:
     if limits == {"at_least": 0}:
         return "it must be 0 or above"
     return "it must be " + " and ".join(f"{limit.replace('_', ' ')} {bound}" for limit, bound in limits.items())
-
-
-# ---- Reading flags and YAML --------------------------------------------------------------------------------------
-
-_DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
-
-
-def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
-    """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank."""
-    args = [_own_name(arg) for arg in (sys.argv[1:] if argv is None else argv)]
-    parse = _parse_and_print_help if {"-h", "--help"} & set(args) else _parse
-    try:
-        has_file = any(arg.partition("=")[0] == "--config" for arg in args)
-        return parse(config_class, [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args)
-    except (ValueError, OSError) as error:
-        exit_with_user_error(error)
-    except SystemExit as end:  # tyro has said what is wrong
-        for reason in reasons_against(args, option_names(config_class)) if end.code else ():
-            print_user_error(ValueError(reason))
-        raise
-
-
-def _own_name(arg: str) -> str:
-    """Returns a flag as its field is called: no field can be a keyword of Python, so it has an underscore behind."""
-    flag, equals, value = arg.partition("=")
-    is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
-    return f"{flag}_{equals}{value}" if is_keyword else arg
-
-
-def _parse(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:
-    import tyro  # noqa: PLC0415  (only the command line needs it)
-
-    return tyro.cli(config_class, args=args, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
-
-
-def _parse_and_print_help(config_class: type[ConfigT], args: Sequence[str]) -> ConfigT:
-    _set_help(config_class)
-    try:
-        try:
-            return _parse(config_class, args)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the help has seen enough, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-
-
-def exit_with_user_error(error: BaseException) -> NoReturn:
-    """Prints the error without a traceback and ends the process with code 2."""
-    print_user_error(error)
-    raise SystemExit(2) from error
-
-
-def print_user_error(error: BaseException) -> None:
-    """Prints the error on every rank: torchrun stops the others as soon as the first one leaves."""
-    rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    sys.stderr.write(f"{where}error: {error}\n")
-    sys.stderr.flush()
-
-
-def _config_path(args: Sequence[str]) -> str:
-    path = ""
-    for arg, following in itertools.zip_longest(args, args[1:]):
-        if arg == "--config" and following is not None:
-            path = following
-        elif arg.startswith("--config="):
-            path = arg.removeprefix("--config=")
-    return path
-
-
-def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
-    """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none."""
-    if not path:
-        return []
-    types = option_types(config_class)
-    flags: list[str] = []
-    given: set[str] = set()
-    for name, value in flatten(_read_yaml(path)):
-        if name in given:
-            raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
-        given.add(name)
-        if name not in types:
-            hint = reason_against(name, types) or nearest_name(name, set(types))
-            raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
-        if value is None and type(None) not in get_args(types[name]):
-            raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
-        if isinstance(value, list) and any(str(part).startswith("--") for part in value):
-            raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
-        if name == "config":
-            continue  # the path that the run which saved this file was started with
-        # Name and value are one word, so that a value may begin with dashes.
-        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-    return flags
-
-
-def _read_yaml(path: str) -> Mapping[str, Any]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file.")
-    content = read_yaml(Path(path), f"--config {path}") or {}
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
-    return content
-
-
-def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the options of a nested mapping by their full names."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            if prefix.count(".") > _DEEPEST:
-                raise ValueError(f"{prefix}{key} is nested too deeply: an option is named section.option.")
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _set_help(config_class: type[Any]) -> None:
-    """Sets each option's help to the text under its field, as one paragraph.
-
-    tyro reads those texts too, but keeps the line breaks of the source:
-    https://github.com/brentyi/tyro/blob/1.0.17/src/tyro/_strings.py (remove_single_line_breaks ends a paragraph at each
-    indented line).
-    """
-    texts: dict[str, str] = {}
-    for kind in reversed(config_class.__mro__):
-        texts |= _texts_under_fields(kind)
-    for name, (item, hint) in own_fields(config_class).items():
-        if name in texts:
-            item.metadata = MappingProxyType({**item.metadata, "help": texts[name]})
-        if dataclasses.is_dataclass(hint):
-            _set_help(hint)  # type: ignore[arg-type]
-
-
-def _texts_under_fields(kind: type[Any]) -> dict[str, str]:
-    definition = _classes_of(kind.__module__).get(kind.__name__)
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(definition.body if definition else ())
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
-
-
-@functools.cache
-def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):  # built in, or typed at a prompt
-        return {}
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 # ---- Writing down ------------------------------------------------------------------------------------------------

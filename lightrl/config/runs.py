@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
+from lightrl.config.exact import check_exact
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -26,7 +27,7 @@ from lightrl.config.sections import (
     RolloutLogConfig,
     WorkflowConfig,
 )
-from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, StrategyOptions
+from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
 
 BUILTIN_MODEL = "builtin:addition"
 
@@ -242,8 +243,10 @@ class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
 
     def check(self) -> None:
-        """Raises ValueError for a record of samples that more than one step, or other ranks, have made."""
+        """Raises ValueError for options that a record of samples, or --exact, does not go with."""
         self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
+        if self.exact:
+            check_exact(self)
 
     @property
     def samples_can_be_older(self) -> bool:
@@ -371,7 +374,7 @@ class PPOConfig(RolloutConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-@without(EngineConfig, CriticTrainingConfig)
+@without(EngineConfig, ExactConfig, CriticTrainingConfig)
 class OfflineConfig(RunConfig):
     """What a trainer needs whose data has the answers."""
 

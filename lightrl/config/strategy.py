@@ -279,11 +279,22 @@ class CriticTrainingConfig:
     use --critic.policy_frozen_steps."""
 
 
+@dataclass(kw_only=True)
+class ExactConfig:
+    """What a result may depend on."""
+
+    __slots__ = ()
+
+    exact: bool = False
+    """Give the same weights and metrics, bit for bit, at any number of ranks, by strategy single, ddp or fsdp, and at
+    any size of micro-batches, which has no effect then (docs/exact.md). float32 on a CPU, native engine."""
+
+
 # ---- All of them -------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)
-class StrategyOptions(CriticTrainingConfig, EngineConfig, ParallelConfig, TrainingConfig):
+class StrategyOptions(CriticTrainingConfig, ExactConfig, EngineConfig, ParallelConfig, TrainingConfig):
     """What a strategy reads. A run's config is one itself, so that an option is written, and read, in one place."""
 
     exact_batches: bool = False

@@ -201,6 +201,8 @@ def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
     if not isinstance(config, RolloutConfig):
         return ""
+    if config.exact:
+        return "lightrl.exact.run:exact"
     if config.rollout_ranks:
         return "lightrl.trainers.separate:in_role"
     if config.rollout.is_recorded:
@@ -211,9 +213,9 @@ def _part_of(config: RunConfig) -> str:
 def _unheard_options(trainer: Trainer) -> ValueError:
     name = type(trainer).__name__
     return ValueError(
-        f"{name} by itself takes no part in --rollout_ranks, in a schedule (--rollout.over_issue, max_staleness, "
-        f"filter ...) or in a record (--rollout.record, --rollout.from). Call run_trainer({name}, config) of "
-        "lightrl.trainers.fit, as the scripts do, or leave these options out."
+        f"{name} by itself takes no part in --exact, in --rollout_ranks, in a schedule (--rollout.over_issue, "
+        f"max_staleness, filter ...) or in a record (--rollout.record, --rollout.from). Call run_trainer({name}, "
+        "config) of lightrl.trainers.fit, as the scripts do, or leave these options out."
     )
 
 

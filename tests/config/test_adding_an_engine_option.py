@@ -40,7 +40,7 @@ def test_it_is_checked_and_described(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(ValueError, match="--engine_toys is 0: it must be at least 1"):
         ToyConfig(engine_toys=0)
     with pytest.raises(SystemExit):
-        parse_config(ToyConfig, ["--help"])
+        parse_config(ToyConfig, ["--help-all"])
     assert "Number of toys. (default: 2)" in capsys.readouterr().out
 
 

@@ -1,19 +1,12 @@
 """How an option is declared, checked, described and compared, on configs of a few fields."""
 
-import io
-import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from lightrl.config import (
-    GRPOConfig,
     as_dict,
     changed_options,
     check_options,
@@ -23,7 +16,7 @@ from lightrl.config import (
     section,
     to_yaml,
 )
-from lightrl.config.options import constant, option_names, parse_config, without
+from lightrl.config.options import constant, option_names, without
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,23 +167,6 @@ def test_a_config_as_plain_values() -> None:
     assert "bound: null\n" in to_yaml(Outer())
 
 
-def test_a_help_text_is_one_paragraph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit):
-        parse_config(Outer, ["--help"])
-    text = capsys.readouterr().out
-    assert "so long that it needs two lines of source, the second of which is indented. (default: 1)" in text
-
-
-def test_the_help_may_be_cut_short() -> None:
-    """As by `| head`: the reader closes the pipe after the first lines."""
-    script = f"{sys.executable} {ROOT / 'scripts' / 'train_grpo.py'} --help | head -n 3; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith("usage: ")
-    assert done.stdout.endswith("\n0\n")
-    assert done.stderr == ""
-
-
 def test_named_values_are_read_as_yaml() -> None:
     assert named_values(("a=4", "b=3e-4", "c=[x, 1]", "d=true", "e="), "x") == {
         "a": 4,
@@ -200,37 +176,3 @@ def test_named_values_are_read_as_yaml() -> None:
         "e": None,
     }
     assert nearest_name("fspd", {"fsdp", "single"}) == "Did you mean fsdp?"
-
-
-# ---- Any command line ------------------------------------------------------------------------------------------------
-
-WORDS = st.sampled_from(
-    ["--lr", "--optim.betas", "--model", "--reward", "--eval.every", "--config", "--", "-", "--=", "--lr=", "--optim",
-     "1", "-1", "1e999", "nan", "True", "None", "", "a=b", "@x", "\ud800", "\0", "--seed=\u0661", "0x1", "1_0",
-     "--nothing"]
-) | st.text(max_size=8)  # fmt: skip
-
-
-def read_or_refused(kind: type[Any], argv: list[str]) -> None:
-    output, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            assert isinstance(parse_config(kind, argv), kind)
-        except SystemExit as end:
-            assert end.code == (0 if {"-h", "--help"} & set(argv) else 2), argv  # noqa: PT017
-            assert output.getvalue() or errors.getvalue()
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(argv=st.lists(WORDS, max_size=5))
-def test_any_command_line_is_read_or_refused(argv: list[str]) -> None:
-    read_or_refused(Outer, argv)
-
-
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)  # a third of a second each
-@given(argv=st.lists(WORDS, min_size=1, max_size=3))
-@example(argv=["--config"])
-@example(argv=["--config=/"])
-@example(argv=["--model", "\ud800"])
-def test_any_command_line_of_a_run_is_read_or_refused(argv: list[str]) -> None:
-    read_or_refused(GRPOConfig, argv)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightrl.config import GRPOConfig, named_values
-from lightrl.config.options import _yaml_flags
+from lightrl.config.command_line import _yaml_flags
 from lightrl.config.yaml_text import parse_yaml, read_yaml
 
 BOMB = "l0: &l0 {}\n" + "\n".join(f"l{i}: &l{i} {{a: *l{i - 1}, b: *l{i - 1}}}" for i in range(1, 40))

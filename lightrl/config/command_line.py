@@ -1,0 +1,149 @@
+"""Reads the options of a run from flags and YAML, and reports a mistake in them."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args
+
+from lightrl.config.help import help_on, short_help, whole_help
+from lightrl.config.options import nearest_name, option_names, option_types
+from lightrl.config.untrained_options import reason_against, reasons_against
+from lightrl.config.yaml_text import read_yaml
+
+ConfigT = TypeVar("ConfigT")
+
+_HELP_ALL = {"--help-all", "--help_all"}
+_HELP = {"-h", "--help"} | _HELP_ALL
+_DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
+
+
+def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None, program: str = "") -> ConfigT:
+    """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank.
+
+    Args:
+        argv: The arguments; those of the process if there are none.
+        program: What the user typed in front of them, for the help.
+    """
+    args = [_own_name(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    program = program or sys.argv[0]
+    try:
+        if _HELP & set(args):
+            _print_help(config_class, args, program)
+        has_file = any(arg.partition("=")[0] == "--config" for arg in args)
+        words = [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args
+        return _parse(config_class, words, program)
+    except (ValueError, OSError) as error:
+        exit_with_user_error(error)
+    except SystemExit as end:  # tyro has said what is wrong
+        for reason in reasons_against(args, option_names(config_class)) if end.code else ():
+            print_user_error(ValueError(reason))
+        raise
+
+
+def _own_name(arg: str) -> str:
+    """Returns a flag as its field is called: no field can be a keyword of Python, so it has an underscore behind."""
+    flag, equals, value = arg.partition("=")
+    is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
+    return f"{flag}_{equals}{value}" if is_keyword else arg
+
+
+def _parse(config_class: type[ConfigT], args: Sequence[str], program: str) -> ConfigT:
+    import tyro  # noqa: PLC0415  (only the command line needs it)
+
+    return tyro.cli(config_class, prog=program, args=args, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+
+
+def _print_help(config_class: type[Any], args: Sequence[str], program: str) -> NoReturn:
+    """Prints the help that the first flag of that kind asks for, and ends the process."""
+    asked, following = next(pair for pair in itertools.pairwise([*args, ""]) if pair[0] in _HELP)
+    if asked in _HELP_ALL:
+        text = whole_help(config_class, program)
+    elif following and not following.startswith("-"):
+        text = help_on(config_class, following)
+    else:
+        text = short_help(config_class, program)
+    print_text(text)
+    raise SystemExit(0)
+
+
+def print_text(text: str) -> None:
+    """Prints a text whose reader may have seen enough before its end, as in `--help | head`."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_with_user_error(error: BaseException) -> NoReturn:
+    """Prints the error without a traceback and ends the process with code 2."""
+    print_user_error(error)
+    raise SystemExit(2) from error
+
+
+def print_user_error(error: BaseException) -> None:
+    """Prints the error on every rank: torchrun stops the others as soon as the first one leaves."""
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    sys.stderr.write(f"{where}error: {error}\n")
+    sys.stderr.flush()
+
+
+def _config_path(args: Sequence[str]) -> str:
+    path = ""
+    for arg, following in itertools.zip_longest(args, args[1:]):
+        if arg == "--config" and following is not None:
+            path = following
+        elif arg.startswith("--config="):
+            path = arg.removeprefix("--config=")
+    return path
+
+
+def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
+    """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none."""
+    if not path:
+        return []
+    types = option_types(config_class)
+    flags: list[str] = []
+    given: set[str] = set()
+    for name, value in flatten(_read_yaml(path)):
+        if name in given:
+            raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
+        given.add(name)
+        if name not in types:
+            hint = reason_against(name, types) or nearest_name(name, set(types))
+            raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
+        if value is None and type(None) not in get_args(types[name]):
+            raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
+        if isinstance(value, list) and any(str(part).startswith("--") for part in value):
+            raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
+        if name == "config":
+            continue  # the path that the run which saved this file was started with
+        # Name and value are one word, so that a value may begin with dashes.
+        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    return flags
+
+
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    content = read_yaml(Path(path), f"--config {path}") or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
+    return content
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the options of a nested mapping by their full names."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            if prefix.count(".") > _DEEPEST:
+                raise ValueError(f"{prefix}{key} is nested too deeply: an option is named section.option.")
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

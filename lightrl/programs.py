@@ -1,0 +1,107 @@
+"""The programs of lightrl by name, for scripts/, for `lightrl NAME` and for `torchrun -m lightrl.train NAME`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightrl.config import (
+    DPOConfig,
+    EvaluateConfig,
+    GRPOConfig,
+    PPOConfig,
+    RMConfig,
+    RunConfig,
+    SFTConfig,
+    exit_with_user_error,
+    nearest_name,
+    parse_config,
+    print_text,
+)
+
+
+class Run(NamedTuple):
+    """A program whose arguments are the options of a config."""
+
+    summary: str
+    config: type[RunConfig]
+    trainer: str  # import path: loading it loads torch
+
+
+class Command(NamedTuple):
+    """A program that reads its arguments itself."""
+
+    summary: str
+    start: str  # import path of a function of the arguments, which may return an exit code
+
+
+TRAINERS = {
+    "grpo": Run("Train by GRPO and its relatives.", GRPOConfig, "lightrl.trainers.grpo:GRPOTrainer"),
+    "ppo": Run("Train by PPO with a critic.", PPOConfig, "lightrl.trainers.ppo:PPOTrainer"),
+    "sft": Run("Train on responses.", SFTConfig, "lightrl.trainers.sft:SFTTrainer"),
+    "rm": Run("Train a reward model on pairs of responses.", RMConfig, "lightrl.trainers.reward_model:RMTrainer"),
+    "dpo": Run("Train by DPO on pairs of responses.", DPOConfig, "lightrl.trainers.dpo:DPOTrainer"),
+}
+COMMANDS: dict[str, Run | Command] = {
+    "train": Command(f"Train: lightrl train {'|'.join(TRAINERS)} [OPTIONS].", "lightrl.programs:train"),
+    "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
+    "replay": Command("Repeat a recorded asynchronous run.", "lightrl.trainers.recorded_run:replay"),
+    "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
+    "completion": Command(
+        "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
+    ),
+}
+
+
+def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
+    """Runs the trainer that the first argument names, with the options that follow."""
+    _start_named(TRAINERS, arguments, program)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names; the console script `lightrl`."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if list(words[:1]) == ["--version"]:
+        print_text(f"lightrl {importlib.import_module('lightrl').__version__}")
+        return 0
+    return _start_named(COMMANDS, words, "lightrl")
+
+
+def start(name: str, arguments: Sequence[str] | None = None, program: str = "") -> int:
+    """Runs a program of this name and returns its exit code; without arguments, with those of the process."""
+    return _start({**TRAINERS, **COMMANDS}[name], sys.argv[1:] if arguments is None else arguments, program)
+
+
+def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], program: str) -> int:
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", ())
+    if name in ("-h", "--help"):
+        print_text(_list_of(known, program))
+        return 0
+    if name not in known:
+        hint = nearest_name(name, set(known))
+        exit_with_user_error(ValueError(f"{program} {name}: there is no such command. {hint}"))
+    return _start(known[name], rest, f"{program} {name}")
+
+
+def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
+    if isinstance(program, Command):
+        return int(_load(program.start)(arguments) or 0)
+    config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
+    _load("lightrl.trainers.fit:run_trainer")(_load(program.trainer), config)
+    return 0
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return loaded
+
+
+def _list_of(known: Mapping[str, Run | Command], program: str) -> str:
+    lines = [f"usage: {program} NAME [ARGUMENTS]", ""]
+    lines += [f"  {name:12}{kind.summary}" for name, kind in known.items()]
+    lines += ["", f"{program} NAME --help explains one."]
+    lines += ["On several ranks: torchrun --nproc_per_node N -m lightrl.train NAME [OPTIONS]."]
+    return "\n".join(lines)
