@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.builtin.model import tiny_model
 from lightrl.testing import free_port, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +65,6 @@ def test_torchrun_restarts_a_killed_run_by_itself(num_agents: int, toy_run: list
 
 @pytest.fixture
 def toy_run(tmp_path: Path) -> list[str]:
-    from lightrl.builtin.model import tiny_model  # noqa: PLC0415  (not needed to collect the test)
-
     model, tokenizer = tiny_model()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
