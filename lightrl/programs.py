@@ -49,6 +49,7 @@ COMMANDS: dict[str, Run | Command] = {
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
     "replay": Command("Repeat a recorded asynchronous run.", "lightrl.trainers.recorded_run:replay"),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
+    "doctor": Command("Check this machine, or all ranks under torchrun, before a run.", "lightrl.doctor.report:main"),
     "completion": Command(
         "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
     ),

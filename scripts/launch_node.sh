@@ -3,7 +3,8 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh --strategy fsdp
 # with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm, srun provides these four variables:
 #   srun --nodes 2 --ntasks-per-node 1 bash scripts/launch_node.sh --strategy fsdp
-# Arguments: a script and its options, or only options, which then go to scripts/train_grpo.py.
+# Arguments: a script and its options, or only options, which then go to scripts/train_grpo.py; or --check and options of
+# `lightrl doctor`, which checks all nodes together before a run.
 # NPROC_PER_NODE is the number of ranks on this node. Default: one per GPU, or one on a node without a GPU.
 set -euo pipefail
 
@@ -79,7 +80,9 @@ check_variables
 if ((num_gpus == 0)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # otherwise each rank starts a thread for every core
 fi
-if (($# == 0)) || [[ $1 == --* ]]; then
+if [[ ${1:-} == --check ]]; then
+    set -- -m lightrl.doctor "${@:2}"
+elif (($# == 0)) || [[ $1 == --* ]]; then
     set -- "$root/scripts/train_grpo.py" "$@"
 fi
 torchrun=$(find_torchrun)

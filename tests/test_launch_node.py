@@ -21,6 +21,13 @@ TRAIN = ROOT / "scripts" / "train_grpo.py"
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES")
 
 
+def test_check_starts_the_doctor(fake_environment: Path) -> None:
+    node = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1", "NPROC_PER_NODE": "8"}
+    code, given, _ = launch("--check", "--output_dir", "x", environment=fake_environment, **node)
+    assert code == 0
+    assert given[-4:] == ["-m", "lightrl.doctor", "--output_dir", "x"]
+
+
 @pytest.fixture
 def fake_environment(tmp_path: Path) -> Path:
     """An activated environment whose torchrun prints its arguments, a line each."""

@@ -240,8 +240,8 @@ class SGLangEngine(InferenceEngine):
             self._check_cut(params)
         if params.min_new_tokens or params.has_penalties:
             raise ValueError(
-                "SGLang needs a tokenizer of its own for min_new_tokens, and here it has none; whether its logprobs "
-                "count penalties has not been checked. Use --engine native or vllm for these."
+                "SGLang needs a tokenizer of its own for min_new_tokens, and here it has none; its penalties count a "
+                "token one step late (0.5.23). Use --engine native or vllm for these."
             )
         request_id = self._next_request_id
         self._next_request_id += 1

@@ -144,6 +144,8 @@ def test_samples_of_a_prompt_differ_and_share_its_keys(engine):
         ([98], {}, "outside the model's vocabulary of 98"),
         ([-1], {}, "outside the model's vocabulary"),
         ([5] * 250, {}, "beyond the context of 256"),
+        ([5], {"min_new_tokens": 2}, "needs a tokenizer of its own for min_new_tokens"),
+        ([5], {"frequency_penalty": 0.2}, "its penalties count a token one step late"),
     ],
 )
 def test_what_would_end_the_scheduler_is_refused(engine, raw, prompt, given, text):

@@ -1,0 +1,105 @@
+"""Checks what only the ranks together can: connections, equal versions, one device for each, clocks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightrl.comm import Comm
+from lightrl.doctor.findings import Finding, judged, ok
+from lightrl.doctor.packages import versions
+
+_LARGE = 16 << 20  # bytes of the timed all-reduce
+_SKEW_S = 1.0  # clocks further apart make logs of several machines unreadable and can upset file systems
+_SETTINGS = (
+    "NCCL_",
+    "GLOO_",
+    "OMP_NUM_THREADS",
+    "MKL_CBWR",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_",
+    "CUDA_DEVICE_ORDER",
+)
+
+
+def check_ranks(comm: Comm) -> Iterator[Finding]:
+    """Yields the checks of all ranks together; every rank calls it, in step."""
+    facts = comm.all_gather_object(_facts(comm))
+    yield _collective(comm, comm.device)
+    if comm.device.type != "cpu":
+        yield _collective(comm, torch.device("cpu"))
+    yield _clocks(comm)
+    yield _equal("equal versions", [fact["versions"] for fact in facts], "Install the same versions on every machine.")
+    yield _equal("equal settings", [fact["settings"] for fact in facts], "Set these variables alike on every machine.")
+    yield _own_devices([(fact["host"], fact["gpu"]) for fact in facts])
+
+
+def _facts(comm: Comm) -> dict[str, Any]:
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    gpu = str(torch.cuda.get_device_properties(comm.device).uuid) if comm.device.type == "cuda" else ""
+    return {"host": socket.gethostname(), "gpu": gpu, "versions": versions(), "settings": settings}
+
+
+def _collective(comm: Comm, device: torch.device) -> Finding:
+    """Sums known numbers over the ranks, then times a large sum."""
+    check = f"all-reduce on {device.type}"
+    counted = comm.all_reduce(torch.tensor([comm.rank + 1.0, 1.0], device=device), op="sum").tolist()
+    wanted = [comm.world * (comm.world + 1) / 2, float(comm.world)]
+    if counted != wanted:
+        remedy = "The network or a device corrupts data: run NCCL's own tests (all_reduce_perf -c 1)."
+        return Finding(check, "fail", f"the sum over {comm.world} ranks is {counted}, not {wanted}", remedy)
+    data = torch.ones(_LARGE // 4, device=device)
+    comm.all_reduce(data, op="sum")
+    comm.barrier()
+    start = time.perf_counter()
+    total = comm.all_reduce(data, op="sum")
+    is_right = bool((total == comm.world).all())
+    seconds = time.perf_counter() - start
+    return judged(
+        check,
+        f"{comm.world} ranks, {_LARGE >> 20} MB in {1000 * seconds:.1f} ms ({_LARGE / seconds / 1e9:.2f} GB/s)",
+        fails=not is_right,
+        remedy="A large sum is wrong: run NCCL's own tests (all_reduce_perf -c 1).",
+    )
+
+
+def _clocks(comm: Comm) -> Finding:
+    """Compares the clocks; the ranks leave a barrier within its duration of each other."""
+    start = time.monotonic()
+    comm.barrier()
+    times = comm.all_gather_object(time.time())
+    uncertain = time.monotonic() - start
+    skew = max(times) - min(times)
+    return judged(
+        "clocks",
+        f"{1000 * skew:.1f} ms apart at most (measured to {1000 * uncertain:.1f} ms)",
+        warns=skew - uncertain > _SKEW_S,
+        remedy="Synchronise the clocks of the machines by chrony or ntpd.",
+    )
+
+
+def _equal(check: str, facts: Sequence[dict[str, str]], remedy: str) -> Finding:
+    names = sorted({name for fact in facts for name in fact})
+    differing = [name for name in names if len({fact.get(name) for fact in facts}) > 1]
+    if not differing:
+        return ok(check, f"the same on all {len(facts)} ranks")
+    told = [
+        f"{name} is " + ", ".join(f"{fact.get(name, 'not set')} (rank {rank})" for rank, fact in enumerate(facts))
+        for name in differing
+    ]
+    return Finding(check, "fail" if check == "equal versions" else "warning", "; ".join(told), remedy)
+
+
+def _own_devices(places: Sequence[tuple[str, str]]) -> Finding:
+    shared = sorted({f"{host} {gpu}" for host, gpu in places if gpu and places.count((host, gpu)) > 1})
+    return judged(
+        "a device for each rank",
+        f"shared: {', '.join(shared)}" if shared else "no two ranks share a GPU",
+        fails=bool(shared),
+        remedy="Start one rank a GPU: --nproc_per_node is the number of GPUs, and LOCAL_RANK chooses among them.",
+    )
