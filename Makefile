@@ -2,8 +2,9 @@
 SHELL := /bin/bash
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
+N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls
+.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls chaos
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -41,3 +42,5 @@ house:  ## measure the shape of the package and write it into docs/architecture.
 
 stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read what the run says of it
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/stalls.py
+chaos:  ## kill runs N times at random points; each must end as the undisturbed one
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/chaos.py --kills $(N) --agents

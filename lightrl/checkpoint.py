@@ -7,12 +7,12 @@ every rank wait after begin and before commit.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -58,10 +58,7 @@ class CheckpointDirectory:
         self.root.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.root.glob(".*")):
             self._clear_leftover(path)
-        final = self.root / _step_name(step)
-        if final.exists() and not (final / MARKER_NAME).exists():
-            raise FileExistsError(f"{final} has no {MARKER_NAME} marker, so it is not overwritten. Move it away first.")
-        temporary = self.root / (_TEMPORARY_PREFIX + final.name)
+        temporary = self.root / (_TEMPORARY_PREFIX + _step_name(step))
         temporary.mkdir()
         return temporary
 
@@ -73,17 +70,21 @@ class CheckpointDirectory:
         final = self.root / _step_name(step)
         temporary, replaced = self.root / (_TEMPORARY_PREFIX + final.name), self.root / (_REPLACED_PREFIX + final.name)
         written = sorted(temporary.rglob("*"))
-        sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in written if path.is_file()}
-        if not sizes:
+        files = {path.relative_to(temporary).as_posix(): path for path in written if path.is_file()}
+        if not files:
             raise _nothing_to_commit(temporary, step)
+        manifest = {"files": {name: path.stat().st_size for name, path in files.items()}, "crc32s": _checksums(files)}
         # Files, also those that other processes of this machine wrote, before the directories that name them.
         for path in (*reversed(written), temporary):
             _flush(path)
         serial = 1 + max((checkpoint.serial for checkpoint in self._complete()), default=0)
-        save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, "files": sizes})
+        save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, **manifest})
 
         if final.exists():
-            os.rename(final, replaced)
+            if step in self.steps():
+                os.rename(final, replaced)
+            else:
+                set_aside(final)
         os.rename(temporary, final)
         _flush(self.root)
         if is_latest:
@@ -111,6 +112,12 @@ class CheckpointDirectory:
         """Returns the complete checkpoint that was committed last; after a rewind it need not have the highest step."""
         eligible = [checkpoint for checkpoint in self._complete(warn=True) if checkpoint.is_latest]
         return eligible[-1].path if eligible else None
+
+    def before(self, checkpoint: Path) -> Path | None:
+        """Returns the complete checkpoint that was committed last before this one."""
+        eligible = [item.path for item in self._complete() if item.is_latest]
+        older = eligible[: eligible.index(checkpoint)]
+        return older[-1] if older else None
 
     def next_step(self) -> int:
         """Returns a step that no folder has; for a run that counts no steps."""
@@ -160,6 +167,14 @@ class CheckpointDirectory:
             shutil.rmtree(doomed)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a damaged checkpoint, which is never deleted, so that a run can save the step again."""
+    number = 1
+    while (aside := checkpoint.with_name(f"damaged-{checkpoint.name}{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    return checkpoint.rename(aside)
 
 
 # ---- Tags: folders of checkpoints under names of their own ---------------------------------------------------------
@@ -286,13 +301,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     _put_in_place(temporary, path)
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-
-
-def describe_disk_error(error: OSError) -> str:
-    """Returns an error that says which file could not be written, and why."""
-    where = f" for {error.filename}" if error.filename else ""
-    return f"the disk takes no more ({error.strerror}){where}: what was written before is kept"
+def _checksums(files: Mapping[str, Path]) -> dict[str, int]:
+    """Returns the CRC-32 of each file, by name; safetensors files have one for each block in the file beside them."""
+    return {name: zlib.crc32(path.read_bytes()) for name, path in files.items() if path.suffix != ".safetensors"}
 
 
 def _disk_error(error: SafetensorError, path: Path) -> Exception:

@@ -183,6 +183,9 @@ class CheckpointConfig:
     or at once if 0, it ends without. torchrun kills its ranks 30 s after it has passed a signal on."""
     asynchronous: bool = False
     """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
+    on_disk_error: Literal["stop", "continue"] = "stop"
+    """What a run does when the disk takes no checkpoint, metrics or samples. stop: end with code 1. continue: warn and
+    train on; the next one is tried when it is due. The final model must be written in either case."""
 
 
 # ---- What a run's config and StrategyOptions inherit -------------------------------------------------------------

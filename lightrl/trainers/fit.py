@@ -24,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from torch import nn
 
-from lightrl.checkpoint import DISK_ERRORS, describe_disk_error
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
@@ -32,6 +31,7 @@ from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.process_group import rank_name
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
+from lightrl.trainers.disk_errors import Log, describe_disk_error, find_disk_error, forgive_disk_errors
 from lightrl.trainers.health import BadSteps
 from lightrl.trainers.lifetime import (
     StoppedBySignal,
@@ -238,8 +238,9 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
         end_process(130)
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        print_user_error(OSError(f"{describe_disk_error(error)}; {how_to_go_on(trainer)}"))
+    found = find_disk_error(error, trainer.folder.root) if trainer is not None else None
+    if found is not None:
+        print_user_error(OSError(f"{describe_disk_error(found)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
         sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
     else:
@@ -266,7 +267,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         if comm.is_main:
             folder.open(config, trainer.step_index)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
-    with console.progress, closing(RunLog(trainer)) as log, ended_by_signals(trainer) as goes_on:
+    with console.progress, closing(_open_log(trainer)) as log, ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}")
         console.say(trainer.batches)
         metrics: dict[str, float] = {}
@@ -296,7 +297,12 @@ def fit(trainer: Trainer) -> dict[str, float]:
     return metrics
 
 
-def _one_step(trainer: Trainer, log: RunLog) -> dict[str, float]:
+def _open_log(trainer: Trainer) -> Log:
+    log = RunLog(trainer)
+    return forgive_disk_errors(trainer, log) if trainer.config.checkpoint.on_disk_error == "continue" else log
+
+
+def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
     started = time.perf_counter()
     report = trainer.step()
     if trainer.config.optim.schedule_unit == "rl_step":
@@ -340,10 +346,11 @@ class RunLog:
         if not self._comm.is_main or not metrics:
             return
         step = self._trainer.step_index
-        self._trainer.folder.append_metrics(step, metrics)
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        with self._comm.phase("log"):
+            self._trainer.folder.append_metrics(step, metrics)
+            if self._board is not None:
+                for name, value in metrics.items():
+                    self._board.add_scalar(name, value, step)
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
         """Logs the first samples of the step by position, on whichever rank they are."""

@@ -46,6 +46,7 @@ from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.trainers.run_owner import OWNER_NAME, disown, own
+from lightrl.trainers.sound_checkpoint import newest_sound
 
 TrainerConfig = RolloutConfig | OfflineConfig
 
@@ -85,9 +86,9 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     strategy.setup_distributed()
     comm, remote_code = strategy.comm, config.trust_remote_code
     folder, checkpoint = _open_folder(config, kind, comm)
+    if checkpoint is not None:
+        checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
-        if checkpoint is not None and not checkpoint.is_dir():
-            raise FileNotFoundError(f"{checkpoint} is not there for every rank: use a folder that all ranks see.")
         train_records = load_records(config.train_data)
         eval_source = config.eval_data or HELD_OUT.get(config.train_data, "")
         eval_records = load_records(eval_source) if eval_source else []
@@ -382,8 +383,14 @@ def _unused_name(path: Path) -> Path:
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)  # half a line would spoil the next one
+        raise
 
 
 def _number(value: float) -> float | int | None:

@@ -40,6 +40,8 @@ class BackgroundSave:
         """Waits for all ranks and makes the files a checkpoint; raises on all ranks what failed on one."""
         with comm.phase("checkpoint", local=True):
             self.wait()
+            if isinstance(self.error, OSError):
+                raise self.error
             if self.error is not None:
                 raise RuntimeError(f"A checkpoint could not be written: {self.error}") from self.error
         with comm.phase("checkpoint", local=True):

@@ -96,18 +96,22 @@ class TrainingStateSaver:
             _check_loadable(client_state, "client_state[{!r}]")
             step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
+            if path is not None:
+                for name in companions or {}:
+                    (path / name).mkdir()
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
-            jobs = self._write(folder, model, client_state)
+            writers = [self._write(folder, model, client_state)]
             for name, companion in sorted((companions or {}).items()):
-                (folder / name).mkdir(exist_ok=True)
-                jobs += self._write(folder / name, companion, {})
-            comm.barrier()
+                writers.append(self._write(folder / name, companion, {}))
+        with comm.phase("checkpoint", local=True):
+            for error in (writer.error for writer in writers if writer.error is not None):
+                raise error
         models = [folder, *(folder / name for name in sorted(companions or {}))]
         commit = partial(_commit, models, partial(directory.commit, step, is_latest=is_latest))
         if self.in_background:
-            self.pending = BackgroundSave(jobs, commit)
+            self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
             return
         with comm.phase("checkpoint", local=True):
             if comm.is_main:
@@ -124,8 +128,8 @@ class TrainingStateSaver:
             saving, self.pending = self.pending, None
             saving.finish(self._trainer.comm)
 
-    def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> list[Callable[[], None]]:
-        """Writes everything that one model needs to continue; returns what remains to be done in the background."""
+    def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
+        """Writes everything that one model needs to continue; returns its writer, which may have jobs left."""
         trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
         owner = model if trained is None else trained.model
         trainer.after_forward_only(owner)
@@ -146,7 +150,7 @@ class TrainingStateSaver:
         writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
         if comm.is_main:
             writer.add_object("state.pt", state)
-        return writer.jobs
+        return writer
 
     def _trained(self, model: nn.Module, *, must_train: bool = True) -> TrainedModel | None:
         """Returns what trains this model; raises ValueError if a checkpoint of it would leave out some of that."""

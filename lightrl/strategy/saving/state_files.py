@@ -47,6 +47,7 @@ class StateWriter:
         self._comm = comm
         self._deferred = deferred
         self.jobs: list[Callable[[], None]] = []
+        self.error: OSError | None = None  # of the first file that could not be written; no file follows it
 
     def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
         """Adds tensors of one kind; every rank must add the same names.
@@ -93,25 +94,28 @@ class StateWriter:
     def _do(self, job: Callable[[], None]) -> None:
         if self._deferred:
             self.jobs.append(job)
-        else:
-            job()
+        elif self.error is None:
+            try:
+                job()
+            except OSError as error:  # raised later, where all ranks hear of it: others are in a collective
+                self.error = error
 
 
 def _save_with_checksums(path: Path, tensors: dict[str, Tensor], index: dict[str, dict[str, Any]]) -> None:
     for name, tensor in tensors.items():
         row_bytes = tensor.nbytes // max(1, len(tensor)) if tensor.dim() else 0
         num_rows = max(1, _CHECKED_BYTES // max(1, row_bytes))
-        blocks = tensor.split(num_rows) if tensor.dim() else [tensor]
-        index[name] |= {"crc_rows": num_rows, "crc32s": [_checksum(block) for block in blocks]}
+        index[name] |= {"crc_rows": num_rows, "crc32s": block_checksums(tensor, num_rows)}
         if path.name.startswith("model-"):  # the weights also count for the hash of the checkpoint
             rows = Rows(name, tensor, tuple(index[name]["shape"]), index[name].get("rows", [0])[0])
             index[name]["digest"] = f"{digest_of_rows(rows):x}"
     save_tensors(path, tensors)
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Returns the CRC-32 of the values, in a time that is short beside that of writing them."""
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def block_checksums(tensor: Tensor, num_rows: int) -> list[int]:
+    """Returns the CRC-32 of each block of rows, in a time that is short beside that of writing them."""
+    blocks = tensor.split(num_rows) if tensor.dim() else [tensor]
+    return [zlib.crc32(block.contiguous().reshape(-1).view(torch.uint8).numpy().data) for block in blocks]
 
 
 def _index_entry(piece: Piece) -> dict[str, Any]:
@@ -207,7 +211,7 @@ class TensorReader:
         except SafetensorError as error:
             raise _damaged(path, error) from error
         if part.crc32s:
-            found = [_checksum(rows) for rows in ([tensor] if whole else tensor.split(step))]
+            found = block_checksums(tensor, step)
             if found != part.crc32s[block : block + len(found)]:
                 raise _damaged(path, f"a checksum of {name} is wrong")
         return tensor if whole else tensor[begin - low : end - low]

@@ -1,0 +1,145 @@
+"""What a run does when the disk takes no more: one sentence at its end, or --checkpoint.on_disk_error continue."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrl.comm import Comm, RankError
+from lightrl.records import Experience
+from lightrl.strategy import StrategyBase
+from lightrl.strategy.saving.saver import TrainingStateSaver
+from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_owner import own
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_OF_THE_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE)  # if it is the run's
+
+
+def find_disk_error(error: BaseException | None, root: Path) -> OSError | None:
+    """Returns the error of the disk that is behind an error, also behind one that another rank reported; else None."""
+    while error is not None:
+        found = _as_os_error(error)
+        if found is not None:
+            path = Path(os.fsdecode(found.filename or ""))  # TensorBoard names its files in bytes
+            is_ours = root in (path, *path.parents)
+            return found if found.errno in _OF_THE_DISK or (found.errno in _OF_THE_FOLDER and is_ours) else None
+        error = error.__cause__
+    return None
+
+
+def _as_os_error(error: BaseException) -> OSError | None:
+    if isinstance(error, OSError):
+        return error
+    text = error.mistake if isinstance(error, RankError) else str(error)
+    found = re.search(r"\[Errno (\d+)\] [^:]*(?:: '([^']*)')?|\(os error (\d+)\)", text)  # the latter of safetensors
+    if found is None:
+        return None
+    code = int(found[1] or found[3])
+    return OSError(code, os.strerror(code), *([found[2]] if found[2] else []))
+
+
+def describe_disk_error(error: OSError) -> str:
+    """Returns which file could not be written, and why."""
+    where = f" for {os.fsdecode(error.filename)}" if error.filename else ""
+    what = "the disk takes no more" if error.errno in _OF_THE_DISK else "the run's folder takes no more"
+    return f"{what} ({error.strerror}){where}: what was written before is kept"
+
+
+# ---- --checkpoint.on_disk_error continue -----------------------------------------------------------------------------
+
+
+class Log(Protocol):
+    """Files of a run that get lines step by step."""
+
+    def write(self, metrics: dict[str, float]) -> None: ...
+
+    def write_samples(self, experience: Sequence[Experience]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LoggingTrainer(Protocol):
+    """What this module needs of a trainer."""
+
+    config: Any
+
+    @property
+    def strategy(self) -> StrategyBase: ...
+
+    @property
+    def folder(self) -> RunFolder: ...
+
+
+def forgive_disk_errors(trainer: LoggingTrainer, log: Log) -> Log:
+    """Has a run warn where it cannot write, and go on; returns the log to use."""
+    strategy = trainer.strategy
+    strategy.saver = ForgivingSaver(strategy, trainer.folder.root)
+    return ForgivingLog(trainer, log)
+
+
+class ForgivingSaver(TrainingStateSaver):
+    """Leaves a checkpoint out that cannot be written; all ranks agree on it."""
+
+    def __init__(self, strategy: StrategyBase, root: Path) -> None:
+        super().__init__(strategy, in_background=strategy.saver.in_background)
+        self._comm, self._root = strategy.comm, root
+
+    def save(self, *args: Any, **options: Any) -> None:
+        """Writes a checkpoint, or warns."""
+        self._try(lambda: super(ForgivingSaver, self).save(*args, **options))
+
+    def finish(self) -> None:
+        """Completes a save in the background, or warns."""
+        self._try(super().finish)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            found = find_disk_error(error, self._root)
+            if not self._comm.agree(found is not None):
+                raise
+            _warn(self._comm, found, "no checkpoint of this step")
+
+
+class ForgivingLog:
+    """Leaves lines out that cannot be written. A folder that was removed is made again."""
+
+    def __init__(self, trainer: LoggingTrainer, log: Log) -> None:
+        self._trainer, self._log = trainer, log
+
+    def write(self, metrics: dict[str, float]) -> None:
+        """Logs the metrics of the last step, or warns."""
+        self._try(lambda: self._log.write(metrics), "no metrics of this step")
+
+    def write_samples(self, experience: Sequence[Experience]) -> None:
+        """Logs samples, or warns; only the last thing that it does, after all that ranks do together, can fail."""
+        self._try(lambda: self._log.write_samples(experience), "no samples of this step")
+
+    def close(self) -> None:
+        """Flushes TensorBoard, or warns."""
+        self._try(self._log.close, "TensorBoard lacks its last lines")
+
+    def _try(self, act: Callable[[], None], loss: str) -> None:
+        folder = self._trainer.folder
+        try:
+            act()
+        except OSError as error:
+            found = find_disk_error(error, folder.root)
+            if found is None:
+                raise
+            _warn(self._trainer.strategy.comm, found, loss)
+            if not folder.root.exists():
+                own(folder.root)
+                folder.open(self._trainer.config, 0)
+
+
+def _warn(comm: Comm, error: OSError | None, loss: str) -> None:
+    if comm.is_main and error is not None:
+        sys.stderr.write(f"warning: {describe_disk_error(error)}; {loss}, and the run goes on\n")

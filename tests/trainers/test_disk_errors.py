@@ -1,0 +1,237 @@
+"""A disk that takes no more, at each file of a run: the last good checkpoint stays, and the run stops or goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from lightrl import checkpoint
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.comm import RankError
+from lightrl.config import CheckpointConfig, SFTConfig
+from lightrl.strategy.base import StrategyBase
+from lightrl.strategy.saving import state_files
+from lightrl.trainers.disk_errors import describe_disk_error, find_disk_error
+from lightrl.trainers.fit import RunLog, fit
+from lightrl.trainers.run import RunFolder
+from lightrl.trainers.sft import SFTTrainer
+
+Options = Callable[[str], dict[str, Any]]
+FULL, QUOTA, READ_ONLY, GONE = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT
+AFTER = 2  # steps that the disk takes
+
+
+def make(options: dict[str, Any], folder: Path, **changes: Any) -> SFTTrainer:
+    settings = CheckpointConfig(every=1, keep=3, **changes)
+    return SFTTrainer(SFTConfig(**options, checkpoint=settings, strategy="single", output_dir=str(folder)))
+
+
+def failing(code: int, original: Callable[..., Any], is_due: Callable[[], bool], where: str) -> Callable[..., Any]:
+    def write(*args: Any, **kwargs: Any) -> Any:
+        if is_due():
+            raise OSError(code, os.strerror(code), where)
+        return original(*args, **kwargs)
+
+    return write
+
+
+PLACES: dict[str, tuple[object, str]] = {
+    "metrics": (RunFolder, "append_metrics"),
+    "samples": (RunFolder, "append_samples"),
+    "folder of a checkpoint": (CheckpointDirectory, "begin"),
+    "tensors": (state_files, "save_tensors"),
+    "marker": (checkpoint, "save_json"),
+    "rename": (os, "rename"),
+}
+
+
+CASES = [  # each kind of error where files are written most often, and each place once more; True: beside the training
+    *[(place, code, False) for place in ("metrics", "tensors") for code in (FULL, QUOTA, READ_ONLY, GONE)],
+    ("samples", FULL, False),
+    ("folder of a checkpoint", READ_ONLY, False),
+    ("marker", QUOTA, False),
+    ("rename", FULL, False),
+    ("tensors", FULL, True),
+    ("marker", QUOTA, True),
+]
+
+
+@pytest.mark.parametrize(("place", "code", "background"), CASES)
+def test_a_run_stops_or_goes_on(
+    place: str,
+    code: int,
+    background: bool,
+    offline_flags: Options,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk takes no more in step 3 of 5; with `continue` it does again in step 4."""
+    owner, name = PLACES[place]
+    options = offline_flags("sft") | {"max_steps": 5}
+    for mode in ("stop", "continue"):
+        folder = tmp_path / mode
+        trainer = make(options, folder, on_disk_error=mode, asynchronous=background)
+        with monkeypatch.context() as patch:
+            has_failed: list[int] = []
+
+            def is_due(trainer: SFTTrainer = trainer, has_failed: list[int] = has_failed) -> bool:
+                due = trainer.step_index == AFTER + 1 and not has_failed
+                has_failed.extend([1] * due)
+                return due
+
+            original = getattr(owner, name)
+            patch.setattr(owner, name, failing(code, original, is_due, str(folder / "file")))
+            patch.setattr(RunLog, "write_samples", lambda log, _: log._trainer.folder.append_samples(0, []))
+            if mode == "stop":
+                with pytest.raises(OSError, match=os.strerror(code)) as error:
+                    fit(trainer)
+                assert find_disk_error(error.value, folder) is error.value
+            else:
+                fit(trainer)
+        trainer.close()
+        steps = CheckpointDirectory(folder / "checkpoints", keep=9).steps()
+        said = capsys.readouterr().err
+        if mode == "stop":
+            assert steps[-1] in ([1, 2, 3] if background else [2]), (
+                steps
+            )  # beside the training one may still be written
+        else:
+            assert steps[-1] == 5
+            assert said.count("warning: ") == 1, said
+            assert f"({os.strerror(code)}) for {folder}/file: what was written before is kept; no " in said
+            rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            assert [step for step in rows if step] == [step for step in range(1, 6) if place != "metrics" or step != 3]
+            assert (folder / "final" / "weights.sha256").exists()
+
+
+def test_other_errors_stop_a_run_that_goes_on_without_a_disk(
+    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no disk error")
+
+    monkeypatch.setattr(state_files, "save_tensors", broken)
+    trainer = make(offline_flags("sft"), tmp_path / "run", on_disk_error="continue")
+    with pytest.raises(ValueError, match="no disk error"):
+        fit(trainer)
+
+
+def test_a_folder_that_is_removed_is_made_again(
+    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    trainer = make(offline_flags("sft") | {"max_steps": 4}, root, on_disk_error="continue")
+    step = trainer.step
+
+    def remove_and_step() -> Any:
+        if trainer.step_index == AFTER:
+            shutil.rmtree(root)
+        return step()
+
+    monkeypatch.setattr(trainer, "step", remove_and_step)
+    fit(trainer)
+    said = capsys.readouterr().err
+    assert f"the run's folder takes no more (No such file or directory) for {root}/metrics.jsonl" in said
+    assert {"owner.json", "config.yaml", "metrics.jsonl", "checkpoints", "final"} <= {
+        path.name for path in root.iterdir()
+    }
+    trainer.close()
+    again = make(offline_flags("sft") | {"max_steps": 5}, root)
+    assert again.step_index == 4
+
+
+def test_a_final_model_that_cannot_be_written_ends_the_run_and_the_checkpoints_stay(
+    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    trainer = make(offline_flags("sft"), tmp_path / "run", on_disk_error="continue")
+    with monkeypatch.context() as patch:
+        patch.setattr(StrategyBase, "save_pretrained", full)
+        with pytest.raises(SafetensorError) as error:
+            fit(trainer)
+    found = find_disk_error(error.value, tmp_path)
+    assert found is not None
+    assert (
+        describe_disk_error(found)
+        == "the disk takes no more (No space left on device): what was written before is kept"
+    )
+    trainer.close()
+    again = make(offline_flags("sft"), tmp_path / "run")
+    assert again.step_index == 3
+    fit(again)
+    assert (tmp_path / "run" / "final" / "weights.sha256").exists()
+
+
+def test_which_errors_are_of_the_disk(tmp_path: Path) -> None:
+    inside = FileNotFoundError(GONE, os.strerror(GONE), str(tmp_path / "run" / "x"))
+    assert find_disk_error(inside, tmp_path / "run") is inside
+    assert find_disk_error(inside, tmp_path / "other") is None
+    assert find_disk_error(OSError("no number"), tmp_path) is None
+    assert find_disk_error(ValueError("x"), tmp_path) is None
+    wrapped = RuntimeError("a checkpoint could not be written")
+    wrapped.__cause__ = inside
+    assert find_disk_error(wrapped, tmp_path) is inside
+    told = RankError("rank 1 failed")
+    told.mistake = f"rank 1: {OSError(FULL, os.strerror(FULL), '/a: b')}"
+    found = find_disk_error(told, tmp_path)
+    assert found is not None
+    assert (found.errno, found.filename) == (FULL, "/a: b")
+
+
+# ---- A real disk -----------------------------------------------------------------------------------------------------
+
+
+def train_on_a_small_disk(options: dict[str, Any], root: Path, answer: Any) -> None:
+    """A process of its own, since only it sees the disk that it mounts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    root.mkdir()
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x40000 | 0x4000, None):  # NEWNS; private, all below
+        answer.send(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
+        return
+    if libc.mount(b"tmpfs", str(root).encode(), b"tmpfs", 0, b"size=700k"):
+        answer.send(f"no tmpfs: {os.strerror(ctypes.get_errno())}")
+        return
+    trainer = make(options | {"max_steps": 40}, root / "run")
+    try:
+        fit(trainer)
+    except OSError as error:
+        found = find_disk_error(error, root)
+        newest = CheckpointDirectory(root / "run" / "checkpoints", keep=9).latest()
+        assert found is not None
+        assert newest is not None
+        trainer.close()
+        libc.mount(b"tmpfs", str(root).encode(), b"tmpfs", 0x20, b"size=100m")  # remount, larger
+        again = make(options | {"max_steps": 6}, root / "run")
+        assert again.step_index == int(newest.name[-6:])
+        fit(again)
+        answer.send(f"{found.strerror}; {(root / 'run' / 'final' / 'weights.sha256').exists()}")
+    else:
+        answer.send("the disk was large enough")
+
+
+def test_a_small_disk_fills_up_and_the_run_goes_on_when_there_is_room(offline_flags: Options, tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    options = offline_flags("sft")
+    process = multiprocessing.get_context("fork").Process(
+        target=train_on_a_small_disk, args=(options, tmp_path / "disk", theirs)
+    )
+    process.start()
+    theirs.close()
+    said = ours.recv()
+    process.join()
+    if said.startswith("no "):
+        pytest.skip(said)
+    assert said == "No space left on device; True"
