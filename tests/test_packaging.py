@@ -141,6 +141,7 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
         "tyro",
         "pyyaml",
         "rich",
+        "packaging",
     }
     assert metadata["License-Expression"] == "Apache-2.0"
 

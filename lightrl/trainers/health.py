@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightrl.comm import RankError
+from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.records import ScoredGroup
 from lightrl.rollout.record import write_groups
 
@@ -25,7 +26,7 @@ class Limit(NamedTuple):
 
     metric: str
     option: str  # of --health.*
-    is_bad: Callable[[float, float], bool]  # of the metric and the option
+    is_bad: Callable[[float, RolloutHealthConfig], bool]  # of the metric
     text: str
     remedy: str
 
@@ -34,21 +35,21 @@ LIMITS = (
     Limit(
         "entropy",
         "min_entropy",
-        lambda value, limit: value < limit,
+        lambda value, limits: value < limits.min_entropy,
         "the entropy of the policy has collapsed to {value:.3g}",
         "Raise --algorithm.entropy_coef or set --algorithm.entropy_target, lower --lr, or add --algorithm.kl_coef.",
     ),
     Limit(
         "reward/equal_groups",
         "max_equal_groups",
-        lambda value, limit: value > limit,
+        lambda value, limits: value > limits.max_equal_groups,
         "{value:.1%} of the prompts got the same reward for all samples, which teach nothing",
         "Use prompts neither too easy nor too hard, a larger --group_size, or --dynamic_sampling.enabled True.",
     ),
     Limit(
         "mismatch/mean_abs",
         "max_mismatch",
-        lambda value, limit: value > limit,
+        lambda value, limits: value > limits.max_mismatch,
         "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
         "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
         "--algorithm.correction tis.",
@@ -56,14 +57,14 @@ LIMITS = (
     Limit(
         "tokens/truncated",
         "max_truncated",
-        lambda value, limit: value > limit,
+        lambda value, limits: value > limits.max_truncated,
         "{value:.1%} of the responses were cut off",
         "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
     ),
     Limit(
         "tokens/response_mean",
         "min_response_tokens",
-        lambda value, limit: value <= limit,
+        lambda value, limits: value <= limits.min_response_tokens,
         "the responses have {value:.3g} tokens on the mean: they are empty",
         "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
     ),
@@ -74,20 +75,26 @@ class UnhealthyRunError(RankError):
     """Too many steps in a row were bad."""
 
 
-def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
+def findings(metrics: Mapping[str, float], limits: HealthConfig) -> dict[str, str]:
     """Returns what is bad about a step, by metric: a sentence with the number and a remedy."""
     found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
     for name in ("skipped_updates", "critic/skipped_updates"):
         if metrics.get(name, 0.0) > 0:
             found[name] = _skipped(metrics[name])
-    for limit in LIMITS:
-        bound, value = getattr(limits, limit.option, None), metrics.get(limit.metric)
-        if bound is not None and value is not None and limit.is_bad(value, bound):
-            found[limit.metric] = (
-                f"{limit.text.format(value=value)} (--health.{limit.option} {bound:g}). {limit.remedy}"
-            )
+    if isinstance(limits, RolloutHealthConfig):
+        found |= _beyond_limits(metrics, limits)
     if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
         found["reward/failures"] = _without_reward(metrics["reward/failures"])
+    return found
+
+
+def _beyond_limits(metrics: Mapping[str, float], limits: RolloutHealthConfig) -> dict[str, str]:
+    found = {}
+    for limit in LIMITS:
+        value = metrics.get(limit.metric)
+        if value is not None and limit.is_bad(value, limits):
+            told = limit.text.format(value=value)
+            found[limit.metric] = f"{told} (--health.{limit.option} {getattr(limits, limit.option):g}). {limit.remedy}"
     return found
 
 

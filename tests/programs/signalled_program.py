@@ -27,6 +27,7 @@ class Signalled(GRPOTrainer):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored in whatever nohup has started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in whatever a shell runs in the background
     config = parse_config(GRPOConfig, sys.argv[1:])
     Path(f"{config.output_dir}.pid{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
     run_trainer(Signalled, config)

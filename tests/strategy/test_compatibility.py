@@ -20,6 +20,7 @@ from lightrl.builtin.model import tiny_model
 from lightrl.comm import Comm
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy, response_batch
+from lightrl.rollout.rollouts import Rollouts
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.serving.foreign_params import as_params
 from lightrl.strategy.single import SingleStrategy
@@ -399,10 +400,15 @@ def _(_: Any, __: Path) -> None:
     assert made == SamplingParams(n=3, temperature=0.0, max_new_tokens=5)
 
 
-@row("`RolloutWorkflow`, `rollout_batch`")
+@row("`RolloutWorkflow`")
 def _(_: Any, __: Path) -> None:
     assert hasattr(lightrl.Workflow, "arun_episode")
-    assert not hasattr(StrategyBase, "rollout_batch")
+
+
+@row("`rollout_batch`, `submit`, `wait`, `prepare_batch`, `pause`, `resume`")
+def _(_: Any, __: Path) -> None:
+    names = ("rollout_batch", "submit", "wait", "prepare_batch", "pause", "resume")
+    assert all(callable(getattr(Rollouts, name)) for name in names)
 
 
 # ---- RLinf -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,16 @@ def test_a_split_run_that_lost_ranks_has_the_numbers_of_a_colocated_one(toy_flag
 
 
 @pytest.mark.slow
+def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: list[str], tmp_path: Path) -> None:
+    script, together, apart = SCRIPT.with_name("train_ppo.py"), tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, "--max_steps", "3", "--strategy", "single"]
+    run_program([sys.executable, str(script), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "1", "--output_dir", str(apart)]
+    run_spmd(script, *split, world_size=2, timeout_s=280)
+    assert rows(apart) == rows(together)
+
+
+@pytest.mark.slow
 def test_a_run_that_generates_while_it_learns_can_be_repeated(toy_flags: list[str], tmp_path: Path) -> None:
     recorded, again = tmp_path / "recorded", tmp_path / "again"
     flags = [*toy_flags, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
