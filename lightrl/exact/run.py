@@ -41,6 +41,7 @@ class ExactTrainer(Trainer):
 
     def __init__(self, run: RunContext, **parts: Any) -> None:
         super().__init__(run, **parts)
+        check_functions(self.config.algorithm, getattr(self, "objective", None))
         self.collector.make_statistics = ExactStatistics
         self.updates = TiledUpdates(self.run, self.statistics)
         if isinstance(self.token_advantages, TokenAdvantages):
@@ -62,3 +63,13 @@ def check_run(run: RunContext) -> None:
             "--exact True does not go with a model that takes images: its vision tower mixes the images of a "
             "micro-batch. Use a model of text alone, or leave --exact out."
         )
+
+
+def check_functions(options: Any, objective: Any) -> None:
+    """Raises ValueError for an estimator or a loss of the user's whose traits ask for sums of each rank."""
+    for trait, name in (("whitens", "advantage"), ("selects_tokens", "loss")):
+        if getattr(objective, trait, False):
+            raise ValueError(
+                f"--exact True does not go with --algorithm.{name} {getattr(options, name)}, which compares the tokens "
+                "of an update by sums of each rank. Choose another, or leave --exact out."
+            )

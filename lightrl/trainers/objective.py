@@ -178,6 +178,11 @@ class PolicyObjective(PolicyLoss):
             raise _small_group(name, wanted, smallest, group_size)
 
     @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over all ranks."""
+        return self._traits.whiten
+
+    @property
     def needs_greedy_baseline(self) -> bool:
         """Whether advantages() must be given the reward of a greedy response to each prompt."""
         return "greedy_baseline" in self._traits.needs
