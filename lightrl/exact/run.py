@@ -12,6 +12,7 @@ from lightrl.exact.strategy import exact_strategy
 from lightrl.exact.targets import ExactTokenAdvantages
 from lightrl.exact.tiles import TiledUpdates
 from lightrl.trainers.fit import Trainer
+from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 from lightrl.trainers.run import RunContext, open_run
 from lightrl.trainers.token_advantages import TokenAdvantages
 
@@ -65,11 +66,15 @@ def check_run(run: RunContext) -> None:
         )
 
 
-def check_functions(options: Any, objective: Any) -> None:
+def check_functions(options: Any, objective: PolicyLoss | None) -> None:
     """Raises ValueError for an estimator or a loss of the user's whose traits ask for sums of each rank."""
-    for trait, name in (("whitens", "advantage"), ("selects_tokens", "loss")):
-        if getattr(objective, trait, False):
-            raise ValueError(
-                f"--exact True does not go with --algorithm.{name} {getattr(options, name)}, which compares the tokens "
-                "of an update by sums of each rank. Choose another, or leave --exact out."
-            )
+    name = ""
+    if isinstance(objective, PolicyObjective) and objective.whitens:
+        name = "advantage"
+    elif objective is not None and objective.selects_tokens:
+        name = "loss"
+    if name:
+        raise ValueError(
+            f"--exact True does not go with --algorithm.{name} {getattr(options, name)}, which compares the tokens of "
+            "an update by sums of each rank. Choose another, or leave --exact out."
+        )
