@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from lightrl.data.sampler import Draws
 from lightrl.records import Prompt
 from lightrl.seeding import mix_seed
 
@@ -48,7 +49,7 @@ def half_solved(progress: Progress) -> list[float]:
     return weights
 
 
-class Curriculum:
+class Curriculum(Draws):
     """Gives each ticket a prompt. It stands in for data.sampler.PromptSampler, and is equal on all ranks.
 
     A draw depends on seed, ticket and weights. The weights change between two steps only, when results come in. The
@@ -65,16 +66,6 @@ class Curriculum:
         self._results: dict[int, PromptResult] = {}
         self._chosen: list[int] = []  # indices in the data set, by ticket
         self._bounds: list[float] = []  # sums of the weights up to each prompt; empty: to be computed
-
-    def next_batch(self) -> list[int]:
-        """Returns the data indices of the step's global batch."""
-        return self.draw(self.batch_size)
-
-    def draw(self, count: int) -> list[int]:
-        """Returns the data indices of the next count prompts."""
-        drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
-        self.num_drawn += count
-        return drawn
 
     def index_at(self, ticket: int) -> int:
         """Returns the data index of a ticket's prompt, which is chosen when it is asked for first."""

@@ -26,7 +26,28 @@ def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
     return list(items[rank::world])
 
 
-class PromptSampler:
+class Draws:
+    """Deals prompts out in the order of their tickets, 0, 1, ...; a subclass says which prompt a ticket has."""
+
+    batch_size: int
+    num_drawn = 0
+
+    def next_batch(self) -> list[int]:
+        """Returns the data indices of the step's global batch."""
+        return self.draw(self.batch_size)
+
+    def draw(self, count: int) -> list[int]:
+        """Returns the data indices of the next count prompts."""
+        drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
+        self.num_drawn += count
+        return drawn
+
+    def index_at(self, ticket: int) -> int:
+        """Returns the data index of the prompt that a ticket has."""
+        raise NotImplementedError
+
+
+class PromptSampler(Draws):
     """Draws the global batch of each step, the same on every rank, epoch after epoch in a new order without repeats.
 
     A batch may span epochs; only then can it hold an index twice. The state is one count, so a run continues exactly
@@ -43,16 +64,6 @@ class PromptSampler:
         self.seed = seed
         self.num_drawn = 0
         self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation) used last
-
-    def next_batch(self) -> list[int]:
-        """Returns the data indices of the step's global batch."""
-        return self.draw(self.batch_size)
-
-    def draw(self, count: int) -> list[int]:
-        """Returns the data indices of the next count prompts."""
-        drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
-        self.num_drawn += count
-        return drawn
 
     def index_at(self, ticket: int) -> int:
         """Returns the data index of the prompt at a place of the run's one order."""
