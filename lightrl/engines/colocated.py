@@ -23,7 +23,8 @@ from lightrl.engines.base import (
     as_prompt,
 )
 from lightrl.engines.stop_strings import check_stop, cut_after_stop, cut_to
-from lightrl.engines.weights.account import Fingerprint, WeightProof
+from lightrl.engines.weights.account import WeightProof
+from lightrl.engines.weights.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 

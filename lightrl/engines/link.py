@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrl.comm import RankError
 from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams
 from lightrl.engines.peer_watch import PeerWatch
-from lightrl.engines.weights.account import Fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.process_group import link_group, store_of
 from lightrl.roles import Role
 

@@ -28,7 +28,7 @@ from lightrl.comm import Comm
 from lightrl.config import OptimConfig, RunConfig, StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
-from lightrl.engines.weights.account import Fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.imports import load_object
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy import foreign_steps
@@ -118,7 +118,7 @@ class StrategyBase(ForeignNames, ABC):
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
         return foreign_steps.whole_parameters(self, model, dtype)
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Fingerprint] | None:
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None:
         """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
         return None
 

@@ -13,7 +13,7 @@ from lightrl.comm import RankError
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link, LinkEngine
-from lightrl.engines.weights.account import fingerprint
+from lightrl.engines.weights.fingerprint import fingerprint
 from lightrl.roles import Role
 
 CPU = torch.device("cpu")

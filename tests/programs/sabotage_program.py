@@ -36,6 +36,10 @@ def stale(pairs):
     return ((name, tensor - 1e-3 if name == VICTIM else tensor) for name, tensor in pairs)
 
 
+def swap_rows(pairs):
+    return ((name, tensor.roll(1, 0) if name == VICTIM else tensor) for name, tensor in pairs)
+
+
 def add(pairs):
     return chain(pairs, [("model.extra.weight", torch.zeros(2))])
 
@@ -55,7 +59,8 @@ def expect_failure(strategy, policy, *texts):
 
 def check_on_the_way(strategy, policy):
     honest = strategy.full_parameters
-    sabotages = {skip: (VICTIM,), swap: (VICTIM, OTHER), scale: (VICTIM,), stale: (VICTIM,), repeat: (VICTIM, "twice")}
+    sabotages = {skip: (VICTIM,), swap: (VICTIM, OTHER), scale: (VICTIM,), stale: (VICTIM,), swap_rows: (VICTIM,)}
+    sabotages[repeat] = (VICTIM, "twice")
     for sabotage, texts in [*sabotages.items(), (add, ("model.extra.weight",))]:
         strategy.full_parameters = lambda *args, change=sabotage: change(honest(*args))
         expect_failure(strategy, policy, *texts)
@@ -102,6 +107,35 @@ def check_one_rank(strategy, policy):
     strategy.update_engine_weights(policy)
 
 
+def check_stale_shard(strategy, policy):
+    """One rank gathers, or holds, values of an earlier step."""
+    parameter = dict(strategy.unwrap_model(policy).named_parameters())[VICTIM]
+    shard, honest, is_last = strategy.layout.shard(parameter), strategy.full_parameters, strategy.comm.rank == 1
+    is_whole, fresh = strategy.layout.is_whole(parameter), strategy.layout.shard(parameter).clone()
+
+    def gather(*args):
+        with torch.no_grad():
+            shard.sub_(1e-3 * is_last)
+            yield from honest(*args)
+            shard.copy_(fresh)
+
+    if is_whole:  # then a rank sends what it holds: its copy of the model is stale
+        with torch.no_grad():
+            shard.sub_(1e-3 * is_last)
+    else:
+        strategy.full_parameters = gather
+    try:
+        strategy.update_engine_weights(policy)
+    except (WeightSyncError, RankError) as error:
+        assert VICTIM in str(error), error
+    else:
+        raise AssertionError("nobody noticed")
+    strategy.full_parameters = honest
+    with torch.no_grad():
+        shard.copy_(fresh)
+    strategy.update_engine_weights(policy)
+
+
 def check_level_2(strategy, policy):
     """The weights come back by themselves when they are needed."""
     strategy.options.engine_sleep_level = 2
@@ -131,6 +165,8 @@ if __name__ == "__main__":
     check_on_the_way(strategy, policy)
     check_behind_the_door(strategy, policy)
     check_one_rank(strategy, policy)
+    if strategy.comm.world > 1:
+        check_stale_shard(strategy, policy)
     check_level_2(strategy, policy)
     strategy.close()
     print("all checked", flush=True)

@@ -29,8 +29,8 @@ from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
-from lightrl.engines.weights.account import WeightAccount, raise_problems
-from lightrl.engines.weights.storage import drop_weights
+from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
+from lightrl.engines.weights.storage import copy_weight, drop_weights
 from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -148,6 +148,8 @@ class NativeEngine(InferenceEngine):
         if media is not None:
             self.image_token_id, self.video_token_id = media.image_token_id, media.video_token_id
         self._device = device
+        self._expected = named_shapes(model)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._runner = self.make_runner(model.eval().requires_grad_(False), device)
         self._cache: SampleState = self._runner.make_cache()
         eos_table = np.isin(np.arange(self.vocab_size), list(eos_token_ids))
@@ -316,13 +318,12 @@ class NativeEngine(InferenceEngine):
         self._require_open("load_weights")
         if self._dropped:
             raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
-        model = self._runner.model
-        account, parameters = WeightAccount.of_model(model), dict(model.named_parameters(remove_duplicate=False))
+        parameters, account = self._parameters, WeightAccount(*self._expected)
         with torch.no_grad():
             for name, tensor in weights:
                 if account.accept(name, tensor):
-                    parameters[name].copy_(tensor)
-                    account.remember_values(name, tensor, parameters[name])
+                    copy_weight(parameters[name], tensor)
+                    account.remember_copy(name, tensor, parameters[name])
         self._runner.refresh()
         raise_problems(account.problems(), f"Weight sync to version {version}")
         self._version = version
@@ -355,7 +356,7 @@ class NativeEngine(InferenceEngine):
             if self.has_unfinished():
                 self._scheduler.abort(None)
             self._cache.free()
-            del self._runner
+            del self._runner, self._parameters
 
     def _require_open(self, action: str, *, awake: bool = False) -> None:
         if self._is_closed:

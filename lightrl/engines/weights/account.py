@@ -8,7 +8,6 @@ differ in where a tensor ends up (placement.py); what they report about it is th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engines.base import WeightSyncError
+from lightrl.engines.weights.fingerprint import Fingerprint, fingerprint, weighted_sum
 
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
 
 _NUM_SHOWN = 20  # problems named in an error
 _NUM_SAMPLED = 32  # values compared of a tensor, or of each part of it
-_CHUNK = 1 << 24  # elements turned to float64 at a time: 128 MiB
 _STRIDE = 2_654_435_761  # a prime, so that the sampled values lie in every row and column of a matrix
 
 
@@ -53,6 +52,7 @@ class WeightAccount:
         self._came: set[str] = set()
         self._problems: list[str] = []
         self._samples: list[_Sample] = []
+        self._copies: list[tuple[str, Tensor, Tensor]] = []  # names, a few values given, parameters
 
     @classmethod
     def of_model(cls, model: nn.Module) -> WeightAccount:
@@ -92,9 +92,29 @@ class WeightAccount:
         values = tensor.detach()[where].to(parameter.device, parameter.dtype)
         self._samples.append(_Sample(name, parameter, place, tuple(tensor.shape), where, values))
 
+    def remember_copy(self, name: str, tensor: Tensor, parameter: Tensor) -> None:
+        """Does the same, in less time, for a parameter of the same shape that keeps its memory."""
+        values = few_values(tensor)
+        if values is None:
+            self.remember_values(name, tensor, parameter)
+        else:
+            self._copies.append((name, values.to(parameter.device, parameter.dtype, copy=True), parameter))
+
+    def _lost_copies(self) -> list[str]:
+        if not self._copies:
+            return []
+        held = [few_values(parameter) for _, _, parameter in self._copies]
+        found = [values for values in held if values is not None]  # None: emptied meanwhile
+        if len(found) == len(held) and torch.equal(
+            torch.cat(found), torch.cat([given for _, given, _ in self._copies])
+        ):
+            return []
+        pairs = zip(self._copies, held, strict=True)
+        return [name for (name, wanted, _), values in pairs if values is None or not _are_equal(values, wanted)]
+
     def problems(self) -> list[str]:
         """Returns a line for each refused, missing or lost tensor."""
-        lost = {item.name for item in self._samples if not is_held(*item[1:])}
+        lost = {*self._lost_copies(), *(item.name for item in self._samples if not is_held(*item[1:]))}
         return [
             *self._problems,
             *(f"missing {name}" for name in self._missing()),
@@ -141,6 +161,17 @@ def sampled_indices(shape: Shape, window: Window = (), device: torch.device | No
     return tuple(index + start for index, start in zip(torch.unravel_index(flat, sizes), starts, strict=True))
 
 
+def few_values(tensor: Tensor) -> Tensor | None:
+    """Returns a view of values from all over a vector, or a matrix of some size: a few rows, each at another column."""
+    shape, strides = tensor.shape, tensor.stride()
+    if not 0 < len(shape) < 3 or min(shape) < _NUM_SAMPLED:
+        return None
+    step = shape[0] // _NUM_SAMPLED * strides[0]
+    if len(shape) == 2:
+        step += shape[1] // _NUM_SAMPLED * strides[1]
+    return tensor.detach().as_strided((_NUM_SAMPLED,), (step,))
+
+
 def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
     """Returns whether a parameter has the values of a tensor, to the bit; values outside the place are not compared.
 
@@ -184,31 +215,41 @@ def _are_equal(held: Tensor, values: Tensor) -> bool:
 # ---- The proof that the tensors are the trainer's
 
 
-class Fingerprint(NamedTuple):
-    """Two sums over a tensor's values, in float64: they add up over shards, and padding with zeros adds nothing."""
+class OwnWeights(Mapping[str, Fingerprint]):
+    """The fingerprints of all the trainer's parameters, and the tensors that this rank holds whole.
 
-    total: float
-    squares: float
-    numel: float
+    A tensor that is sent by reference is proven by the memory that it lies in, and need not be read.
+    """
+
+    def __init__(self, sums: Mapping[str, Fingerprint | None], held: Mapping[str, Tensor]) -> None:
+        """sums: None for a parameter whose fingerprint is taken from the tensor held when somebody asks for it."""
+        self._sums = sums
+        self._held = held
+
+    def __getitem__(self, name: str) -> Fingerprint:
+        return self._sums[name] or fingerprint(self._held[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def is_own(self, name: str, tensor: Tensor) -> bool:
+        """Returns whether a tensor is the trainer's own, in the same memory."""
+        own = self._held.get(name)
+        return own is not None and is_same_memory(own, tensor)
 
 
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Returns the fingerprint of a whole tensor or of one shard."""
-    total = squares = 0.0
-    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        values = chunk.double()
-        total += float(values.sum())
-        squares += float(values.square().sum())
-    return Fingerprint(total, squares, float(tensor.numel()))
-
-
-def is_same(first: Fingerprint, second: Fingerprint) -> bool:
-    """Returns whether two fingerprints agree up to the order of summation; a NaN equals nothing."""
-    if first.numel != second.numel:
-        return False
-    # |sum| <= sqrt(numel * squares): the scale against which rounding is judged
-    room = 1e-11 * math.sqrt(first.numel * first.squares) + 1e-300
-    return abs(first.total - second.total) <= room and abs(first.squares - second.squares) <= 1e-11 * first.squares
+def is_same_memory(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors are views of the same elements in the same order."""
+    return (
+        first.data_ptr() == second.data_ptr()
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.device == second.device
+    )
 
 
 class WeightProof:
@@ -221,17 +262,28 @@ class WeightProof:
         """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
         self._account = WeightAccount(dict.fromkeys(expected or ()))
+        self._sums: list[tuple[str, Tensor, int]] = []  # read at the end, so that no device waits for each
         self.num_bytes = 0
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the pairs unchanged and compares each with what is expected."""
+        """Yields the pairs unchanged and takes a fingerprint of each that is not the trainer's own tensor."""
         accept, expected = self._account.accept, self._expected
+        is_own = expected.is_own if isinstance(expected, OwnWeights) else None
         for name, tensor in weights:
             self.num_bytes += tensor.nbytes
-            if expected is not None and accept(name, tensor) and not is_same(fingerprint(tensor), expected[name]):
-                self._account.add_problem(f"{name} differs from the trainer's")
+            if expected is not None and accept(name, tensor) and not (is_own and is_own(name, tensor)):
+                self._sums.append((name, weighted_sum(tensor), tensor.numel()))
             yield name, tensor
 
     def finish(self, version: int) -> None:
         """Raises WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
+        if self._sums and self._expected is not None:
+            self._compare(self._expected)
         raise_problems(self._account.problems(), f"Weight sync to version {version}")
+
+    def _compare(self, expected: Mapping[str, Fingerprint]) -> None:
+        totals = torch.stack([total.cpu() for _, total, _ in self._sums]).tolist()
+        for (name, _, numel), total in zip(self._sums, totals, strict=True):
+            if (total, numel) != expected[name]:
+                self._account.add_problem(f"{name} differs from the trainer's")
+        self._sums = []

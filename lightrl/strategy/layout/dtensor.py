@@ -5,7 +5,6 @@ A sharded parameter is gathered in buckets: many tensors with one collective, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightrl.comm import Comm, all_gather_flat
+from lightrl.engines.weights.fingerprint import Span, span_of
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, Rows
 
@@ -65,12 +65,19 @@ class DTensorLayout(PlainLayout):
     def rows(self, tensor: Tensor) -> Rows | None:
         return rows_of(tensor)
 
-    def num_holders(self, parameter: Tensor) -> int:
+    def span(self, parameter: Tensor) -> Span:
         if not isinstance(parameter, DTensor):
-            return self.comm.world
-        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-        num_shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
-        return self.comm.world // num_shards
+            return super().span(parameter)
+        sharding = sharding_of(parameter)
+        offsets = sharding.offsets(parameter.shape) if sharding is not None else _offsets(parameter)
+        return span_of(parameter.shape, parameter.to_local().shape, offsets)
+
+    def is_first_holder(self, parameter: Tensor) -> bool:
+        if not isinstance(parameter, DTensor):
+            return super().is_first_holder(parameter)
+        coordinate = parameter.device_mesh.get_coordinate() or ()
+        replicated = [place.is_replicate() for place in parameter.placements]
+        return not any(index for index, is_same in zip(coordinate, replicated, strict=True) if is_same)
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
@@ -153,6 +160,14 @@ class Sharding:
         rows = self.num_rows(whole.shape)
         return part[rows * self.shard : rows * (self.shard + 1)]
 
+    def offsets(self, whole: torch.Size) -> list[int]:
+        """Returns where this rank's shard begins in each dimension of the whole tensor."""
+        part = self.shape_of_part(whole)
+        starts = [0] * len(whole)
+        starts[self.part_dim] = self.part * part[self.part_dim]
+        starts[0] += min(self.num_rows(whole) * self.shard, part[0])
+        return starts
+
     def join(self, shards: Tensor, whole: torch.Size) -> Tensor:
         """Returns the whole tensor from the padded shards of all ranks, [num_shards x num_parts, elements]."""
         shape, rows = self.shape_of_part(whole), self.num_rows(whole)
@@ -177,6 +192,18 @@ def sharding_of(tensor: DTensor) -> Sharding | None:
         else:
             fields |= {"num_shards": size, "shard": rank}
     return Sharding(**{"num_shards": 1, "shard": 0, **fields}) if fields else None
+
+
+def _offsets(tensor: DTensor) -> list[int]:
+    """Returns where this rank's shard begins in each dimension, for placements that sharding_of() leaves to torch."""
+    sizes, starts = list(tensor.shape), [0] * tensor.dim()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            dim, count = placement.dim, -(-sizes[placement.dim] // tensor.device_mesh.size(axis))
+            start = min(count * tensor.device_mesh.get_local_rank(axis), sizes[dim])
+            starts[dim] += start
+            sizes[dim] = min(count, sizes[dim] - start)
+    return starts
 
 
 # ---- Buckets -----------------------------------------------------------------------------------------------------

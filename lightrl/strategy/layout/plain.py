@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
-from lightrl.engines.weights.account import Fingerprint, fingerprint
+from lightrl.engines.weights.account import OwnWeights, is_same_memory
+from lightrl.engines.weights.fingerprint import Fingerprint, Span, weighted_sum
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -30,6 +31,13 @@ class Rows(NamedTuple):
     start: int
     stop: int
     is_first_replica: bool  # true on exactly one of the ranks that hold the same rows
+
+
+class _Share(NamedTuple):
+    name: str
+    total: Tensor  # this rank's share of the fingerprint
+    numel: int  # of the whole parameter
+    is_first: bool  # false where another rank holds the same values
 
 
 class SavedTensors(Protocol):
@@ -85,9 +93,13 @@ class PlainLayout:
         """Returns this rank's rows of a tensor that is sharded by rows, or None for every other tensor."""
         return None
 
-    def num_holders(self, parameter: Tensor) -> int:
-        """Returns how many ranks hold the same values of the parameter as this one."""
-        return self.comm.world
+    def span(self, parameter: Tensor) -> Span:
+        """Returns where this rank's values of the parameter lie in the whole, flattened."""
+        return Span()
+
+    def is_first_holder(self, parameter: Tensor) -> bool:
+        """Returns true on exactly one of the ranks that hold the same values of the parameter."""
+        return self.comm.rank == 0
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
@@ -128,14 +140,33 @@ class PlainLayout:
     def finish_writing(self, model: nn.Module) -> None:
         """Is called when all parameters of a model were written: updates the copies that a back end keeps of them."""
 
-    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> dict[str, Fingerprint]:
-        """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather."""
-        sums: dict[str, Tensor] = {}
+    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> Mapping[str, Fingerprint]:
+        """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather.
+
+        What one process sends by reference needs no fingerprint, unless somebody asks for it.
+        """
+        held: dict[str, Tensor] = {}
+        shares: list[_Share] = []
         for name, parameter, shard in shards:
             values = shard.to(dtype) if dtype and shard.is_floating_point() else shard
-            sums[name] = torch.tensor(fingerprint(values), dtype=torch.float64) / self.num_holders(parameter)
-        total = self.comm.all_reduce(torch.stack([*sums.values()]), "sum")
-        return {name: Fingerprint(*row) for name, row in zip(sums, total.tolist(), strict=True)}
+            if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
+                held[name] = values
+                if self.comm.world == 1:
+                    continue
+            share, numel = weighted_sum(values, self.span(parameter)), self.whole_shape(parameter).numel()
+            shares.append(_Share(name, share, numel, self.is_first_holder(parameter)))
+        return OwnWeights(dict.fromkeys(held), held) if not shares else self._summed(shares, held)
+
+    def _summed(self, shares: Sequence[_Share], held: dict[str, Tensor]) -> OwnWeights:
+        """Adds up the shares of the first holders; a tensor in which this rank differs from them proves nothing."""
+        own = torch.stack([share.total.cpu() for share in shares])
+        totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
+        sums: dict[str, Fingerprint | None] = dict.fromkeys(held)
+        for share, total, mine in zip(shares, totals.tolist(), own.tolist(), strict=True):
+            sums[share.name] = Fingerprint(total, share.numel)
+            if mine != total:
+                held.pop(share.name, None)
+        return OwnWeights(sums, held)
 
     # ---- Optimizer states --------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import Comm
+from lightrl.engines.weights.fingerprint import Span
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, SavedTensors
 
@@ -58,8 +59,11 @@ class ZeroLayout(PlainLayout):
     def shard_of_whole(self, parameter: Tensor, whole: Tensor) -> Tensor:
         return own_part(parameter, whole, self.comm.rank) if is_partitioned(parameter) else whole
 
-    def num_holders(self, parameter: Tensor) -> int:
-        return 1 if is_partitioned(parameter) else self.comm.world
+    def span(self, parameter: Tensor) -> Span:
+        return Span(own_range(parameter, self.comm.rank)[0]) if is_partitioned(parameter) else Span()
+
+    def is_first_holder(self, parameter: Tensor) -> bool:
+        return is_partitioned(parameter) or super().is_first_holder(parameter)
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lightrl.engines.base import (
     create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
-from lightrl.engines.weights.account import Fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt

@@ -12,7 +12,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import check_engine_name
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link, LinkEngine
-from lightrl.engines.weights.account import Fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.models.policy import stated_context
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedTrainer
 

@@ -6,16 +6,17 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import WeightSyncError, skeleton
+from lightrl.engines.weights import account as account_module
 from lightrl.engines.weights.account import (
+    OwnWeights,
     Place,
     WeightAccount,
     WeightProof,
-    fingerprint,
-    is_same,
     named_shapes,
     raise_problems,
     sampled_indices,
 )
+from lightrl.engines.weights.fingerprint import fingerprint
 
 TEXT = {
     "vocab_size": 32,
@@ -138,33 +139,7 @@ def test_samples_meet_every_column_of_a_matrix_and_every_value_of_a_small_one() 
     assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [(4, 3), (5, 3)]
 
 
-# ---- Fingerprints and the proof that what reaches an engine is what the trainer has
-
-
-def test_a_fingerprint_by_hand_and_by_shards() -> None:
-    # 1 + 2 - 3 + 4 = 4; 1 + 4 + 9 + 16 = 30
-    assert fingerprint(torch.tensor([[1.0, 2.0], [-3.0, 4.0]])) == (4.0, 30.0, 4.0)
-    tensor = torch.randn(1000, 7, generator=torch.Generator().manual_seed(0))
-    shards = [fingerprint(part) for part in tensor.split(300)]
-    assert is_same(fingerprint(tensor), type(shards[0])(*map(sum, zip(*shards, strict=True))))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_change_of_one_value_shows(dtype: torch.dtype) -> None:
-    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    own = fingerprint(tensor)
-    assert is_same(own, fingerprint(tensor.clone()))
-    changed = tensor.clone()
-    changed[5, 7] *= 1.01
-    assert not is_same(own, fingerprint(changed))
-    assert not is_same(own, fingerprint(-tensor))
-    assert not is_same(own, fingerprint(tensor[:63]))
-    changed[5, 7] = float("nan")
-    assert not is_same(fingerprint(changed), fingerprint(changed))
-
-
-def test_all_zeros_are_the_same_as_all_zeros() -> None:
-    assert is_same(fingerprint(torch.zeros(5)), fingerprint(torch.zeros(5)))
+# ---- The proof that what reaches an engine is what the trainer has
 
 
 WEIGHTS = {name: torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
@@ -191,6 +166,43 @@ def test_each_kind_of_sabotage_is_named() -> None:
     assert problems([("a", WEIGHTS["a"] * 1.01), *good[1:]]) == "a differs from the trainer's."
     assert problems([*good, ("e", torch.zeros(1))]) == "unknown e."
     assert problems([*good, good[0]]) == "a came twice."
+    rows = [("a", WEIGHTS["a"][[0, 2, 1]]), *good[1:]]
+    assert problems(rows) == "a differs from the trainer's."
+    assert problems([("a", WEIGHTS["a"].T.contiguous()), *good[1:]]) == "a differs from the trainer's."
+
+
+def test_a_tensor_in_the_trainers_own_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnWeights(dict.fromkeys(WEIGHTS), WEIGHTS)
+    swapped = WeightProof(own)
+    list(swapped.watched([("a", WEIGHTS["b"]), *list(WEIGHTS.items())[1:]]))
+    with pytest.raises(WeightSyncError, match="a differs from the trainer's.$"):
+        swapped.finish(1)
+    copied = WeightProof(own)
+    list(copied.watched([(name, tensor.clone()) for name, tensor in WEIGHTS.items()]))
+    copied.finish(1)
+    monkeypatch.setattr(account_module, "weighted_sum", None)
+    proof = WeightProof(own)
+    list(proof.watched((name, tensor.view(3, 4)) for name, tensor in WEIGHTS.items()))
+    proof.finish(1)
+    view = WeightProof(own)
+    with pytest.raises(TypeError):
+        list(view.watched([("a", WEIGHTS["a"].view(4, 3))]))  # of the same memory in another form: it is read
+
+
+def test_a_copy_that_changes_is_named() -> None:
+    for shape in ((64, 40), (96,), (64, 8), (2, 3, 4)):  # the last two are too small to be looked at in the fast way
+        given, parameter = torch.randn(shape), nn.Parameter(torch.zeros(shape))
+        account = WeightAccount({"w": shape})
+        account.accept("w", given)
+        account.remember_copy("w", given, parameter)
+        assert account.problems() == ["the engine does not hold w as it was given"]
+        parameter.data.copy_(given)
+        assert account.problems() == []
+        parameter.data.fill_(float("nan"))
+        account.remember_copy("w", parameter.detach(), parameter)
+        assert len(account.problems()) == 1  # not as it was given first
+        parameter.data = torch.empty(0)
+        assert len(account.problems()) == 1
 
 
 def test_without_expectations_bytes_are_counted_only() -> None:

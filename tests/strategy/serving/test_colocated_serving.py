@@ -21,7 +21,7 @@ from lightrl.engines.base import (
     WeightSyncError,
     as_prompt,
 )
-from lightrl.engines.weights.account import Fingerprint, fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint, fingerprint
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 
 

@@ -1,0 +1,98 @@
+"""Compares a weight sync to the native engine with a copy of the same bytes, in turn in one process or on two ranks.
+
+python benchmarks/sync.py --models toy mid large --rounds 7
+torchrun --nproc_per_node 2 benchmarks/sync.py --strategies ddp fsdp --models toy mid
+
+A sync is all of update_engine_weights: the fingerprints, the gather, the copy and the proofs. The canary is off, since
+it generates. The ratio of CPU seconds is the one to read on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrl.config import GRPOConfig, parse_config
+from lightrl.strategy import create_strategy
+
+SHAPES = {"toy": (128, 4, 98), "mid": (512, 8, 32_000), "large": (1024, 8, 32_000)}  # hidden size, layers, vocabulary
+
+
+def random_model(name: str, dtype: torch.dtype) -> Any:
+    hidden, layers, vocabulary = SHAPES[name]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    model: Any = Qwen3ForCausalLM(config)
+    return model.to(dtype)
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Returns the wall-clock and the CPU seconds of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def compare(strategy: Any, name: str, dtype: str, rounds: int) -> str:
+    model = random_model(name, getattr(torch, dtype))
+    sources = [parameter.detach().clone() for parameter in model.parameters()]
+    targets = [torch.empty_like(source) for source in sources]
+    num_bytes = sum(source.nbytes for source in sources)
+    policy = strategy.prepare_model(model)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+
+    def copy() -> list[Tensor]:
+        return [target.copy_(source) for target, source in zip(targets, sources, strict=True)]
+
+    def sync() -> None:
+        strategy.update_engine_weights(policy)
+
+    pairs = [(seconds(sync), seconds(copy)) for _ in range(rounds + 1)][1:]
+    syncs, copies = zip(*pairs, strict=True)
+    walls, cpus = ([statistics.median(item[i] for item in side) for side in (syncs, copies)] for i in (0, 1))
+    strategy.serving.close()
+    return (
+        f"{num_bytes / 1e6:7.1f} MB {dtype:8}: sync {1e3 * walls[0]:8.2f} ms ({1e3 * cpus[0]:.2f} of a core), memcpy "
+        f"{1e3 * walls[1]:7.2f} ms ({1e3 * cpus[1]:.2f}), ratio {walls[0] / walls[1]:5.1f} ({cpus[0] / cpus[1]:.1f})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["toy", "mid"])
+    parser.add_argument("--strategies", nargs="+", default=["single"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.strategies:
+        for dtype in arguments.dtypes:
+            flags = ["--strategy", name, "--canary_every", "0", "--dtype", dtype]
+            strategy = create_strategy(parse_config(GRPOConfig, flags))
+            strategy.setup_distributed(timedelta(seconds=300))
+            for model in arguments.models:
+                line = compare(strategy, model, dtype, arguments.rounds)
+                if strategy.comm.is_main:
+                    print(f"{name:9} x{strategy.comm.world}  {line}", flush=True)
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
