@@ -2,10 +2,11 @@
 
     python benchmarks/learn_floor.py [--models toy mid --threads 1 --rounds 7 --top 0]
 
-toy: the learning of a GRPO step of 16 prompts x 16 samples of a few tokens; mid: that of 40 M parameters on 8 samples of
-64 + 64 tokens. The floor counts the products of all weights with all tokens, three times for forward and backward, those
-of the head with the scored tokens, and those of attention. The rate is measured in turns with the steps, in CPU seconds of
-the process. "shared" is the same with --share_prompts, over the same floor. --top N lists what most time went to.
+toy: the learning of a GRPO step of 16 prompts x 16 samples of a few tokens; mid: that of 40 M parameters on 8 samples
+of 64 + 64 tokens. The floor counts the products of all weights with all tokens, three times for forward and backward,
+those of the head with the scored tokens, and those of attention. The rate is measured in turns with the steps, in CPU
+seconds of the process. "shared" is the same with --share_prompts, over the same floor. --top N lists what most time
+went to.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class _TreeAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: TreeLayout = ctx.layout
         parts = [grad, *ctx.saved_tensors]
@@ -134,11 +134,11 @@ def attend_by_paths(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayou
     for (first, last, length), above in _siblings(layout):
         count = (last - first) // length
         own = [stack_sequences(part[:, :, first:last], count, length) for part in (query, key, value)]
-        paths = [
+        keys, values = (
             torch.cat([*(part[:, :, a:b].expand(count, -1, -1, -1) for a, b in above), mine], dim=2)
             for part, mine in zip((key, value), own[1:], strict=True)
-        ]
-        output = _attend(own[0], *paths, scoring)
+        )
+        output = _attend(own[0], keys, values, scoring)
         outputs.append(output.transpose(1, 2).reshape(1, last - first, query.shape[1], value.shape[-1]))
     return torch.cat(outputs, dim=1)
 

@@ -69,7 +69,7 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
     outputs = strategy.forward([pack.to(strategy.device) for pack in (plain, share(plain))], model=model)
     allowed = 1e-3 if strategy.options.dtype == "float32" else 3e-2
     with strategy.comm.phase("set-up", local=True):
-        _compare(_body_of(inner).config.model_type, *(_numbers(output) for output in outputs), allowed)
+        _compare(_body_of(inner).config.model_type, _numbers(outputs[0]), _numbers(outputs[1]), allowed)
 
 
 def _decoder_of(model: Policy | Critic) -> Any:

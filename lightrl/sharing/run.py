@@ -45,4 +45,4 @@ class SharingTrainer(Trainer):
     @updates.setter
     def updates(self, made: PolicyUpdates) -> None:
         kind: Any = type(f"Shared{type(made).__name__}", (SharedUpdates, type(made)), {})
-        self._updates = kind(self.run, self.statistics)
+        self._updates: PolicyUpdates = kind(self.run, self.statistics)

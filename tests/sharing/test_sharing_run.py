@@ -42,7 +42,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     for part in tiny_model():
         part.save_pretrained(folder / "model")
-    prompts = ["1+2+3+4+5+6+7+8=", "12+34+56+78+90=", "5+5="]
+    prompts = ["1+2+3+4+5+6+7+8=", "12+34+56+78+90=", "5+5+5+5+5+5+5+5+5="]
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (folder / "reward.py").write_text(REWARD)
     return folder
