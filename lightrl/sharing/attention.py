@@ -69,9 +69,9 @@ class _TreeAttention(torch.autograd.Function):
         output = torch.cat([_flat(run) for run in outputs], dim=2).index_select(2, layout.inverse)
         logsumexp = torch.cat([_flat(run[..., None]) for run in sums], dim=2).index_select(2, layout.inverse)
         for start, stop, end in layout.branches:
-            seen, below = slice(start, stop), slice(stop, end)
-            more, total = _flash(query[:, :, below], key[:, :, seen], value[:, :, seen], 0.0, False, scale=scale)
-            _join(output[:, :, below], logsumexp[:, :, below], more, total[..., None])
+            seen, later = slice(start, stop), slice(stop, end)
+            more, total = _flash(query[:, :, later], key[:, :, seen], value[:, :, seen], 0.0, False, scale=scale)
+            _join(output[:, :, later], logsumexp[:, :, later], more, total[..., None])
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.layout, ctx.scale = layout, scale
         return output
@@ -88,11 +88,11 @@ class _TreeAttention(torch.autograd.Function):
             for same in zip(*of_runs, strict=True)
         ]
         for start, stop, end in layout.branches:
-            seen, below = slice(start, stop), slice(stop, end)
-            places = (below, below, seen, seen, below, below)  # of grad, query, key, value, output, logsumexp
+            seen, later = slice(start, stop), slice(stop, end)
+            places = (later, later, seen, seen, later, later)  # of grad, query, key, value, output, logsumexp
             run = [part[:, :, place] for part, place in zip(parts, places, strict=True)]
             added = _gradients(run, ctx.scale, is_causal=False)
-            for total, more, place in zip(grads, added, (below, seen, seen), strict=True):
+            for total, more, place in zip(grads, added, (later, seen, seen), strict=True):
                 total[:, :, place] += more
         return (*grads, None, None)
 

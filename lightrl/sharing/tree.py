@@ -34,7 +34,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """Which of a pack's T tokens are computed, U of them, and which of these each token's state is."""
+    """The U of a pack's T tokens that are computed, and the one of them whose state each token has."""
 
     kept: Tensor  # [U] int64 in [0, T), in the order of the layout
     source: Tensor  # [T] int64 in [0, U)
