@@ -43,6 +43,8 @@ class BasicConfig:
 
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
+    dry_run: bool = option(False, resume="free")
+    """Say what the run needs on these ranks, and start nothing. `lightrl plan` says it for other machines."""
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
     strategy: str = option("auto", resume="free")
