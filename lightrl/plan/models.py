@@ -62,7 +62,7 @@ class Model:
         return [weight for weight in self.weights if weight.is_trained]
 
     def smaller(self, num_layers: int, tp_size: int = 1) -> nn.Module:
-        """Makes the module on the meta device with fewer layers, and with a tensor-parallel rank's share of the widths."""
+        """Makes the module on the meta device with fewer layers, and a tensor-parallel rank's share of the widths."""
         return self.make(_cut_down(self.hf_config, num_layers, tp_size))
 
 
