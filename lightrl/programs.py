@@ -73,7 +73,7 @@ def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
 def plan(arguments: Sequence[str]) -> int:
     """Plans the run of the trainer that the first argument names, without starting it."""
     configs = {name: program.config for name, program in TRAINERS.items()}
-    return int(_load("lightrl.plan.program:plan")(configs, arguments))
+    return int(_load("lightrl.plan.plan_program:plan")(configs, arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
         return int(_load(program.start)(arguments) or 0)
     config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
     if config.dry_run:
-        raise SystemExit(_load("lightrl.plan.program:dry_run")(config, name.rpartition(" ")[2]))
+        raise SystemExit(_load("lightrl.plan.plan_program:dry_run")(config, name.rpartition(" ")[2]))
     _load("lightrl.trainers.fit:run_trainer")(_load(program.trainer), config)
     return 0
 

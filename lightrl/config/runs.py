@@ -53,8 +53,7 @@ class BasicConfig:
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out problems of builtin:addition if that is trained on,
-    else no evaluation."""
+    """Data for evaluation, in the same form. Empty: the held-out problems of builtin:addition, for that alone."""
     max_steps: int = option(200, at_least=0, resume="free")
     """Number of steps. A step samples responses to num_prompts prompts and learns from them."""
     output_dir: str = option("", resume="free")
@@ -388,8 +387,7 @@ class OfflineConfig(RunConfig):
     batch_size: int = option(64, at_least=1)
     """Examples (or pairs) per step, over all ranks. A step is one optimizer step."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, else no
-    evaluation."""
+    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, if any."""
     data: ExampleDataConfig = section(ExampleDataConfig)
     eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
 

@@ -1,4 +1,4 @@
-"""Which options make a run fit: the ones that help most, and a choice of all of them (--fit)."""
+"""Finds the options that make a run fit: those that help most, and a choice of all of them (--fit)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.config import PPOConfig, RolloutConfig, RunConfig
-from lightrl.plan.phases import Machine, Models, Plan, plan_run
+from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 from lightrl.plan.spread import strategy_name
 
 Changes = dict[str, Any]  # options by their full names

@@ -119,9 +119,7 @@ def _make_reward_model(config: RunConfig, hf_config: Any) -> nn.Module:
 
 def _from_config(make: Callable[..., Any], hf_config: Any) -> Any:
     with torch.device("meta"):
-        model = make(hf_config, dtype=torch.float32)
-    model.config.use_cache = False
-    return model
+        return make(hf_config, dtype=torch.float32)
 
 
 def faked(module: nn.Module) -> nn.Module:

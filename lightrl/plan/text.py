@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from lightrl.plan.fit import Remedy
-from lightrl.plan.phases import Machine, Phase, Plan
+from lightrl.plan.peaks import Machine, Phase, Plan
 
 _NAMED = 3  # remedies that are shown
 _LEAST = 0.005  # share of the peak below which a part is not shown by itself

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightrl.config import SFTConfig
 from lightrl.plan.fit import changed, choose, fits, remedies
-from lightrl.plan.phases import Machine, Models, plan_run
+from lightrl.plan.peaks import Machine, Models, plan_run
 
 MACHINE = Machine(ranks=2, memory=0, prompt_tokens=8, response_tokens=24, is_accelerator=False)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightrl.config import GRPOConfig
 from lightrl.plan.fit import remedies
-from lightrl.plan.phases import Machine, Models, plan_run
+from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.text import as_json, table, verdict
 
 MACHINE = Machine(ranks=1, memory=100, prompt_tokens=8, response_tokens=0, is_accelerator=False)

@@ -30,7 +30,7 @@ from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
 from lightrl.models.policy import load_config
 from lightrl.plan.fit import changed, choose, fits, flags_of, remedies
-from lightrl.plan.phases import Machine, Models, plan_run
+from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import strategy_name
 from lightrl.plan.text import as_json, table, verdict
 

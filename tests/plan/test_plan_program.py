@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.plan.program import parse_size
+from lightrl.plan.plan_program import parse_size
 from lightrl.programs import main
 
 

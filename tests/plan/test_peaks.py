@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightrl.config import GRPOConfig, PPOConfig, SFTConfig
-from lightrl.plan.phases import Machine, Models, Plan, plan_run
+from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 
 MACHINE = Machine(ranks=1, memory=0, prompt_tokens=8, response_tokens=0, is_accelerator=False)
 SIZES: dict[str, Any] = {"num_prompts": 2, "group_size": 2, "max_new_tokens": 24, "max_tokens_per_microbatch": 64}
