@@ -78,6 +78,10 @@ class ExactGradients(TorchStrategy):
 
     # ---- The gradient ------------------------------------------------------------------------------------------
 
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+        """Builds the optimizer without fusing: a fused one rounds the last elements of a shard in another way."""
+        return super().create_optimizer(model, **{"fused": False, "foreach": True, **kwargs})
+
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
         """Runs the backward of a tile, and moves its gradients into the sums."""
         super().run_backward(loss, model)
