@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from lightrl.builtin.model import builtin_model_path
 from lightrl.config import (
     BUILTIN_MODEL,
+    EvaluateConfig,
     GRPOConfig,
     OfflineConfig,
     PPOConfig,
@@ -76,6 +77,8 @@ def plan(trainers: Any, arguments: Sequence[str]) -> int:
 
 def dry_run(config: RunConfig, name: str) -> int:
     """Plans a run on the ranks and devices that it was started on; rank 0 prints."""
+    if isinstance(config, EvaluateConfig):
+        exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
     return _plan(config, PlanConfig(), name)
 
 
