@@ -10,6 +10,7 @@ from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.exact import check_exact
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
+from lightrl.config.profile_option import ProfileConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
     CodeConfig,
@@ -44,6 +45,8 @@ class BasicConfig:
 
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
+    dry_run: bool = option(False, resume="free")
+    """Say what the run needs on these ranks, and start nothing. `lightrl plan` says it for other machines."""
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
     strategy: str = option("auto", resume="free")
@@ -52,8 +55,7 @@ class BasicConfig:
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out problems of builtin:addition if that is trained on,
-    else no evaluation."""
+    """Data for evaluation, in the same form. Empty: the held-out part of builtin:addition if trained on, else none."""
     max_steps: int = option(200, at_least=0, resume="free")
     """Number of steps. A step samples responses to num_prompts prompts and learns from them."""
     output_dir: str = option("", resume="free")
@@ -79,8 +81,7 @@ class LoraConfig:
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Linear layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear: every
-    linear layer but the output head."""
+    """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all but the head."""
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
 
@@ -108,7 +109,7 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig(StrategyOptions, BasicConfig):
+class RunConfig(StrategyOptions, ProfileConfig, BasicConfig):
     """What every trainer needs: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
@@ -386,8 +387,7 @@ class OfflineConfig(RunConfig):
     batch_size: int = option(64, at_least=1)
     """Examples (or pairs) per step, over all ranks. A step is one optimizer step."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, else no
-    evaluation."""
+    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, if any."""
     data: ExampleDataConfig = section(ExampleDataConfig)
     eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
 

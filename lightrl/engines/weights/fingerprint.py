@@ -2,8 +2,9 @@
 
 A tensor is read once, as whole numbers of 64 bits. Each is multiplied by an odd number that belongs to its position in
 the whole tensor, and all are added modulo 2**64. The order of the sum does not matter, so the fingerprints of shards
-add up to that of the whole tensor, whatever the device. A changed bit always shows; values that changed places, rows
-among them, show except by a chance of about 1 in 2**50.
+add up to that of the whole tensor, whatever the device. One changed element always shows, and rows that changed places
+show but for a small chance. Two single elements that changed places may not: if both lie high in their words, the
+highest bits of the sum alone tell them apart, and a difference in the sign bit alone is lost.
 """
 
 from __future__ import annotations
