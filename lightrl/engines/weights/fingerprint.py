@@ -31,7 +31,7 @@ class Fingerprint(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where the elements of a shard lie in the flattened whole tensor: `width` in a row, then a step of `pitch`.
+    """The places of a shard's elements in the flattened whole tensor: `width` in a row, then a step of `pitch`.
 
     Width 0 means that all of them follow each other.
     """
