@@ -1,4 +1,4 @@
-"""The options of a schedule: which prompts are rolled out when, and how old what is learned from may be."""
+"""The options --rollout.*: what makes a sample, when it is started and trained, and where it is kept."""
 
 from __future__ import annotations
 
@@ -63,3 +63,66 @@ class ScheduleConfig:
             )
         if self.tail_batch == -1 and self.tail_after != defaults.tail_after:
             raise ValueError("--rollout.tail_after does nothing without --rollout.tail_batch of 0 or above.")
+
+
+@dataclass(kw_only=True)
+class RecordConfig:
+    """The folder that keeps rollouts, or the one that they come from in place of an engine."""
+
+    __slots__ = ()
+
+    record: str = ""
+    """Folder that gets the scored groups of every step, as JSON lines and safetensors. Empty: none are kept."""
+    record_only: bool = False
+    """Sample and score, and learn nothing. The weights stay those of the start."""
+    from_: str = ""
+    """Folder of such a record to learn from, given as --rollout.from. The run has no engine and does not evaluate."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run writes or reads a record."""
+        return bool(self.record or self.from_)
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing or contradict each other."""
+        if self.record_only and not self.record:
+            raise ValueError("--rollout.record_only samples for a record: give its folder by --rollout.record.")
+        if self.record and self.from_:
+            raise ValueError(
+                "--rollout.from reads a record, so that there is nothing to write: leave --rollout.record out."
+            )
+
+    def check_record(self, *, has_own_ranks: bool) -> None:
+        """Raises ValueError for a record of rollouts that do not begin and end in a step of the training ranks."""
+        if has_own_ranks:
+            raise ValueError(
+                "--rollout.record and --rollout.from take rollouts that begin and end in a step: leave --rollout_ranks "
+                "and the options out that carry samples from step to step."
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkflowConfig(RecordConfig, ScheduleConfig):
+    """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
+
+    workflow: str = ""
+    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; verifiers, an
+    environment of that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as
+    package.module:Class. Empty: one response to the prompt."""
+    workflow_args: tuple[str, ...] = ()
+    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
+    my_module:search]."""
+    max_turns: int = option(8, at_least=1)
+    """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
+    max_context_tokens: int = option(0, at_least=0)
+    """Maximum length of an episode with its prompt, in tokens. 0: the model's context, or the tokens that a micro-batch
+    may have if those are fewer."""
+    episode_timeout_s: float = option(0.0, at_least=0)
+    """Seconds after which an episode has failed. 0: no limit."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing."""
+        names = ("workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
+        given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
+        if given and not self.workflow:
+            raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
