@@ -23,7 +23,7 @@ from lightrl.exact.environment import fix_arithmetic
 from lightrl.exact.policy import make_exact
 from lightrl.exact.run import exact
 from lightrl.models.policy import Policy, response_batch
-from lightrl.strategy.saving.weight_hash import HASH_FILE
+from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.grpo import GRPOTrainer
 
 SIZES = {
