@@ -33,6 +33,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/results.py": "strategy/test_contract.py",
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",
     "strategy/layout/materialize.py": "strategy/test_fsdp_strategy.py",
+    "strategy/saving/state_reader.py": "strategy/saving/test_state_files.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
     "testing/engine_contract.py": "engines/native/test_native_contract.py",
     "testing/spmd.py": "test_comm.py",
