@@ -295,16 +295,6 @@ def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
         )
 
 
-def _check_buffer(buffer: int, longest: int, workflow: str) -> None:
-    if workflow:
-        raise ValueError(
-            "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow lacks: "
-            "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
-        )
-    if buffer > longest:
-        raise ValueError(f"--overlong.buffer is {buffer}: it must be between 0 and --max_new_tokens {longest}.")
-
-
 @dataclass(kw_only=True, slots=True)
 @without(CriticTrainingConfig)
 class GRPOConfig(RolloutConfig):
@@ -327,7 +317,7 @@ class GRPOConfig(RolloutConfig):
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise _nothing_to_compare(self.group_size)
         if self.overlong.buffer:
-            _check_buffer(self.overlong.buffer, self.max_new_tokens, self.rollout.workflow)
+            self.overlong.check_buffer(self.max_new_tokens, has_episodes=bool(self.rollout.workflow))
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
 

@@ -212,6 +212,18 @@ class OverlongConfig:
         if self.penalty != 1 and not self.buffer:
             raise ValueError("--overlong.penalty does nothing without --overlong.buffer.")
 
+    def check_buffer(self, longest: int, *, has_episodes: bool) -> None:
+        """Raises ValueError for a buffer that is longer than a response, or where an episode has several."""
+        if has_episodes:
+            raise ValueError(
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow lacks: "
+                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
+            )
+        if self.buffer > longest:
+            raise ValueError(
+                f"--overlong.buffer is {self.buffer}: it must be between 0 and --max_new_tokens {longest}."
+            )
+
 
 @dataclass(kw_only=True, slots=True)
 class DistillationConfig:
