@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
 
 # A loss with one of these options at another value has terms beside the policy loss, or follows a target.
-_OF_TERMS = ("kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args")
-_OF_TERMS += ("correction", "correction_args", "proximal")
+_OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
+_OF_TERMS += ["correction", "correction_args", "proximal"]
 
 
 class LossParts(TypedDict, total=False):
