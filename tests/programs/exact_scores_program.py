@@ -132,10 +132,10 @@ def flipped():
     ExactEngine.draw = staticmethod(sample)
     found["logprobs are summed alike"] = difference("llama")[0]
     ExactEngine.draw = staticmethod(engine.draw_exactly)
-    project = engine.ExactForward._project
-    engine.ExactForward._project = engine.FusedForward._project
+    rotate = engine.ExactForward.rotate
+    engine.ExactForward.rotate = engine.FusedForward.rotate
     found["a fused forward that rounds otherwise is not used"] = float(not difference("llama")[1])
-    engine.ExactForward._project = project
+    engine.ExactForward.rotate = rotate
     found["all are put back"] = 1.0 - difference("llama")[0]
     return found
 
