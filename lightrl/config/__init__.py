@@ -20,7 +20,7 @@ from lightrl.config.options import (
     section,
     to_yaml,
 )
-from lightrl.config.rollout_sections import WorkflowConfig
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
 from lightrl.config.runs import (
     BUILTIN_MODEL,
     DPOConfig,
@@ -42,9 +42,7 @@ from lightrl.config.sections import (
     DataConfig,
     DistillationConfig,
     DynamicSamplingConfig,
-    EvalConfig,
     ExampleDataConfig,
-    ExampleEvalConfig,
     JudgeConfig,
     LogConfig,
     MarginPairDataConfig,
