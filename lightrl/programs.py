@@ -53,6 +53,9 @@ COMMANDS: dict[str, Run | Command] = {
     ),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
     "doctor": Command("Check this machine, or all ranks under torchrun, before a run.", "lightrl.doctor.report:main"),
+    "report": Command(
+        "Write one HTML file about runs, or watch a run: lightrl report RUN...", "lightrl.report.program:main"
+    ),
     "completion": Command(
         "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
     ),

@@ -1,0 +1,295 @@
+"""Says what the curves of a run show: bad steps, a reward that stopped rising, and what changed when it did.
+
+Every finding has the numbers that it comes from, and what to try next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from lightrl.config.health_section import RolloutHealthConfig
+from lightrl.report.run_files import RunFiles
+from lightrl.trainers.health import findings as findings_of_step
+
+_FEWEST = 9  # steps that a trend needs
+_RISE = 0.05  # of the range of the reward: a smaller change is none
+
+
+class Finding(NamedTuple):
+    """A sentence about a run."""
+
+    level: Literal["good", "note", "warning"]
+    title: str
+    text: str
+    metric: str = ""  # whose curve shows it
+
+
+class Change(NamedTuple):
+    """A metric in the first third of a run, and after the reward stopped rising."""
+
+    early: float
+    late: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """What the causes of a plateau are judged by."""
+
+    run: RunFiles
+    change: Mapping[str, Change]  # by metric
+    best: float  # the highest reward that a sample can have, as far as the log shows
+
+    def option(self, name: str, default: float = 0.0) -> float:
+        value = self.run.config.get(name)
+        return float(value) if isinstance(value, int | float) else default
+
+
+def diagnose(run: RunFiles) -> list[Finding]:
+    """Returns what there is to say about a run, the trend of the reward first."""
+    return [*_trend(run), *_bad_steps(run), *(Finding("note", "Damaged log", text) for text in run.damaged)]
+
+
+# ---- Bad steps -------------------------------------------------------------------------------------------------------
+
+
+def _bad_steps(run: RunFiles) -> Iterator[Finding]:
+    """Yields the warnings of --health.*, each kind once with its steps."""
+    limits = RolloutHealthConfig()
+    for item in dataclasses.fields(limits):
+        value = run.config.get(f"health.{item.name}")
+        if isinstance(value, int | float):
+            setattr(limits, item.name, value)
+    steps: dict[str, list[int]] = {}
+    texts: dict[str, str] = {}
+    for row in run.metrics:
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        missing = {name: float("nan") for name, value in row.items() if value is None}
+        for name, text in findings_of_step(numbers | missing, limits).items():
+            steps.setdefault(name, []).append(row["step"])
+            texts[name] = text
+    for name, bad in sorted(steps.items(), key=lambda pair: -len(pair[1])):
+        yield Finding("warning", f"{len(bad)} bad steps ({_spans(bad)})", f"Last: {texts[name]}", name)
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Returns ascending numbers as 1-3, 7, 9-12."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1][1:] = [step]
+        else:
+            spans.append([step])
+    shown = [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]
+    return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
+
+
+# ---- The trend of the reward -----------------------------------------------------------------------------------------
+
+
+def _trend(run: RunFiles) -> Iterator[Finding]:
+    rewards = run.values("reward/mean")
+    if len(rewards) < _FEWEST:
+        return
+    smooth = smoothed([value for _, value in rewards])
+    spread = max(smooth) - min(smooth)
+    noise = _noise([value for _, value in rewards], smooth)
+    first, last = f"{smooth[0]:.3g}", f"{smooth[-1]:.3g}"
+    if spread <= max(6 * noise, 1e-9):
+        title = "The reward never rose"
+        text = f"It stays within {min(smooth):.3g} and {max(smooth):.3g}, as much as it varies from step to step."
+        start = 0
+    elif max(smooth) - smooth[-1] > max(0.2 * spread, 4 * noise):
+        top = smooth.index(max(smooth))
+        title = f"The reward fell after step {rewards[top][0]}"
+        text = f"It rose from {first} to {max(smooth):.3g} and ended at {last}."
+        start = top
+    else:
+        start = plateau(smooth, noise)
+        if start >= 0.8 * len(smooth):
+            yield Finding("good", "The reward was still rising", f"From {first} to {last}. Train for more steps.")
+            return
+        title = f"The reward stopped rising at about step {rewards[start][0]}"
+        text = f"It rose from {first} to {smooth[start]:.3g} by then, and ended at {last}."
+    yield Finding("warning", title, text, "reward/mean")
+    causes = list(_causes(_evidence(run, rewards[start][0])))
+    yield from causes
+    if not causes:
+        yield Finding("note", "No cause stands out", _NO_CAUSE)
+
+
+_NO_CAUSE = (
+    "Entropy, groups, gradients, lengths and mismatch look as they should. Read samples of the last steps, sorted by "
+    "reward, and compare with a run of another --lr or --seed."
+)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Returns the mean of each value and its neighbours, a tenth of the run in all."""
+    half = max(1, len(values) // 20)
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _noise(values: Sequence[float], smooth: Sequence[float]) -> float:
+    """Returns the standard error of a smoothed value."""
+    width = 2 * max(1, len(values) // 20) + 1
+    spread = statistics.pstdev([value - mean for value, mean in zip(values, smooth, strict=True)])
+    return float(spread / width**0.5)
+
+
+def plateau(smooth: Sequence[float], noise: float) -> int:
+    """Returns the index after which a curve does not rise above its value by more than a little."""
+    margin = max(_RISE * (max(smooth) - min(smooth)), 2 * noise)
+    return next(index for index, value in enumerate(smooth) if max(smooth[index:]) - value <= margin)
+
+
+def _evidence(run: RunFiles, since: int) -> _Evidence:
+    last = run.metrics[-1]["step"]
+    early_end, late_start = max(1, last // 3), max(since, last - max(3, last // 3))
+    change = {}
+    for metric in run.metric_names:
+        pairs = run.values(metric)
+        early = [value for step, value in pairs if 0 < step <= early_end]
+        late = [value for step, value in pairs if step >= late_start]
+        if early and late:
+            change[metric] = Change(statistics.fmean(early[: max(3, len(early) // 3)]), statistics.fmean(late))
+    rewards = [item["reward"] for item in run.samples if isinstance(item.get("reward"), int | float)]
+    best = max([*rewards, *(value for _, value in run.values("reward/mean"))], default=0.0)
+    return _Evidence(run=run, change=change, best=best)
+
+
+def _causes(evidence: _Evidence) -> Iterator[Finding]:
+    for cause in _CAUSES:
+        found = cause(evidence)
+        if found is not None:
+            yield found
+
+
+def _equal_groups(evidence: _Evidence) -> Finding | None:
+    change, reward = evidence.change.get("reward/equal_groups"), evidence.change["reward/mean"]
+    if change is None or change.late < 0.5:
+        return None
+    is_solved = reward.late > 0.5 * evidence.best > 0
+    remedy = (
+        "Most prompts are solved: use harder ones, or let --dynamic_sampling.enabled True draw others."
+        if is_solved
+        else "Most prompts are never solved: use easier ones, a larger --group_size, or teach the format first by sft."
+    )
+    told = f"In {change.late:.0%} of the groups all samples have the same reward (early: {change.early:.0%}): their"
+    return Finding("warning", "Few groups teach anything", f"{told} advantages are 0. {remedy}", "reward/equal_groups")
+
+
+def _near_the_top(evidence: _Evidence) -> Finding | None:
+    late = evidence.change["reward/mean"].late
+    if evidence.best <= 0 or late < 0.85 * evidence.best:
+        return None
+    told = f"The mean is {late:.3g}, and the highest reward of a sample that the log shows is {evidence.best:.3g}."
+    return Finding("note", "There is little left to gain", f"{told} Only harder prompts can show more.", "reward/mean")
+
+
+def _entropy(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("entropy")
+    if change is None or change.early <= 0 or change.late > 0.5 * change.early:
+        return None
+    told = f"Entropy fell from {change.early:.3g} to {change.late:.3g}: samples of a prompt are nearly the same."
+    remedy = "Raise --temperature or --algorithm.entropy_coef, or --algorithm.clip_high (0.28 in configs/dapo.yaml)."
+    return Finding("warning", "The policy explores little", f"{told} {remedy}", "entropy")
+
+
+def _learning_rate(evidence: _Evidence) -> Finding | None:
+    highest = max((value for _, value in evidence.run.values("lr")), default=0.0)
+    change = evidence.change.get("lr")
+    if change is None or not highest or change.late > 0.2 * highest:
+        return None
+    told = f"It was {change.late:.3g} on the mean after the reward stopped, and {highest:.3g} at its highest."
+    return Finding("warning", "The learning rate had decayed", f"{told} See --optim.schedule and --max_steps.", "lr")
+
+
+def _clipping(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("clip_fraction")
+    if change is None or change.late < 0.2:
+        return None
+    told = f"The clip removes the gradient of {change.late:.0%} of the tokens (early: {change.early:.0%})."
+    return Finding("warning", "Updates are clipped", f"{told} Lower --lr or --num_epochs.", "clip_fraction")
+
+
+def _mismatch(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("mismatch/mean_abs")
+    if change is None or change.late < 0.02:
+        return None
+    told = f"Their logprobs differ by {change.late:.3g} on the mean (early: {change.early:.3g}): samples come from"
+    remedy = "Compare the dtypes, look at sync/canary_max_abs, and use --algorithm.correction tis."
+    return Finding("warning", "Engine and trainer drift apart", f"{told} another policy. {remedy}", "mismatch/mean_abs")
+
+
+def _cut_off(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("tokens/truncated")
+    if change is None or change.late < 0.15:
+        return None
+    longest = evidence.option("max_new_tokens")
+    told = f"{change.late:.0%} of the responses end at --max_new_tokens {longest:g} (early: {change.early:.0%})."
+    return Finding("warning", "Responses are cut off", f"{told} See --overlong.buffer.", "tokens/truncated")
+
+
+def _lengths(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("tokens/response_mean")
+    if change is None or not change.early or 0.5 < change.late / change.early < 2:
+        return None
+    told = f"From {change.early:.3g} to {change.late:.3g} tokens. Read samples: the reward may favour length."
+    return Finding("note", "Responses changed their length", told, "tokens/response_mean")
+
+
+def _held_back(evidence: _Evidence) -> Finding | None:
+    change, coefficient = evidence.change.get("kl"), evidence.option("algorithm.kl_coef")
+    if change is None or not coefficient or coefficient * change.late < 0.02:
+        return None
+    told = f"The KL to the starting model is {change.late:.3g} per token, and --algorithm.kl_coef is {coefficient:g}."
+    return Finding("note", "The KL term holds the policy back", f"{told} Lower the coefficient.", "kl")
+
+
+def _failures(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("reward/failures")
+    if change is None or not change.late:
+        return None
+    told = f"{change.late:.3g} rewards fail in a step (early: {change.early:.3g}); the run's log has the first ones."
+    return Finding("warning", "Rewards fail", told, "reward/failures")
+
+
+def _gap_to_evaluation(evidence: _Evidence) -> Finding | None:
+    metric = "eval/reward" if evidence.run.values("eval/reward") else "eval/accuracy"
+    values = [value for _, value in evidence.run.values(metric)]
+    change = evidence.change["reward/mean"]
+    if len(values) < 3 or max(values) - values[-1] < 0.1 * abs(max(values)) or change.late < change.early:
+        return None
+    told = f"{metric} fell from {max(values):.3g} to {values[-1]:.3g} while the reward in training rose."
+    remedy = "The policy may exploit the reward or know the training prompts: read the suspicious samples."
+    return Finding("warning", "Training and evaluation part", f"{told} {remedy}", metric)
+
+
+_CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
+    _near_the_top,
+    _equal_groups,
+    _entropy,
+    _gap_to_evaluation,
+    _learning_rate,
+    _clipping,
+    _mismatch,
+    _cut_off,
+    _lengths,
+    _held_back,
+    _failures,
+)
+
+
+def summary(run: RunFiles) -> dict[str, Any]:
+    """Returns the figures of a run that a reader asks for first."""
+    told: dict[str, Any] = {"steps": run.metrics[-1]["step"] if run.metrics else 0}
+    for metric in ("reward/mean", "eval/accuracy", "eval/reward", "loss"):
+        values = run.values(metric)
+        if values:
+            told[metric] = f"{values[0][1]:.3g} to {values[-1][1]:.3g}"
+    seconds = sum(value for _, value in run.values("time/step"))
+    told["time in steps"] = f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 3600:.2f} h"
+    return told

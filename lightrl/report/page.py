@@ -1,0 +1,207 @@
+"""Makes the report's one file: texts by Jinja, drawings and samples as compressed data that the page unpacks.
+
+What a model wrote reaches the page as data alone, and the page shows it as text: it never becomes HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from bokeh.resources import Resources
+from jinja2 import Environment
+
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig, as_dict
+from lightrl.config.command_line import flatten
+from lightrl.report.charts import Section, curves, drawn
+from lightrl.report.diagnosis import diagnose, summary
+from lightrl.report.run_files import Row, RunFiles
+from lightrl.report.suspicion import suspicions
+
+LIMIT = 2_000_000  # bytes of the file
+_LONGEST_TEXT = 20_000  # characters of a prompt or a response
+_MOST_RAW = 20_000_000  # characters of samples that are worth a try
+_TEXTS = 100_000  # bytes of the page besides library, drawings and samples
+_ALWAYS = 50  # of the most suspicious samples of a run
+_IDENTITY = ("step", "position", "sample", "status", "finish_reason", "version", "oldest_version")
+_SHOWN = (*_IDENTITY, "prompt", "response", "answer", "reward", "shaping", "advantage", "rewards", "tokens")
+
+
+class _Sizes(NamedTuple):
+    """How much of the runs is shown."""
+
+    points: int  # of a curve
+    samples: int  # of a run
+
+
+def build_page(runs: Sequence[RunFiles]) -> str:
+    """Returns the HTML, which is as complete as the limit of its size allows."""
+    library = _packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
+    points, sections, charts = _charts(runs, LIMIT - len(library) - _TEXTS)
+    rated = [_rated(run, index) for index, run in enumerate(runs)]
+    count, samples = _samples(rated, LIMIT - len(library) - len(charts) - _TEXTS)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page: str = environment.from_string(_own("page.html")).render(
+        title=", ".join(run.name for run in runs),
+        runs=[_described(run) for run in runs],
+        sections=_numbered(sections),
+        options=_options(runs),
+        notes=_left_out(runs, rated, _Sizes(points, count)),
+        has_tokens=any(item.get("tokens") for items in rated for item in items),
+        nonce=hashlib.sha256((charts + samples).encode()).hexdigest()[:32],
+        style=_own("page.css"),
+        script=_own("page.js"),
+        library=library,
+        charts=charts,
+        samples=samples,
+    )
+    if len(page.encode()) > LIMIT:
+        raise ValueError(f"{len(runs)} runs do not fit into a page of {LIMIT / 1e6:g} MB. Name fewer.")
+    return page
+
+
+def _charts(runs: Sequence[RunFiles], room: int) -> tuple[int, list[Section], str]:
+    """Returns the points of a curve, the sections, and their drawings, which may take half of the room."""
+    points = 2000
+    while True:
+        sections = curves(runs, points)
+        packed = _packed(json.dumps([chart.item for chart in drawn(sections)]))
+        if len(packed) <= room / 2 or points <= 50:
+            return points, sections, packed
+        points = max(50, int(points * min(0.8, room / 2 / len(packed))))
+
+
+def _samples(rated: Sequence[Sequence[Row]], room: int) -> tuple[int, str]:
+    """Returns how many samples of a run are shown, and the samples."""
+    count = max(map(len, rated), default=0)
+    raw = sum(len(str(item["prompt"])) + len(str(item["response"])) for items in rated for item in items)
+    count = min(count, max(1, int(count * _MOST_RAW / max(raw, 1))))
+    while True:
+        packed = _packed(json.dumps([item for items in rated for item in _chosen(items, count)]))
+        if len(packed) <= room or count <= 1:
+            return count, packed
+        count = max(1, int(count * min(0.9, 0.95 * room / len(packed))))
+
+
+def _described(run: RunFiles) -> dict[str, Any]:
+    return {"name": run.name, "root": str(run.root), "summary": summary(run), "findings": diagnose(run)}
+
+
+def _own(name: str) -> str:
+    return (files("lightrl.report") / name).read_text()
+
+
+def _packed(text: str) -> str:
+    """Returns a text as base64 of gzip: no character of it can end the element that holds it."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _numbered(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """Returns the sections with the place of each chart in the data."""
+    number, found = 0, []
+    for section in sections:
+        charts = [{"number": number + place, "caption": chart.caption} for place, chart in enumerate(section.charts)]
+        found.append(section._asdict() | {"charts": charts})
+        number += len(charts)
+    return found
+
+
+# ---- Samples ---------------------------------------------------------------------------------------------------------
+
+
+def _rated(run: RunFiles, index: int) -> list[dict[str, Any]]:
+    """Returns the samples of a run, shortened and with their suspicion."""
+    found = []
+    for item, suspicion in zip(run.samples, suspicions(run.samples), strict=True):
+        row = {name: item[name] for name in _SHOWN if item.get(name) is not None}
+        row |= {name: shortened(item.get(name)) for name in ("prompt", "response")}
+        found.append(_finite(row | {"run": index, "suspicion": suspicion.score, "reasons": list(suspicion.reasons)}))
+    return found
+
+
+def shortened(text: object) -> str:
+    """Returns the start of a text, with what was left out."""
+    whole = str(text or "")
+    left = len(whole) - _LONGEST_TEXT
+    return f"{whole[:_LONGEST_TEXT]} [... {left} more characters]" if left > 0 else whole
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row without NaN and infinities, which JSON of a browser does not know."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+def _chosen(items: Sequence[Row], count: int) -> list[Row]:
+    """Returns so many samples: the most suspicious, and others spread over the run."""
+    if len(items) <= count:
+        return list(items)
+    ranked = sorted(range(len(items)), key=lambda index: -items[index]["suspicion"])
+    kept = {index for index in ranked[: min(_ALWAYS, -(-count // 2))] if items[index]["suspicion"]}
+    others = [index for index in range(len(items)) if index not in kept]
+    room = max(0, count - len(kept))
+    kept |= {others[index * len(others) // room] for index in range(room)}
+    return [items[index] for index in sorted(kept)]
+
+
+def _left_out(runs: Sequence[RunFiles], rated: Sequence[Sequence[Row]], sizes: _Sizes) -> list[str]:
+    """Returns a sentence for everything that the page does not show."""
+    notes = []
+    for run, items in zip(runs, rated, strict=True):
+        if len(items) > sizes.samples:
+            notes.append(
+                f"{run.name}: {sizes.samples} of {len(items)} logged samples are shown, the most suspicious and others "
+                "spread over the run, so that the page stays below 2 MB. samples.jsonl has all."
+            )
+        longest = max((len(values) for name in run.metric_names if (values := run.values(name))), default=0)
+        if longest > sizes.points:
+            notes.append(
+                f"{run.name}: a curve of {longest} steps is drawn with about {sizes.points} points, the lowest and the "
+                "highest of each stretch. metrics.jsonl has all."
+            )
+        if any(
+            len(str(item.get(name) or "")) > _LONGEST_TEXT for item in run.samples for name in ("prompt", "response")
+        ):
+            notes.append(f"{run.name}: texts are cut off after {_LONGEST_TEXT} characters.")
+    return notes
+
+
+# ---- Options ---------------------------------------------------------------------------------------------------------
+
+
+def _options(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Returns the options that differ between the runs, or those of one run that differ from their defaults."""
+    columns: list[Mapping[str, Any]] = [run.config for run in runs]
+    heads = [run.name for run in runs]
+    if len(runs) == 1:
+        columns, heads = [_defaults(runs[0]), *columns], ["default", *heads]
+    names = sorted({name for column in columns for name in column} - {"config", "output_dir"})
+    rows = [[name, *(_shown(column.get(name)) for column in columns)] for name in names]
+    return {"heads": heads, "rows": [row for row in rows if len(set(row[1:])) > 1]}
+
+
+def _shown(value: object) -> str:
+    """Returns a value as text; a number reads the same however YAML spelled it."""
+    if isinstance(value, str):
+        try:
+            return f"{float(value):g}"
+        except ValueError:
+            return value
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:g}" if is_number else "" if value is None else str(value)
+
+
+def _defaults(run: RunFiles) -> dict[str, Any]:
+    """Returns the defaults of the kind of run whose options these are: it knows most of them, and few others."""
+    classes = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
+    kinds = [dict(flatten(as_dict(kind()))) for kind in classes]
+    return max(kinds, key=lambda kind: len(run.config.keys() & kind.keys()) - len(kind.keys() - run.config.keys()))

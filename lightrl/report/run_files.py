@@ -1,0 +1,119 @@
+"""Reads what a run has written into its folder, also while it is still being written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import nearest_name
+from lightrl.config.command_line import flatten
+from lightrl.config.yaml_text import read_yaml
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of a run, read."""
+
+    name: str  # unlike that of every other run of the report
+    root: Path
+    config: Mapping[str, Any]  # by the full name of the option
+    metrics: Sequence[Row]  # a row per step, ascending
+    samples: Sequence[Row]
+    timeline: Sequence[Row] = ()  # events of profile/timeline.json
+    damaged: tuple[str, ...] = ()  # sentences about lines that could not be read
+
+    def values(self, metric: str) -> list[tuple[int, float]]:
+        """Returns pairs of a step and its value, where there is one."""
+        return [(row["step"], row[metric]) for row in self.metrics if _is_number(row.get(metric))]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The names of all metrics of all steps, sorted."""
+        return sorted({name for row in self.metrics for name in row} - {"step"})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Reads the runs; ValueError for a folder that is none."""
+    names = _short_names(folders)
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def read_run(root: Path, name: str = "") -> RunFiles:
+    """Reads a run; ValueError if the folder is none. Lines that are damaged, or not whole yet, are left out."""
+    if not (root / "config.yaml").is_file() or not (root / "metrics.jsonl").is_file():
+        raise ValueError(_describe_no_run(root))
+    options = read_yaml(root / "config.yaml", "it") or {}
+    metrics, lost_metrics = _rows(root / "metrics.jsonl")
+    samples, lost_samples = _rows(root / "samples.jsonl")
+    timeline, lost_events = _events(root / "profile" / "timeline.json")
+    return RunFiles(
+        name=name or root.name,
+        root=root,
+        config=dict(flatten(options)),
+        metrics=metrics,
+        samples=samples,
+        timeline=timeline,
+        damaged=(*lost_metrics, *lost_samples, *lost_events),
+    )
+
+
+def _rows(path: Path) -> tuple[list[Row], list[str]]:
+    rows: list[Row] = []
+    lost = 0
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    for line in lines:
+        row = _object(line)
+        if row is not None and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif line.strip() and line is not lines[-1]:  # the last one of a run that goes on may be half written
+            lost += 1
+    return rows, [f"{path.name}: {lost} damaged lines are left out."] if lost else []
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _events(path: Path) -> tuple[list[Row], list[str]]:
+    """Returns the spans of a Chrome trace."""
+    if not path.is_file():
+        return [], []
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (ValueError, RecursionError):
+        return [], [f"profile/{path.name} is damaged and left out."]
+    return [item for item in found if isinstance(item, dict) and item.get("ph") == "X"], []
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """Returns the shortest ends of the paths that tell the runs apart; equal paths get numbers."""
+    paths = [folder.absolute().parts for folder in folders]
+    for length in range(1, max(map(len, paths), default=0) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder.name} ({number})" for number, folder in enumerate(folders, start=1)]
+
+
+def _describe_no_run(root: Path) -> str:
+    if not root.is_dir():
+        beside = {path.name for path in root.parent.iterdir()} if root.parent.is_dir() else set()
+        hint = nearest_name(root.name, beside) if beside else ""
+        return f"{root}: there is no such folder. {hint}".rstrip()
+    found = sorted(path.parent for path in root.glob("*/config.yaml"))
+    inside = f" Did you mean {found[-1]}?" if found else ""
+    return f"{root} is no folder of a run that has begun: it has no config.yaml with metrics.jsonl beside it.{inside}"

@@ -1,0 +1,90 @@
+"""What the curves of a run are said to show."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.report.diagnosis import diagnose, plateau, smoothed
+from lightrl.report.run_files import RunFiles
+
+
+def a_run(reward: Callable[[int], float], config: dict[str, Any] | None = None, **metrics: Any) -> RunFiles:
+    """A run of 60 steps; a metric is a number or a function of the step."""
+    draws = random.Random(0)
+    rows = []
+    for step in range(1, 61):
+        row: dict[str, Any] = {"step": step, "reward/mean": reward(step) + draws.uniform(-0.01, 0.01)}
+        for name, value in metrics.items():
+            row[name.replace("__", "/")] = value(step) if callable(value) else value
+        rows.append(row)
+    samples = [{"step": 1, "reward": value} for value in (0.0, 1.0)]
+    return RunFiles(name="run", root=Path(), config=config or {}, metrics=rows, samples=samples)
+
+
+def stops_at_20(step: int) -> float:
+    return min(0.4, 0.02 * step)
+
+
+def titles(run: RunFiles) -> list[str]:
+    return [finding.title for finding in diagnose(run)]
+
+
+def test_a_plateau_begins_where_nothing_higher_follows() -> None:
+    # 0, 1, 2, 3 and then 3, 3, 3: the margin is 5 % of 3
+    assert plateau([0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0], 0.0) == 3
+    assert plateau([0.0, 2.9, 2.0, 3.0], 0.0) == 1  # 2.9 is within 0.15 of 3
+    assert smoothed([0.0, 3.0, 3.0]) == [1.5, 2.0, 3.0]  # of two, three and two values
+
+
+def test_a_rising_reward_is_no_warning() -> None:
+    (finding,) = diagnose(a_run(lambda step: 0.01 * step))
+    assert (finding.level, finding.title) == ("good", "The reward was still rising")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause", "told"),
+    [
+        ({"entropy": lambda step: 0.5 / step}, "The policy explores little", "Raise --temperature"),
+        ({"reward__equal_groups": 0.8}, "Few groups teach anything", "Most prompts are never solved"),
+        ({"lr": lambda step: max(0.0, 1e-4 - 5e-6 * step)}, "The learning rate had decayed", "--optim.schedule"),
+        ({"clip_fraction": 0.4}, "Updates are clipped", "Lower --lr"),
+        ({"mismatch__mean_abs": 0.05}, "Engine and trainer drift apart", "another policy"),
+        ({"tokens__truncated": 0.5}, "Responses are cut off", "--max_new_tokens"),
+        ({"tokens__response_mean": lambda step: 2.0 * step}, "Responses changed their length", "favour length"),
+        ({"kl": 0.5}, "The KL term holds the policy back", "--algorithm.kl_coef is 0.1"),
+        ({"reward__failures": 3.0}, "Rewards fail", "3 rewards fail"),
+        ({"eval__reward": lambda step: 0.5 - 0.005 * step}, "Training and evaluation part", "eval/reward fell"),
+    ],
+)
+def test_the_cause_of_a_plateau_is_named(metrics: dict[str, Any], cause: str, told: str) -> None:
+    found = diagnose(a_run(stops_at_20, config={"algorithm.kl_coef": 0.1}, **metrics))
+    assert found[0].title.startswith(
+        ("The reward stopped rising at about step 1", "The reward stopped rising at about step 2")
+    )
+    assert [finding.title for finding in found[1:]] == [cause]
+    assert told in found[1].text
+
+
+def test_a_reward_near_its_best_has_little_to_gain() -> None:
+    assert "There is little left to gain" in titles(a_run(lambda step: min(0.95, 0.05 * step)))
+
+
+def test_without_a_cause_the_reader_is_sent_to_the_samples() -> None:
+    assert titles(a_run(stops_at_20, entropy=0.5))[1:] == ["No cause stands out"]
+
+
+def test_a_flat_and_a_falling_reward_are_told_apart() -> None:
+    assert titles(a_run(lambda step: 0.2))[0] == "The reward never rose"
+    assert titles(a_run(lambda step: 0.01 * min(step, 70 - step)))[0].startswith("The reward fell after step 3")
+
+
+def test_bad_steps_are_counted_with_the_limits_of_the_run() -> None:
+    run = a_run(lambda step: 0.01 * step, entropy=lambda step: 0.01 if 4 <= step <= 6 or step == 9 else 0.5)
+    assert titles(run) == ["The reward was still rising"]
+    found = diagnose(dataclasses.replace(run, config={"health.min_entropy": 0.02}))
+    assert found[1].title == "4 bad steps (4-6, 9)"
+    assert "--health.min_entropy 0.02" in found[1].text
