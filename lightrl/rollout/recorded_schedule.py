@@ -32,7 +32,7 @@ class RecordedSample:
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Those of the one call of a sample of one turn."""
+        """Returns those of the only call of a sample of one turn."""
         return self.calls[0]
 
 
