@@ -4,7 +4,7 @@ PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls chaos
+.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls resumes chaos
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -42,5 +42,9 @@ house:  ## measure the shape of the package and write it into docs/architecture.
 
 stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read what the run says of it
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/stalls.py
+
+resumes:  ## continue runs on the same and on other layouts of ranks, and compare them with undisturbed ones
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/resumes.py
+
 chaos:  ## kill runs N times at random points; each must end as the undisturbed one
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/chaos.py --kills $(N) --agents

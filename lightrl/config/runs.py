@@ -26,6 +26,7 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
+    SharingConfig,
     WorkflowConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
@@ -139,9 +140,8 @@ class RunConfig(StrategyOptions, BasicConfig):
     @property
     def schedule_length(self) -> int:
         """Length of the learning-rate schedule, in units of --optim.schedule_unit."""
-        if self.optim.schedule_unit == "rl_step":
-            return self.max_steps
-        return self.max_steps * self.optimizer_steps_per_step
+        per_step = 1 if self.optim.schedule_unit == "rl_step" else self.optimizer_steps_per_step
+        return self.max_steps * per_step
 
 
 # ---- Runs that sample their own responses ------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig(SamplingConfig, RewardConfig, RunConfig):
+class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     rollout_ranks: int = option(0, at_least=0, resume="free")

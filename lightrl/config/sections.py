@@ -8,6 +8,7 @@ from typing import Literal
 from lightrl.config.options import option
 from lightrl.config.record_section import RecordConfig
 from lightrl.config.rollout_schedule import ScheduleConfig
+from lightrl.config.sharing import check_sharing
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
 
@@ -389,3 +390,22 @@ class RolloutLogConfig(LogConfig):
 
     samples_per_step: int = option(4, at_least=0)
     """Number of samples written to samples.jsonl at each step."""
+
+
+# ---- Sharing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class SharingConfig:
+    """What the samples of a prompt share."""
+
+    __slots__ = ()
+
+    share_prompts: bool = option(False, resume="free")
+    """Compute the tokens that samples begin with alike, such as the prompt of a group, once for all of a micro-batch.
+    It saves time and memory, and changes results by rounding alone (docs/shared_prompts.md)."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that prompts cannot be shared with."""
+        if self.share_prompts:
+            check_sharing(self)

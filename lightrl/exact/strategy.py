@@ -45,7 +45,7 @@ class ExactGradients(TorchStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sums: dict[Tensor, GradientSum] = {}  # by parameter, for the update under way
+        self._sums: dict[Tensor, GradientSum] = {}  # by parameter
 
     @property
     def averaging_ranks(self) -> int:
@@ -65,7 +65,8 @@ class ExactGradients(TorchStrategy):
         """Takes one optimizer step over tiles; the reported loss is their exact sum."""
         self._loss = 0
         result = super().train_batch(data, loss_fn, loss_weight_fn, model=model)
-        self._sums = {}
+        for total in self._sums.values():
+            total.is_empty = True  # also where the update was dropped
         loss = sum(self.comm.all_gather_object(self._loss))
         return result if result.skipped else replace(result, loss=from_units(loss))
 
@@ -76,6 +77,10 @@ class ExactGradients(TorchStrategy):
         super().backward(loss, model, optimizer, **kwargs)
 
     # ---- The gradient ------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
+        """Builds the optimizer without fusing: a fused one rounds the last elements of a shard in another way."""
+        return super().create_optimizer(model, **{"fused": False, "foreach": True, **kwargs})
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
         """Runs the backward of a tile, and moves its gradients into the sums."""
@@ -91,22 +96,26 @@ class ExactGradients(TorchStrategy):
             self._sums[parameter] = GradientSum(num_elements)
         return self._sums[parameter]
 
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        return parameter in self._sums and not self._sums[parameter].is_empty
+
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
         """Adds the sums of all ranks; a parameter that no tile of any rank used keeps no gradient."""
-        is_used = torch.tensor([parameter in self._sums for parameter in parameters], dtype=torch.int64)
+        is_used = torch.tensor([self._has_gradient(parameter) for parameter in parameters], dtype=torch.int64)
         is_used = self.comm.all_reduce(is_used, "max")
         used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
         named = ((str(index), parameter) for index, parameter in enumerate(used))
         for bucket in buckets(named, lambda parameter: 4 * parameter.nbytes, _BUCKET_BYTES):
             sums = {name: self._sum_of(parameter, parameter.numel()) for name, parameter in bucket}
             if self.comm.world > 1:
+                for total in sums.values():
+                    total.add_nothing()
                 halves = {name: {"high": total.high, "low": total.low} for name, total in sums.items()}
                 for name, half in self.comm.all_reduce(halves, "sum").items():
                     sums[name].high, sums[name].low = half["high"], half["low"]
             for name, parameter in bucket:
                 parameter.grad = sums[name].total().view(parameter.shape)
-                del self._sums[parameter]
 
     def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
         """Clips by the exact norm, steps if it is finite, and drops the gradients."""
@@ -128,9 +137,9 @@ class ExactGradients(TorchStrategy):
 
     def _norm(self, gradients: list[Tensor], num_elements: int) -> float:
         """Returns the norm over all ranks; one that holds whole gradients need not ask the others."""
-        largest = max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        largest = self._over_shards(largest if is_finite else math.inf, "max")
+        ends = [float(end) for gradient in gradients if gradient.numel() for end in torch.aminmax(gradient)]
+        is_finite = all(math.isfinite(end) for end in ends)
+        largest = self._over_shards(max(map(abs, ends), default=0.0) if is_finite else math.inf, "max")
         if not math.isfinite(largest):
             return math.nan
         high, low = sum_of_squares(gradients, largest, num_elements)
@@ -174,7 +183,6 @@ class ExactReduceScatter:
             output_tensor.zero_()
             return
         output_tensor.copy_(self._sum.total())
-        self._sum = None
 
 
 class ExactShards(ExactGradients):
@@ -214,9 +222,9 @@ class ExactShards(ExactGradients):
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
         """Does nothing but in one process: the last backward has left the sums as gradients."""
         for parameter in parameters:
-            if parameter in self._sums:
+            if self._has_gradient(parameter):
                 gradient = _local(parameter.grad)
-                gradient.copy_(self._sums.pop(parameter).total().view(gradient.shape))
+                gradient.copy_(self._sums[parameter].total().view(gradient.shape))
 
     def _over_shards(self, value: float, operation: str) -> float:
         return self.comm.all_reduce(value, operation)

@@ -42,24 +42,40 @@ _CHUNK = 1 << 15  # elements; the float64 copies of a chunk stay in a core's cac
 
 
 class GradientSum:
-    """The sum of the gradients of tiles, independent of their order; an element of 2^15 or more makes it NaN."""
+    """The sum of the gradients of tiles, independent of their order; an element of 2^15 or more makes it NaN.
+
+    It is made once for a parameter and used for every update: to map new memory takes longer than to add a tile.
+    """
 
     def __init__(self, num_elements: int) -> None:
-        self.high = torch.zeros(num_elements, dtype=torch.float64)
-        self.low = torch.zeros(num_elements, dtype=torch.float64)
+        self.high = torch.empty(num_elements, dtype=torch.float64)
+        self.low = torch.empty(num_elements, dtype=torch.float64)
+        self.is_empty = True  # nothing was added since the last total(); what high and low hold is to be overwritten
         size = min(num_elements, _CHUNK)
         self._wide, self._rounded = (torch.empty(size, dtype=torch.float64) for _ in range(2))
 
     def add(self, gradient: Tensor) -> None:
         """Adds the gradient of a tile, flat and float32."""
         for start in range(0, gradient.numel(), _CHUNK):
-            self._add_chunk(gradient[start : start + _CHUNK], slice(start, start + _CHUNK))
+            where = slice(start, start + _CHUNK)
+            self._add_chunk(gradient[where], self.high[where], self.low[where])
+        self.is_empty = False
 
-    def _add_chunk(self, values: Tensor, where: slice) -> None:
+    def add_nothing(self) -> None:
+        """Makes an empty sum 0."""
+        if self.is_empty:
+            self.high.zero_()
+            self.low.zero_()
+            self.is_empty = False
+
+    def _add_chunk(self, values: Tensor, high: Tensor, low: Tensor) -> None:
+        if self.is_empty:
+            high.zero_()
+            low.zero_()
         smallest, largest = torch.aminmax(values)
         size = max(-float(smallest), float(largest))
         if not size < LARGEST:  # NaN too
-            self.high[where] = math.nan
+            high.fill_(math.nan)
             return
         if size == 0:
             return
@@ -67,14 +83,18 @@ class GradientSum:
         wide.copy_(values)
         if size > _HALF_HIGH_UNIT:  # else all are rounded to 0
             torch.add(wide, _HIGH, out=rounded).sub_(_HIGH)
-            self.high[where] += rounded
+            high += rounded
             wide -= rounded
         torch.add(wide, _LOW, out=rounded).sub_(_LOW)
-        self.low[where] += rounded
+        low += rounded
 
     def total(self) -> Tensor:
-        """Returns the sum, rounded once, as float32."""
-        return (self.high + self.low).float()
+        """Returns the sum, rounded once, as float32, and starts anew."""
+        total = torch.empty(self.high.shape)
+        for part, high, low in zip(*(values.split(_CHUNK) for values in (total, self.high, self.low)), strict=True):
+            part.copy_(torch.add(high, low, out=self._wide[: len(part)]))
+        self.is_empty = True
+        return total
 
 
 # ---- The norm --------------------------------------------------------------------------------------------------------

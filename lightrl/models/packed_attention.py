@@ -67,6 +67,11 @@ class PackedLayout:
         """Tokens of the longest sequence."""
         return max(length for _, length in self.runs)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Computes causal attention within each sequence: [1, T, heads, dim]."""
+        attend = _attend_by_flash if _flash_serves(query, value, scoring) else _attend_by_runs
+        return attend(query, key, value, self, scoring)
+
 
 CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
@@ -169,14 +174,13 @@ def packed_attention(
     fits = (query.shape[0], query.shape[2], key.shape[2]) == (1, layout.num_tokens, layout.num_tokens)
     if adds_to_scores or dropout != 0 or not (fits and is_causal):
         _refuse_call(module, query, key, layout.num_tokens, dropout, adds_to_scores)
-    scoring = _Scoring(
+    scoring = Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=attention_mask if sliding_window is None else sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    attend = _attend_by_flash if _flash_serves(query, value, scoring) else _attend_by_runs
-    output = attend(query, key, value, layout, scoring)
+    output = layout.attend(query, key, value, scoring)
     return output if layout.group is None else layout.group.to_tokens(output), None
 
 
@@ -191,7 +195,7 @@ def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scoring:
+class Scoring:
     """Settings of the scores between queries and keys."""
 
     scale: float
@@ -257,7 +261,7 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
         )
 
 
-def _stack_sequences(part: Tensor, count: int, length: int) -> Tensor:
+def stack_sequences(part: Tensor, count: int, length: int) -> Tensor:
     """Views [1, heads, count * length, dim] as [count, heads, length, dim]."""
     return part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1)
 
@@ -267,51 +271,53 @@ def _repeat_heads(part: Tensor, num_heads: int) -> Tensor:
     return part if repeats == 1 else part.repeat_interleave(repeats, dim=1)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns [length, length] bool, True where the row's token sees the column's."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return causal if window is None else causal.triu(1 - window)
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns [num_queries, num_keys] bool, True where the row's token, one of the last, sees the column's."""
+    before = num_keys - num_queries
+    causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
+    return causal if window is None else causal.triu(before + 1 - window)
 
 
-def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
+def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Computes attention with one call for each run of sequences of equal length."""
-    attend = _sdpa if scoring.softcap is None and scoring.sinks is None else _eager
+    attend = _sdpa if scoring.softcap is None and scoring.sinks is None else eager_attention
     num_tokens = [count * length for count, length in layout.runs]
     # split, not slices: its backward is one concatenation, while each slice's would be a full tensor of zeros.
     pieces = zip(*(part.split(num_tokens, dim=2) for part in (query, key, value)), strict=True)
     outputs = []
     for (count, length), run in zip(layout.runs, pieces, strict=True):
-        run_query, run_key, run_value = (_stack_sequences(part, count, length) for part in run)
+        run_query, run_key, run_value = (stack_sequences(part, count, length) for part in run)
         output = attend(run_query, run_key, run_value, scoring)
         outputs.append(output.transpose(1, 2).reshape(1, count * length, query.shape[1], value.shape[-1]))
     return torch.cat(outputs, dim=1)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     sees_all = scoring.window is None or scoring.window >= query.shape[2]
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if sees_all else _visible(query.shape[2], scoring.window, query.device),
+        attn_mask=None if sees_all else visible(query.shape[2], query.shape[2], scoring.window, query.device),
         is_causal=sees_all,
         scale=scoring.scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Computes what SDPA cannot: attention with soft-capped scores (Gemma 2) or sinks (gpt-oss)."""
     count, num_heads, length, _ = query.shape
+    num_keys = key.shape[2]
     scores = query @ _repeat_heads(key, num_heads).transpose(2, 3) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~_visible(length, scoring.window, query.device), float("-inf"))
+    scores = scores.masked_fill(~visible(length, num_keys, scoring.window, query.device), float("-inf"))
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(count, num_heads, length, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return weights[..., :length] @ _repeat_heads(value, num_heads)
+    return weights[..., :num_keys] @ _repeat_heads(value, num_heads)
 
 
 @lru_cache(maxsize=1)
@@ -319,14 +325,14 @@ def _has_flash_attention() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _flash_serves(query: Tensor, value: Tensor, scoring: _Scoring) -> bool:
+def _flash_serves(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
     return query.is_cuda and is_half and takes_shape and _has_flash_attention()
 
 
-def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: _Scoring) -> Tensor:
+def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Computes attention by the variable-length kernel of flash-attention."""
     # Private, but it hides the differences between the releases of flash-attention. It can go when transformers exports
     # it: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_flash_attention_utils.py

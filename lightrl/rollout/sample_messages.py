@@ -1,35 +1,43 @@
-"""Values on their way between processes: JSON beside tensors in one safetensors text. Reading one runs no code."""
+"""Values on their way between processes: JSON beside tensors in one safetensors text. Reading one runs no code.
+
+A group of samples has several short tensors for each sample, so tensors of a type go as one: to save and load each by
+itself took longer than to make the sample.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-_TENSOR = "tensor:"  # begins the text that stands for a tensor
+_TENSOR = "tensor:"  # begins the list that stands for a tensor: type, index among those of the type, shape
 
 
 def to_bytes(value: Any) -> bytes:
     """Returns a value of dicts, lists, texts, numbers, None and tensors as bytes; floats keep every bit."""
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps(_without_tensors(value, tensors)).encode()
-    return len(text).to_bytes(8, "little") + text + save(tensors)
+    tensors: dict[str, list[Tensor]] = {}  # flat, by type
+    content = _without_tensors(value, tensors)
+    sizes = {kind: [tensor.numel() for tensor in parts] for kind, parts in tensors.items()}
+    text = json.dumps([sizes, content]).encode()
+    return len(text).to_bytes(8, "little") + text + save({kind: torch.cat(parts) for kind, parts in tensors.items()})
 
 
 def from_bytes(content: bytes) -> Any:
     """Returns the value that to_bytes() wrote; tuples come back as lists."""
-    length = int.from_bytes(content[:8], "little")
-    return _with_tensors(json.loads(content[8 : 8 + length]), load(content[8 + length :]))
+    end = 8 + int.from_bytes(content[:8], "little")
+    sizes, value = json.loads(content[8:end])
+    return _with_tensors(value, {kind: flat.split(sizes[kind]) for kind, flat in load(content[end:]).items()})
 
 
-def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _without_tensors(value: Any, tensors: dict[str, list[Tensor]]) -> Any:
     if isinstance(value, Tensor):
-        name = f"{_TENSOR}{len(tensors)}"
-        tensors[name] = value.contiguous()
-        return [_TENSOR, name]
+        parts = tensors.setdefault(str(value.dtype), [])
+        parts.append(value.reshape(-1))
+        return [_TENSOR, str(value.dtype), len(parts) - 1, *value.shape]
     if isinstance(value, Mapping):
         return {key: _without_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -37,10 +45,11 @@ def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _with_tensors(value: Any, tensors: Mapping[str, Sequence[Tensor]]) -> Any:
     if isinstance(value, list):
-        if len(value) == 2 and value[0] == _TENSOR:
-            return tensors[value[1]]
+        if value and value[0] == _TENSOR:
+            _, kind, index, *shape = value
+            return tensors[kind][index].view(shape)
         return [_with_tensors(item, tensors) for item in value]
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors) for key, item in value.items()}

@@ -88,11 +88,13 @@ class Trainer(ABC):
     batches: str = ""  # the batch arithmetic in one line, printed at the start
     # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
     made_by: ClassVar[str | None] = ""
+    shares_prompts: ClassVar[bool] = False  # what made the class takes part in --share_prompts
     make_statistics: ClassVar[type[Statistics]] = Statistics
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
-        if self.made_by not in (None, _part_of(run.config if isinstance(run, RunContext) else run)):
+        config = run.config if isinstance(run, RunContext) else run
+        if self.made_by not in (None, _part_of(config)) or self.shares_prompts != _shares_prompts(config):
             raise _unheard_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
@@ -183,8 +185,9 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """Returns the trainer of a run: one of the class, changed as the options say."""
-    if part := _part_of(config):  # by name: these modules import this one
-        trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
+    for part in ("lightrl.sharing.run:sharing" if _shares_prompts(config) else "", _part_of(config)):
+        if part:  # by name: these modules import this one
+            trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     return trainer_class(config)
 
 
@@ -205,6 +208,10 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
         _end(error, trainer)
 
 
+def _shares_prompts(config: RunConfig) -> bool:
+    return isinstance(config, RolloutConfig) and config.share_prompts
+
+
 def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
     if not isinstance(config, RolloutConfig):
@@ -223,9 +230,10 @@ def _part_of(config: RunConfig) -> str:
 def _unheard_options(trainer: Trainer) -> ValueError:
     name = type(trainer).__name__
     return ValueError(
-        f"{name} by itself takes no part in --exact, in --rollout_ranks, in a schedule (--rollout.over_issue, "
-        f"max_staleness, filter ...), in --data.curriculum or in a record (--rollout.record, --rollout.from). Call "
-        f"run_trainer({name}, config) of lightrl.trainers.fit, as the scripts do, or leave these options out."
+        f"{name} by itself takes no part in --exact, in --share_prompts, in --rollout_ranks, in a schedule "
+        "(--rollout.over_issue, max_staleness, filter ...), in --data.curriculum or in a record (--rollout.record, "
+        f"--rollout.from). Call run_trainer({name}, config) of lightrl.trainers.fit, as the scripts do, or leave these "
+        "options out."
     )
 
 

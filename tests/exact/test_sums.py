@@ -39,6 +39,17 @@ def test_gradients_add_up_to_the_same_bits_in_any_order_and_over_any_ranks() -> 
     torch.testing.assert_close(forward.total()[:2000], true.float(), atol=24 * 2.0**-58, rtol=1e-7)
 
 
+def test_a_sum_begins_anew_after_its_total() -> None:
+    total = GradientSum(3)
+    total.add(torch.tensor([1.0, 2.0, math.nan]))
+    total.total()
+    total.add(torch.tensor([0.5, 0.0, 0.25]))
+    total.add(torch.tensor([0.5, 0.0, 0.0]))
+    assert total.total().tolist() == [1.0, 0.0, 0.25]
+    total.add_nothing()
+    assert total.total().tolist() == [0.0, 0.0, 0.0]
+
+
 def test_a_gradient_too_large_or_not_finite_makes_the_sum_nan() -> None:
     for bad in (2.0**15, -(2.0**15), math.inf, math.nan):
         total = GradientSum(3)

@@ -95,9 +95,9 @@ def test_a_wrong_window_shows_in_a_short_check(monkeypatch: pytest.MonkeyPatch) 
     model = policy(transformers.MistralConfig(**SHAPE, sliding_window=4096))
     check_scores(model, CPU)
     assert (model.hf.config.sliding_window, model.hf.get_decoder().config.sliding_window) == (4096, 4096)
-    visible = packed_attention._visible
+    visible = packed_attention.visible
     monkeypatch.setattr(
-        packed_attention, "_visible", lambda n, window, device: visible(n, window and window + 1, device)
+        packed_attention, "visible", lambda n, keys, window, device: visible(n, keys, window and window + 1, device)
     )
     with pytest.raises(ValueError, match="differ from its own logits"):
         check_scores(model, CPU)

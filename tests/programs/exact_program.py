@@ -23,12 +23,14 @@ class PlainSum:
     """What autograd does without the safeguard: gradients are added in the order in which they come."""
 
     def __init__(self, num_elements):
-        self.sum = torch.zeros(num_elements)
+        self.sum, self.is_empty = torch.zeros(num_elements), True
 
     def add(self, gradient):
-        self.sum += gradient
+        self.sum = gradient.clone() if self.is_empty else self.sum + gradient
+        self.is_empty = False
 
     def total(self):
+        self.is_empty = True
         return self.sum
 
 

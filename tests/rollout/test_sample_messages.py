@@ -11,6 +11,8 @@ def test_every_bit_comes_back():
         "ids": torch.tensor([3, 1 << 40]),
         "logprobs": torch.tensor([-0.1, -1 / 3], dtype=torch.float64),
         "parts": [{"own": torch.tensor([True, False]), "empty": torch.zeros(0)}, None, "text \u00e9", 0.1, True],
+        "again": torch.tensor([[5, 6, 7], [8, 9, -1]]),
+        "scalar": torch.tensor(2.5),
         "pair": ("a", "b"),
         "nan": math.nan,
     }
@@ -20,6 +22,8 @@ def test_every_bit_comes_back():
     assert back["parts"][0]["own"].tolist() == [True, False]
     assert back["parts"][0]["empty"].shape == (0,)
     assert back["parts"][1:] == [None, "text \u00e9", 0.1, True]
+    assert back["again"].tolist() == [[5, 6, 7], [8, 9, -1]]
+    assert_close(back["scalar"], value["scalar"], atol=0, rtol=0)
     assert back["pair"] == ["a", "b"]
     assert math.isnan(back["nan"])
 

@@ -1,0 +1,168 @@
+"""Attention over the tree of a pack: each segment sees itself causally, and all of every segment above it.
+
+The parts are computed apart and joined by their log-sum-exps, as flash-attention joins blocks of keys. The backward
+gives each part the joined output and log-sum-exp: with these, its gradients are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightrl.models.packed_attention import PackedLayout, Scoring, eager_attention, stack_sequences, visible
+from lightrl.sharing.tree import Branch, PrefixTree
+
+# The kernels of scaled_dot_product_attention on a CPU, which return the log-sum-exp that the public function drops.
+# They can go once it returns it: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/native_functions.yaml
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLayout(PackedLayout):
+    """The segments of a tree. The runs are those of the segments sorted by length."""
+
+    branches: tuple[Branch, ...]
+    order: Tensor  # [U] int64: the tokens of the segments sorted by length
+    inverse: Tensor  # [U] int64: undoes it
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Computes attention along the paths of the tree: [1, U, heads, dim]."""
+        is_plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
+        if not is_plain or query.device.type != "cpu" or query.shape[-1] != value.shape[-1]:
+            return attend_by_paths(query, key, value, self, scoring)
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
+        output: Tensor = _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
+        return output.transpose(1, 2)
+
+
+def tree_layout(tree: PrefixTree) -> TreeLayout:
+    """Returns the layout of a tree."""
+    spans = sorted(pairwise(tree.cu_seqlens), key=lambda span: (span[1] - span[0], span[0]))
+    order = torch.cat([torch.arange(start, end) for start, end in spans])
+    device = tree.kept.device
+    return TreeLayout(
+        cu_seqlens=tree.cu_seqlens,
+        runs=tuple((len(list(same)), length) for length, same in groupby(end - start for start, end in spans)),
+        boundaries=None,
+        branches=tree.branches,
+        order=order.to(device),
+        inverse=order.argsort().to(device),
+    )
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention by the kernels of a CPU; saves no more than one call of them would for the computed tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float) -> Tensor:
+        parts = [part.index_select(2, layout.order) for part in (query, key, value)]
+        outputs, sums = zip(*(_flash(*run, 0.0, True, scale=scale) for run in _runs(layout, *parts)), strict=True)
+        output = torch.cat([_flat(run) for run in outputs], dim=2).index_select(2, layout.inverse)
+        logsumexp = torch.cat([_flat(run[..., None]) for run in sums], dim=2).index_select(2, layout.inverse)
+        for start, stop, end in layout.branches:
+            seen, later = slice(start, stop), slice(stop, end)
+            more, total = _flash(query[:, :, later], key[:, :, seen], value[:, :, seen], 0.0, False, scale=scale)
+            _join(output[:, :, later], logsumexp[:, :, later], more, total[..., None])
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.layout, ctx.scale = layout, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layout: TreeLayout = ctx.layout
+        parts = [grad, *ctx.saved_tensors]
+        sorted_parts = [part.index_select(2, layout.order) for part in parts]
+        of_runs = [_gradients(run, ctx.scale, is_causal=True) for run in _runs(layout, *sorted_parts)]
+        grads = [
+            torch.cat([_flat(run) for run in same], dim=2).index_select(2, layout.inverse)
+            for same in zip(*of_runs, strict=True)
+        ]
+        for start, stop, end in layout.branches:
+            seen, later = slice(start, stop), slice(stop, end)
+            places = (later, later, seen, seen, later, later)  # of grad, query, key, value, output, logsumexp
+            run = [part[:, :, place] for part, place in zip(parts, places, strict=True)]
+            added = _gradients(run, ctx.scale, is_causal=False)
+            for total, more, place in zip(grads, added, (later, seen, seen), strict=True):
+                total[:, :, place] += more
+        return (*grads, None, None)
+
+
+def _runs(layout: TreeLayout, *parts: Tensor) -> Iterator[list[Tensor]]:
+    """Yields [count, heads, length, dim] of each part for each run of segments of equal length."""
+    sizes = [count * length for count, length in layout.runs]
+    pieces = zip(*(part.split(sizes, dim=2) for part in parts), strict=True)
+    for (count, length), run in zip(layout.runs, pieces, strict=True):
+        yield [stack_sequences(part, count, length) for part in run]
+
+
+def _flat(run: Tensor) -> Tensor:
+    """Turns [count, heads, length, dim] into [1, heads, count * length, dim]."""
+    return run.transpose(0, 1).reshape(1, run.shape[1], -1, run.shape[3])
+
+
+def _gradients(run: list[Tensor], scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value, output, logsumexp = run
+    grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+        grad, query, key, value, output, logsumexp[..., 0], 0.0, is_causal, scale=scale
+    )
+    return grads
+
+
+def _join(output: Tensor, logsumexp: Tensor, more: Tensor, total: Tensor) -> None:
+    """Adds the attention to other keys to output and logsumexp, which it overwrites."""
+    joined = torch.logaddexp(logsumexp, total)
+    output.mul_((logsumexp - joined).exp()).add_(more * (total - joined).exp())
+    logsumexp.copy_(joined)
+
+
+def attend_by_paths(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scoring: Scoring) -> Tensor:
+    """Computes any kind of attention with one call for each run of sibling segments of equal length.
+
+    The keys of a call are those of the segments above, and of each segment itself: they are copied.
+    """
+    outputs = []
+    for (first, last, length), above in _siblings(layout):
+        count = (last - first) // length
+        own = [stack_sequences(part[:, :, first:last], count, length) for part in (query, key, value)]
+        keys, values = (
+            torch.cat([*(part[:, :, a:b].expand(count, -1, -1, -1) for a, b in above), mine], dim=2)
+            for part, mine in zip((key, value), own[1:], strict=True)
+        )
+        output = _attend(own[0], keys, values, scoring)
+        outputs.append(output.transpose(1, 2).reshape(1, last - first, query.shape[1], value.shape[-1]))
+    return torch.cat(outputs, dim=1)
+
+
+def _siblings(layout: TreeLayout) -> Iterator[tuple[tuple[int, int, int], list[tuple[int, int]]]]:
+    """Yields (first, last, length) of segments of equal length with the same parents, and the spans of these."""
+    spans = list(pairwise(layout.cu_seqlens))
+    parents = {
+        start: [(branch.start, branch.stop) for branch in layout.branches if branch.stop <= start < branch.end]
+        for start, _ in spans
+    }
+    for (length, above), same in groupby(spans, key=lambda span: (span[1] - span[0], tuple(parents[span[0]]))):
+        segments = list(same)
+        yield (segments[0][0], segments[-1][1], length), list(above)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return eager_attention(query, key, value, scoring)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=visible(query.shape[2], key.shape[2], scoring.window, query.device),
+        scale=scoring.scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )

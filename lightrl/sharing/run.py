@@ -1,0 +1,48 @@
+"""The trainer of a run with --share_prompts, from the class of an ordinary one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightrl.config import RolloutConfig
+from lightrl.sharing.model import attach_sharing
+from lightrl.sharing.updates import SharedUpdates
+from lightrl.trainers.fit import Trainer
+from lightrl.trainers.policy_step import PolicyUpdates
+from lightrl.trainers.run import RunContext
+
+_MODELS = ("policy", "reference", "teacher", "critic")
+
+
+def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
+    """Returns a class of trainers that share prompts, from an ordinary one."""
+    if not isinstance(trainer_class, type):
+        raise TypeError("--share_prompts needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
+    made: type[Trainer] = type(f"Sharing{trainer_class.__name__}", (SharingTrainer, trainer_class), {})
+    return made
+
+
+class SharingTrainer(Trainer):
+    """Goes in front of a trainer's class: all its models compute a prompt once for the samples of a micro-batch."""
+
+    shares_prompts = True
+
+    def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
+        super().__init__(run, **parts)
+        for name in _MODELS:
+            model: nn.Module | None = getattr(self, name, None)
+            if model is not None:
+                attach_sharing(model, self.strategy)
+
+    @property
+    def updates(self) -> PolicyUpdates:
+        """What packs samples; whoever sets it gets one that shares prompts."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, made: PolicyUpdates) -> None:
+        kind: Any = type(f"Shared{type(made).__name__}", (SharedUpdates, type(made)), {})
+        self._updates: PolicyUpdates = kind(self.run, self.statistics)

@@ -1,0 +1,147 @@
+"""Packs samples by families, the samples of one prompt, so that a family's prompt is computed once.
+
+Ranks and micro-batches get whole families where these fit; a family that is split computes its prompt in each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from lightrl.data.balance import assign_to_ranks, imbalance
+from lightrl.data.packing import Key, dummy_batch, pack, split_micro_batches
+from lightrl.records import Experience, PackedBatch
+from lightrl.sharing.tree import SharedBatch, num_computed, share
+from lightrl.trainers.policy_step import PolicyUpdates
+
+_UNEVEN = 1.05  # load of the fullest rank over the mean, above which families are split
+_MOST_PARTS = 8  # of them for each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Samples that go into one micro-batch together."""
+
+    items: tuple[Experience, ...]
+    num_tokens: int  # that are computed
+
+    @property
+    def key(self) -> Key:
+        """The key of its first sample."""
+        return self.items[0].key
+
+    @property
+    def label(self) -> str:
+        """The subject of a message about it: only one of a single sample is ever too long."""
+        return self.items[0].label
+
+    def halves(self) -> list[Family]:
+        """Returns two families, each with every other sample by length."""
+        ordered = sorted(self.items, key=lambda item: (-item.num_tokens, item.key))
+        return [family_of(ordered[0::2]), family_of(ordered[1::2])]
+
+
+class Dealt(NamedTuple):
+    """The ranks of all families."""
+
+    owners: list[int]
+    targets: list[int]
+    imbalance: float  # tokens of the fullest rank over the mean
+    fullest: float  # tokens of that rank
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Returns the targets of the families that a rank holds."""
+        return [target for target, owner in zip(self.targets, self.owners, strict=True) if owner == rank]
+
+
+def family_of(items: Sequence[Experience]) -> Family:
+    """Returns samples as a family."""
+    ordered = sorted(items, key=lambda item: item.key)
+    return Family(tuple(ordered), num_computed([(*s.sample.prompt_ids, *s.sample.response_ids) for s in ordered]))
+
+
+def families(items: Sequence[Experience], *, max_tokens: int | None = None) -> list[Family]:
+    """Returns the samples of each position, cut in half until each part fits or is a single sample."""
+    ordered = sorted(items, key=lambda item: item.key)
+    pending = [family_of(list(same)) for _, same in groupby(ordered, key=lambda item: item.sample.position)]
+    fitting: list[Family] = []
+    while pending:
+        family = pending.pop()
+        if max_tokens is None or family.num_tokens <= max_tokens or len(family.items) == 1:
+            fitting.append(family)
+        else:
+            pending += family.halves()
+    return fitting
+
+
+def by_samples(items: Sequence[Experience], max_samples: int) -> list[list[Experience]]:
+    """Returns micro-batches of up to max_samples, with as many samples of a family together as fit."""
+    chunks = [
+        list(family.items[start : start + max_samples])
+        for family in families(items)
+        for start in range(0, len(family.items), max_samples)
+    ]
+    parts: list[list[Experience]] = []
+    for chunk in sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].key)):
+        room = next((part for part in parts if len(part) + len(chunk) <= max_samples), None)
+        if room is None:
+            parts.append(chunk)
+        else:
+            room += chunk
+    return parts
+
+
+class SharedUpdates(PolicyUpdates):
+    """Goes in front of a class of updates: the models score trees of samples in place of rows."""
+
+    def _balanced(self, mine: list[Experience]) -> list[Experience]:
+        """Moves whole families between ranks, by the tokens that they compute; halves of them if that is uneven."""
+        comm, parts = self._strategy.comm, families(mine)
+        best = self._dealt(parts)
+        while best.imbalance > _UNEVEN and len(best.targets) < _MOST_PARTS * comm.world:
+            halved = [half for part in parts for half in (part.halves() if len(part.items) > 1 else [part])]
+            dealt = self._dealt(halved)
+            if dealt.fullest >= best.fullest:
+                break
+            parts, best = halved, dealt
+        if best.targets:
+            self._statistics.maximum("balance/max_over_mean", best.imbalance)
+        outgoing: list[list[Experience]] = [[] for _ in range(comm.world)]
+        for part, target in zip(parts, best.of_rank(comm.rank), strict=True):
+            outgoing[target] += part.items
+        return comm.exchange(outgoing)
+
+    def _dealt(self, mine: list[Family]) -> Dealt:
+        """Assigns the families of all ranks; a collective."""
+        comm = self._strategy.comm
+        loads_by_rank = comm.all_gather_object([family.num_tokens for family in mine])
+        loads = [load for part in loads_by_rank for load in part]
+        owners = [rank for rank, part in enumerate(loads_by_rank) for _ in part]
+        targets = assign_to_ranks(loads, owners, comm.world)
+        uneven = imbalance(loads, targets, comm.world)
+        return Dealt(owners, targets, uneven, uneven * sum(loads) / comm.world)
+
+    def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
+        """Packs families into micro-batches, the same number on every rank; a rank without samples gets dummies."""
+        temperature, comm = self._config.temperature, self._strategy.comm
+        with comm.phase("micro-batches", local=True):
+            parts = self._parts(experience)
+        count = comm.max_int(max(1, len(parts)))
+        if len(parts) < count:
+            parts = self._parts(experience, count)
+        with comm.phase("packing", local=True):
+            packs = [share(pack(part, temperature=temperature, **per_token)) for part in parts if part]
+            for batch in packs:
+                computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else batch.cu_seqlens[-1]
+                self._statistics.mean("tokens/computed_share", computed, batch.cu_seqlens[-1])
+        return packs + [dummy_batch(temperature=temperature)] * (count - len(packs))
+
+    def _parts(self, experience: list[Experience], count: int = 1) -> list[list[Experience]]:
+        if self._config.micro_batch_size:
+            return by_samples(experience, self._config.micro_batch_size)
+        limit = self._config.max_tokens_per_microbatch
+        groups = families(experience, max_tokens=limit)
+        batches = split_micro_batches(groups, max_tokens=limit, max_samples=None, min_num=count)
+        return [[item for family in batch for item in family.items] for batch in batches]

@@ -1,0 +1,156 @@
+"""Models score packs with shared beginnings as they score them whole; those that cannot are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_vlm
+import torch
+import transformers
+from tiny_hybrids import SHAPE as HYBRID_SHAPE
+from torch.testing import assert_close
+
+from lightrl.config import GRPOConfig, LoraConfig
+from lightrl.models.critic import ActorCritic, Critic, ValueHead
+from lightrl.models.lora import WithoutAdapters, add_adapters
+from lightrl.models.policy import Policy, response_batch
+from lightrl.records import PackedBatch
+from lightrl.sharing import model as sharing_model
+from lightrl.sharing.model import attach_sharing
+from lightrl.sharing.tree import SharedBatch, share
+from lightrl.strategy import create_strategy
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, Any] = {
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SHAPE, head_dim=8, sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "mistral_window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=5),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+STRATEGY = create_strategy(GRPOConfig(strategy="single"))
+
+
+def hf_model(name: str) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+
+
+def batches() -> tuple[PackedBatch, PackedBatch]:
+    """Returns a pack with two groups and a sample of its own, whole and shared."""
+    draw = torch.Generator().manual_seed(3)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(61, (count,), generator=draw).tolist())
+
+    prompts = tokens(20), tokens(11)
+    pairs = [(prompt, tokens(count)) for prompt in prompts for count in (4, 1, 4, 7)]
+    batch = response_batch(sorted([*pairs, (tokens(3), tokens(9))], key=lambda pair: sum(map(len, pair))))
+    shared = share(batch)
+    assert isinstance(shared, SharedBatch)
+    return batch, shared
+
+
+def scored(model: Any, batch: PackedBatch) -> list[torch.Tensor]:
+    """Returns all scores, and the gradients of a random sum of them."""
+    model.zero_grad()
+    output = model(batch)
+    found = [getattr(output, name, None) for name in ("logprobs", "entropy", "values", "final_values")]
+    scores = [values for values in found if isinstance(values, torch.Tensor)]
+    torch.manual_seed(1)
+    sum((values * torch.randn(values.shape)).sum() for values in scores).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [*(values.detach() for values in scores), *gradients]
+
+
+def assert_alike(model: Any) -> None:
+    whole, shared = (scored(model, batch) for batch in batches())
+    assert len(whole) == len(shared) > 2
+    for one, other in zip(whole, shared, strict=True):
+        assert_close(other, one, atol=2e-6 * max(1.0, one.abs().max().item()), rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_scores_and_gradients_are_those_of_whole_sequences(name: str) -> None:
+    policy = Policy(hf_model(name))
+    attach_sharing(policy, STRATEGY)
+    assert_alike(policy)
+
+
+def test_it_is_computed_once() -> None:
+    policy = Policy(hf_model("qwen3"))
+    attach_sharing(policy, STRATEGY)
+    sizes = []
+    policy.hf.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    for batch in batches():
+        policy(batch)
+    # 4 x 20 + 4 x 11 + 2 x 16 + 12 tokens; the prompts once: 20 + 11 + 2 x 16 + 12
+    assert sizes == [168, 75]
+
+
+def test_critics_adapters_and_checkpointing_go_with_it() -> None:
+    head = ValueHead(32)
+    torch.nn.init.normal_(head.weight)
+    adapted = Policy(hf_model("qwen3"))
+    add_adapters(adapted.hf, LoraConfig(rank=2), seed=0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    checkpointed = Policy(hf_model("qwen3"))
+    checkpointed.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic = Critic(hf_model("qwen3").model, copy.deepcopy(head))
+    for model in (critic, ActorCritic(hf_model("qwen3"), head), adapted, checkpointed.train()):
+        attach_sharing(model, STRATEGY)
+        assert_alike(model)
+    reference = WithoutAdapters(adapted)
+    attach_sharing(reference, STRATEGY)  # the same decoder: nothing is attached twice
+    with torch.no_grad():
+        whole, shared = (reference(batch).logprobs for batch in batches())
+    assert_close(shared, whole, atol=2e-6, rtol=0)
+
+
+def test_models_with_images_or_a_state_are_refused() -> None:
+    config = transformers.Qwen3NextConfig(
+        **HYBRID_SHAPE,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    takes_images = Policy(tiny_vlm.tiny_model("qwen2_5_vl"))
+    with pytest.raises(ValueError, match="which takes images"):
+        attach_sharing(takes_images, STRATEGY)
+    for hybrid in (config, transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)):
+        policy = Policy(transformers.AutoModelForCausalLM.from_config(hybrid))
+        with pytest.raises(ValueError, match=rf"--share_prompts does not go with model type '{hybrid.model_type}'"):
+            attach_sharing(policy, STRATEGY)
+
+
+def test_a_model_that_computes_something_else_then_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branches see nothing of the prompt."""
+    layout_of = sharing_model.tree_layout
+    monkeypatch.setattr(sharing_model, "tree_layout", lambda tree: replace(layout_of(tree), branches=()))
+    with pytest.raises(ValueError, match="scores of a few tokens differ by"):
+        attach_sharing(Policy(hf_model("qwen3")), STRATEGY)
