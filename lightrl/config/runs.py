@@ -10,6 +10,7 @@ from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.exact import check_exact
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
+from lightrl.config.profile_option import ProfileConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
     CodeConfig,
@@ -52,8 +53,7 @@ class BasicConfig:
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out problems of builtin:addition if that is trained on,
-    else no evaluation."""
+    """Data for evaluation, in the same form. Empty: the held-out part of builtin:addition if trained on, else none."""
     max_steps: int = option(200, at_least=0, resume="free")
     """Number of steps. A step samples responses to num_prompts prompts and learns from them."""
     output_dir: str = option("", resume="free")
@@ -108,7 +108,7 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig(StrategyOptions, BasicConfig):
+class RunConfig(StrategyOptions, ProfileConfig, BasicConfig):
     """What every trainer needs: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")

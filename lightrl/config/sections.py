@@ -383,6 +383,11 @@ class LogConfig:
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
 
+    @property
+    def observers(self) -> tuple[str, ...]:
+        """Import paths of functions of the trainer that write more; none by default."""
+        return ()
+
 
 @dataclass(kw_only=True, slots=True)
 class RolloutLogConfig(LogConfig):
@@ -390,6 +395,14 @@ class RolloutLogConfig(LogConfig):
 
     samples_per_step: int = option(4, at_least=0)
     """Number of samples written to samples.jsonl at each step."""
+    tokens: bool = False
+    """Write each token of these samples with its advantage, ratio, mask, weight version, logprob and entropy, and each
+    reward of a sum, for `lightrl report`."""
+
+    @property
+    def observers(self) -> tuple[str, ...]:
+        """Import paths of functions of the trainer that write more; none by default."""
+        return ("lightrl.trainers.token_log:log_tokens",) if self.tokens and self.samples_per_step else ()
 
 
 # ---- Sharing -----------------------------------------------------------------------------------------------------

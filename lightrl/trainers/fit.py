@@ -274,6 +274,8 @@ def fit(trainer: Trainer) -> dict[str, float]:
     with comm.phase("set-up", local=True):
         if comm.is_main:
             folder.open(config, trainer.step_index)
+    for part in (*config.observers, *config.log.observers):
+        load_object(part, builtin={}, what="function", example="profile")(trainer)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     with console.progress, closing(_open_log(trainer)) as log, ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}")

@@ -252,7 +252,11 @@ class RunFolder:
 
     def append_samples(self, step: int, experience: Iterable[Experience]) -> None:
         """Adds a line per sample to samples.jsonl."""
-        _append(self._samples, [_sample_row(step, item) for item in experience])
+        _append(self._samples, [self.sample_row(step, item) for item in experience])
+
+    def sample_row(self, step: int, item: Experience) -> dict[str, Any]:
+        """Returns what samples.jsonl says of a sample."""
+        return _sample_row(step, item)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Reads what has been logged so far."""
