@@ -4,7 +4,7 @@ PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls resumes chaos
+.PHONY: setup format check test test-gpu wheel smoke exact docs house stalls resumes chaos recipes
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -45,6 +45,9 @@ stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read wh
 
 resumes:  ## continue runs on the same and on other layouts of ranks, and compare them with undisturbed ones
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/resumes.py
+
+recipes:  ## run every recipe of configs/ and compare it with the result that its file expects; about 10 minutes
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/recipes.py
 
 chaos:  ## kill runs N times at random points; each must end as the undisturbed one
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/chaos.py --kills $(N) --agents

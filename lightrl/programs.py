@@ -46,6 +46,9 @@ TRAINERS = {
 }
 COMMANDS: dict[str, Run | Command] = {
     "train": Command(f"Train: lightrl train {'|'.join(TRAINERS)} [OPTIONS].", "lightrl.programs:train"),
+    "plan": Command(
+        f"Say what a run needs before it starts: lightrl plan {'|'.join(TRAINERS)}.", "lightrl.programs:plan"
+    ),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
     "replay": Command(
         "Repeat a recorded asynchronous run, or a step of any.",
@@ -65,6 +68,12 @@ COMMANDS: dict[str, Run | Command] = {
 def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
     """Runs the trainer that the first argument names, with the options that follow."""
     _start_named(TRAINERS, arguments, program)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Plans the run of the trainer that the first argument names, without starting it."""
+    configs = {name: program.config for name, program in TRAINERS.items()}
+    return int(_load("lightrl.plan.plan_program:plan")(configs, arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +105,8 @@ def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
     if isinstance(program, Command):
         return int(_load(program.start)(arguments) or 0)
     config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
+    if config.dry_run:
+        raise SystemExit(_load("lightrl.plan.plan_program:dry_run")(config, name.rpartition(" ")[2]))
     _load("lightrl.trainers.fit:run_trainer")(_load(program.trainer), config)
     return 0
 

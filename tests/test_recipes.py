@@ -1,6 +1,7 @@
 """Every recipe of configs/ for the built-in task learns it: a short part of each, in one process."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def test_no_recipe_is_left_out() -> None:
 def test_a_recipe_holds_valid_options(recipe: str) -> None:
     config = parse_config(GRPOConfig, ["--config", str(ROOT / "configs" / f"{recipe}.yaml")])
     assert config.config.endswith(f"{recipe}.yaml")
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_a_recipe_says_what_to_expect(recipe: str) -> None:
+    """`make recipes` runs them to their ends and compares."""
+    (line,) = re.findall(r"^# Expected: .*$", (ROOT / "configs" / f"{recipe}.yaml").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"# Expected: (nothing yet, .+|\S+/\S+ 0\.\d+ \+- 0\.\d+ at the last step)", line)
 
 
 @pytest.mark.slow

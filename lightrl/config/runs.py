@@ -45,6 +45,8 @@ class BasicConfig:
 
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
+    dry_run: bool = option(False, resume="free")
+    """Say what the run needs on these ranks, and start nothing. `lightrl plan` says it for other machines."""
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
     strategy: str = option("auto", resume="free")
@@ -79,8 +81,7 @@ class LoraConfig:
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Linear layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear: every
-    linear layer but the output head."""
+    """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all but the head."""
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
 
@@ -386,8 +387,7 @@ class OfflineConfig(RunConfig):
     batch_size: int = option(64, at_least=1)
     """Examples (or pairs) per step, over all ranks. A step is one optimizer step."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, else no
-    evaluation."""
+    """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, if any."""
     data: ExampleDataConfig = section(ExampleDataConfig)
     eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
 

@@ -119,9 +119,14 @@ class Link:
         """Whether there is such a value."""
         return bool(self._store.check([key]))
 
+    def peek(self, key: str) -> bytes:
+        """Returns a value, which stays."""
+        content: bytes = self._store.get(key)
+        return content
+
     def take(self, key: str) -> bytes:
         """Returns a value and removes it."""
-        content: bytes = self._store.get(key)
+        content = self.peek(key)
         self._store.delete_key(key)
         return content
 

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.engines.link import Link
-from lightrl.records import Prompt, ScoredGroup
+from lightrl.records import Prompt, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
-from lightrl.rollout.production import CLAIMS, FINISHED, TicketOrder
-from lightrl.rollout.recorded_schedule import ScheduleLog
+from lightrl.rollout.production import CLAIMS, CONTINUED, FINISHED, TicketOrder
+from lightrl.rollout.recorded_schedule import Calls, ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
-from lightrl.rollout.sample_messages import from_bytes
+from lightrl.rollout.sample_messages import from_bytes, to_bytes
 from lightrl.rollout.saved_groups import group_from_state
 from lightrl.rollout.scheduler import Rules, forced_first
 
 
-class UsedTickets:
-    """The tickets that steps have learned from; rank 0 knows them, and a checkpoint holds them."""
+class Tickets:
+    """The tickets that steps have learned from, and those that are half-made; rank 0 knows them.
+
+    A checkpoint holds them with everything that was generated.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self.first = 0  # every ticket below it was used
         self.beyond: set[int] = set()  # used ones above it
+        self.finished: list[dict[str, Any]] = []  # groups of the checkpoint that no step has taken
+        self.running: list[dict[str, Any]] = []  # groups of the checkpoint that are not finished
+        self.under_way: Callable[[], Mapping[str, Any]] | None = None  # what is finished and running now
 
     def add(self, tickets: Sequence[int]) -> None:
         """Notes the tickets of a step."""
@@ -34,13 +41,24 @@ class UsedTickets:
             self.beyond.remove(self.first)
             self.first += 1
 
+    @property
+    def begun(self) -> list[tuple[int, int]]:
+        """The tickets of the checkpoint's groups, each with the version at its start; the finished ones come first."""
+        return [(int(item["ticket"]), int(item["version"])) for item in (*self.finished, *self.running)]
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of rank 0 as plain numbers; every rank calls it."""
-        return self._comm.broadcast_object({"first": self.first, "beyond": sorted(self.beyond)})
+        """Returns the state of rank 0 as plain values and tensors; every rank calls it."""
+        state: dict[str, Any] = {"first": self.first, "beyond": sorted(self.beyond)}
+        with self._comm.phase("saving what is under way", local=True):
+            if self.under_way is not None:
+                state |= self.under_way()
+        return self._comm.broadcast_object(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where state_dict() was taken."""
         self.first, self.beyond = int(state["first"]), set(state["beyond"])
+        self.finished = list(state.get("finished", ()))  # this and what follows is not in checkpoints of older versions
+        self.running = list(state.get("running", ()))
 
 
 class BoundedCollector(RemoteCollector):
@@ -54,19 +72,22 @@ class BoundedCollector(RemoteCollector):
         sampler: PromptSampler,
         *,
         config: RolloutConfig,
-        used: UsedTickets,
+        tickets: Tickets,
         log: ScheduleLog,
     ) -> None:
         super().__init__(comm, link, prompts, sampler)
         self._rules = Rules(batch_size=config.num_prompts, max_staleness=config.rollout.max_staleness)
         self._max_failures = config.max_reward_failures
-        self._used = used
+        self._tickets = tickets
         self._log = log
-        self._order = TicketOrder(used.first, sorted(used.beyond))
+        self._order = TicketOrder(tickets.first, sorted(tickets.beyond), [ticket for ticket, _ in tickets.begun])
         self._started: dict[int, int] = {}  # version at the start, by the number of the claim
         self._num_seen = 0  # claims that are known here
         self._num_finished = 0  # finished ones that are known here
         self._finished: set[int] = set()
+        if link is not None:
+            tickets.under_way = partial(self._under_way, link)
+            _begin(link, tickets)
 
     def take(self, link: Link, step: int) -> list[ScoredGroup]:
         """Waits until the step has a batch; returns it by ticket."""
@@ -82,16 +103,48 @@ class BoundedCollector(RemoteCollector):
 
         link.wait(has_batch, "finished groups")
         groups: list[ScoredGroup] = []
+        calls: list[Calls] = []
+        failures: list[str] = []
         for number in chosen:
             answer = from_bytes(link.take(f"group/{number}"))
             groups += [group_from_state(state, self._prompts) for state in answer["groups"]]
+            calls.append(answer["calls"])
+            failures.append(answer["failure"])
             self._statistics.append(answer["statistics"])
             del self._started[number]
             self._finished.remove(number)
         self._check_failures()
-        self._used.add([self._order[number] for number in chosen])
-        self._log.append(step, groups)
+        _require_some(groups, failures)
+        self._require_young(groups, step)
+        self._tickets.add([self._order[number] for number in chosen])
+        self._log.append(step, groups, calls)
         return groups
+
+    def _require_young(self, groups: Sequence[ScoredGroup], step: int) -> None:
+        """Checks that what was chosen by the versions at the start holds for every token."""
+        oldest = min((sample.oldest_version for group in groups for sample in group.samples), default=step)
+        if step - oldest > self._rules.max_staleness:
+            raise RuntimeError(
+                f"Step {step + 1} has tokens of weights {oldest}, which are {step - oldest} steps behind; "
+                f"--rollout.max_staleness allows {self._rules.max_staleness}. This is a defect of lightrl: report it."
+            )
+
+    def _under_way(self, link: Link) -> dict[str, Any]:
+        """Returns the groups that no step has taken, for a checkpoint."""
+        link.post({"do": "save"})
+        running = [state for content in link.answers() for state in from_bytes(content)]
+        link.wait(lambda: self._learn_news(link), "what was started")
+        finished = [
+            {
+                "ticket": self._order[number],
+                "version": self._started[number],
+                "message": from_bytes(link.peek(f"group/{number}")),
+            }
+            for number in sorted(self._finished, key=self._order.__getitem__)
+        ]
+        known = {item["ticket"] for item in finished}  # some may have been finished a moment ago
+        running = sorted((item for item in running if item["ticket"] not in known), key=lambda item: item["ticket"])
+        return {"finished": finished, "running": running}
 
     def _learn_news(self, link: Link) -> bool:
         """Reads what was started and finished; returns whether everything that was started is known."""
@@ -113,3 +166,25 @@ class BoundedCollector(RemoteCollector):
                 f"{sum(counts):.0f} rewards have failed, more than --max_reward_failures {self._max_failures}. The "
                 "rollout ranks have shown the first ones."
             )
+
+
+def _begin(link: Link, tickets: Tickets) -> None:
+    """Puts the groups of a checkpoint where the rollout ranks and the first steps look for them."""
+    num_finished, num_begun = len(tickets.finished), len(tickets.begun)
+    link.put(CLAIMS, str(num_begun).encode())
+    link.put(CONTINUED, str(num_finished).encode())
+    for number, (_, version) in enumerate(tickets.begun):
+        link.put(f"start/{number}", str(version).encode())
+    for number, item in enumerate(tickets.finished):
+        link.put(f"group/{number}", to_bytes(item["message"]))
+        link.put(f"finish/{number}", str(number).encode())
+    for number, item in enumerate(tickets.running, start=num_finished):
+        link.put(f"begun/{number}", to_bytes(item))
+    link.count(FINISHED, num_finished)
+
+
+def _require_some(groups: Sequence[ScoredGroup], failures: Sequence[str]) -> None:
+    """Raises if every episode of the step has failed: a mistake in the workflow, most likely."""
+    samples = [sample for group in groups for sample in group.samples]
+    if samples and all(sample.status is Status.FAILED for sample in samples):
+        raise RuntimeError(f"Every episode of the step has failed. The first:\n{failures[0]}")

@@ -81,10 +81,13 @@ class EpisodeDriver:
         checked = as_prompt(prompt)
         self.engine.check_prompt("the prompt of a turn", checked, params)
         wish = Wish(checked, params, asyncio.get_running_loop().create_future())
+        self._ask(wish)
+        return await wish.answer
+
+    def _ask(self, wish: Wish) -> None:
         self._wishes.append(wish)
         if self._asked is not None and not self._asked.done():
             self._asked.set_result(None)
-        return await wish.answer
 
     # ---- The first rank of the group ---------------------------------------------------------------------------
 
@@ -96,9 +99,7 @@ class EpisodeDriver:
                 if self._wishes or self._waiting:
                     self._tick()
                 elif unfinished := [task for task in tasks if not task.done()]:
-                    self._asked = asyncio.get_running_loop().create_future()
-                    waited: list[asyncio.Future[Any]] = [*unfinished, self._asked]
-                    await asyncio.wait(waited, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                    await self._wait_for_a_wish(unfinished)
             results = [task.result() for task in tasks]
         except BaseException as error:
             for task in tasks:
@@ -109,6 +110,11 @@ class EpisodeDriver:
         self._group.broadcast(_Tick(self._unwanted(), [], is_last=True))
         self._drop_leftovers()
         return results
+
+    async def _wait_for_a_wish(self, unfinished: Iterable[asyncio.Future[Any]]) -> None:
+        """Waits a moment until an episode asks for something or ends, since the engine has nothing to do."""
+        self._asked = asyncio.get_running_loop().create_future()
+        await asyncio.wait([*unfinished, self._asked], timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _let_episodes_go_on(self) -> None:
         quiet = 0

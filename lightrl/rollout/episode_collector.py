@@ -17,7 +17,7 @@ from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
-from lightrl.rollout.collector import Collector, Prompts, sampling_of
+from lightrl.rollout.collector import Collector, Prompts, Scorer, sampling_of
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, episode_of_several
 from lightrl.rollout.episode_tensors import episode_of_tensors
@@ -28,7 +28,7 @@ from lightrl.strategy import StrategyBase
 logger = logging.getLogger(__name__)
 
 
-class _Job(NamedTuple):
+class EpisodeJob(NamedTuple):
     """One episode; it runs on the first rank of its engine's group."""
 
     position: int
@@ -39,7 +39,7 @@ class _Job(NamedTuple):
     num_siblings: int  # episodes of the prompt that have not ended, this one included
 
 
-class _Failure(NamedTuple):
+class EpisodeFailure(NamedTuple):
     """An episode that raised, or that ran out of time."""
 
     reason: str
@@ -77,7 +77,21 @@ def longest_episode(config: RolloutConfig, context: int) -> int:
     return min(context, in_micro_batch, config.rollout.max_context_tokens or context)
 
 
-class EpisodeCollector(Collector):
+class EpisodeScorer(Scorer):
+    """Scores episodes. The reward of a sample that asked for the run's rewards in its episode is its own."""
+
+    def score(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others."""
+        open_ones = [sample for sample in samples if not _is_over(sample)]
+        scores = iter(super().score(open_ones, statistics, prefix=prefix))
+        if statistics is not None:
+            _describe(samples, statistics, prefix)
+        return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
+
+
+class EpisodeCollector(EpisodeScorer, Collector):
     """Samples and scores this rank's prompts by a workflow. Every rank calls each method, even with no prompt."""
 
     def __init__(
@@ -98,39 +112,29 @@ class EpisodeCollector(Collector):
         self._has_shown_failure = False
         self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes run, by position
 
-    def score(
-        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
-    ) -> list[float]:
-        """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others.
-
-        The reward of a sample that asked for the run's rewards in its episode is its own.
-        """
-        open_ones = [sample for sample in samples if not _is_over(sample)]
-        scores = iter(super().score(open_ones, statistics, prefix=prefix))
-        if statistics is not None:
-            _describe(samples, statistics, prefix)
-        return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
-
     def _generate(
         self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
     ) -> list[Sample]:
         jobs = [
-            _Job(position, prompt, index, seed, sampling, n)
+            EpisodeJob(position, prompt, index, seed, sampling, n)
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
             for index in range(n)
         ]
         serving = self._strategy.serving
+        under_way, self._siblings = self._siblings, {}  # an evaluation shares nothing with training
         with serving.session(sleep_engine=sleep_engine) as engine, self._comm.phase("episodes", local=True):
             driver = EpisodeDriver(engine, serving.group)
-            made = driver.run(jobs, lambda job: self._episode(driver, job))
+            made = driver.run(jobs, lambda job: self.play(driver, job))
+        self._siblings = under_way
         self._require_some(made)
-        return [self._as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
+        return [self.as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
-    def workflow_of(self, job: _Job) -> Workflow:
+    def workflow_of(self, job: EpisodeJob) -> Workflow:
         """Returns what makes the sample of a job: the run's workflow."""
         return self._workflow
 
-    async def _episode(self, driver: EpisodeDriver, job: _Job) -> Episode | _Failure | None:
+    async def play(self, driver: EpisodeDriver, job: EpisodeJob) -> Episode | EpisodeFailure | None:
+        """Runs an episode to its end; what it raises becomes a failure."""
         siblings = self._siblings.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
         client = EngineClient(
             driver,
@@ -153,22 +157,23 @@ class EpisodeCollector(Collector):
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
-            return _Failure(f"{type(error).__name__}: {reason}", traceback.format_exc())
+            return EpisodeFailure(f"{type(error).__name__}: {reason}", traceback.format_exc())
         finally:
             await siblings.leave()
             if not siblings.num_running:
                 self._siblings.pop(job.position, None)
 
-    def _require_some(self, made: Sequence[Episode | _Failure | None]) -> None:
+    def _require_some(self, made: Sequence[Episode | EpisodeFailure | None]) -> None:
         """Raises on every rank if all episodes of all ranks have failed: a mistake in the workflow, most likely."""
-        failures = [item for item in made if isinstance(item, _Failure)]
+        failures = [item for item in made if isinstance(item, EpisodeFailure)]
         first = failures[0] if failures and len(failures) == len(made) else None
         verdicts = self._comm.all_gather_object((len(made), first))
         details = [item.details for count, item in verdicts if item is not None and count]
         if details and len(details) == sum(count > 0 for count, _ in verdicts):
             raise RuntimeError(f"Every episode has failed. The first:\n{details[0]}")
 
-    def _as_sample(self, job: _Job, made: Episode | _Failure | None) -> Sample:
+    def as_sample(self, job: EpisodeJob, made: Episode | EpisodeFailure | None) -> Sample:
+        """Returns what play() returned as a sample."""
         if isinstance(made, Episode):
             return made.sample(job.prompt, job.position, job.sample_index, self._strategy.tokenizer)
         if made is not None and not self._has_shown_failure:

@@ -6,7 +6,7 @@ computes between two calls must therefore depend on what it heard alone.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -50,6 +50,11 @@ class Journal:
         self.num_calls += 1
         return self.num_calls - 1
 
+    def versions_of_calls(self) -> list[Sequence[int]]:
+        """Returns the versions of the tokens of each call; none for a call that was given up."""
+        count = max(self.completions, default=-1) + 1
+        return [self.completions[number].versions if number in self.completions else () for number in range(count)]
+
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,8 +63,8 @@ class Journal:
             "ticket": self.ticket,
             "sample": self.sample_index,
             "start_version": self.start_version,
-            "completions": {number: _completion_state(item) for number, item in self.completions.items()},
-            "partials": {number: _completion_state(item) for number, item in self.partials.items()},
+            "completions": {number: completion_state(item) for number, item in self.completions.items()},
+            "partials": {number: completion_state(item) for number, item in self.partials.items()},
             "results": dict(self.results),
         }
 
@@ -70,9 +75,9 @@ class Journal:
             state["ticket"],
             state["sample"],
             state["start_version"],
-            {number: _completion_from(item) for number, item in state["completions"].items()},
-            {number: _completion_from(item) for number, item in state["partials"].items()},
-            dict(state["results"]),
+            {int(number): completion_from(item) for number, item in state["completions"].items()},
+            {int(number): completion_from(item) for number, item in state["partials"].items()},
+            {int(number): item for number, item in state["results"].items()},  # names of JSON are texts
         )
 
 
@@ -98,7 +103,8 @@ async def remembered(result: Awaitable[T]) -> T:
     return made
 
 
-def _completion_state(item: Completion) -> dict[str, Any]:
+def completion_state(item: Completion) -> dict[str, Any]:
+    """Returns a completion as plain values and tensors."""
     return {
         "sample": item.sample_index,
         "prompt": torch.tensor(item.prompt_token_ids, dtype=torch.int64),
@@ -110,7 +116,8 @@ def _completion_state(item: Completion) -> dict[str, Any]:
     }
 
 
-def _completion_from(state: Mapping[str, Any]) -> Completion:
+def completion_from(state: Mapping[str, Any]) -> Completion:
+    """Returns the completion that completion_state() saved."""
     return Completion(
         request_id=-1,
         sample_index=state["sample"],

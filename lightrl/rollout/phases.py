@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.rollout.driver import _POLL_S, EpisodeDriver, Wish, _Tick
+from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
 from lightrl.rollout.journal import CURRENT, Journal
 
 
@@ -49,7 +49,8 @@ class PhasedDriver(EpisodeDriver):
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
         """Samples one completion, or returns the one that the episode's journal has."""
         journal = CURRENT.get()
-        assert journal is not None, "begin() has set it"
+        if journal is None:  # a visitor of the endpoint, who belongs to no episode
+            return await super().generate(prompt, params)
         number = journal.next_call()
         if number in journal.completions:
             return journal.completions[number]
@@ -57,7 +58,7 @@ class PhasedDriver(EpisodeDriver):
         self.engine.check_prompt("the prompt of a turn", checked, params)
         answer = self._loop.create_future()
         self._journals[answer] = (journal, number)
-        self._wishes.append(Wish(checked, params, answer, journal.partials.get(number), journal.ticket))
+        self._ask(Wish(checked, params, answer, journal.partials.get(number), journal.ticket))
         try:
             completion: Completion = await answer
         finally:
@@ -68,8 +69,13 @@ class PhasedDriver(EpisodeDriver):
 
     # ---- Phases ------------------------------------------------------------------------------------------------
 
-    def step(self, count: int, allowed: Collection[int]) -> None:
-        """Steps the engine so many times for the tickets that are allowed; every rank of its group calls it."""
+    def step(self, count: int, allowed: Collection[int] | None = None) -> None:
+        """Steps the engine so many times; every rank of its group calls it.
+
+        Args:
+            count: Of the steps.
+            allowed: Tickets that the engine works on; None: all.
+        """
         self._allowed = allowed
         if self._group.rank:
             for _ in range(count):
@@ -85,19 +91,22 @@ class PhasedDriver(EpisodeDriver):
         for _ in range(count):
             await self._let_episodes_go_on()
             if not (self._waiting or self._has_wishes) and (left := [t for t in self._tasks.values() if not t.done()]):
-                await asyncio.wait(left, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                await self._wait_for_a_wish(left)
             self._tick()
         await self._let_episodes_go_on()
 
     @property
     def _has_wishes(self) -> bool:
-        return any(self._allowed is None or wish.ticket in self._allowed for wish in self._wishes)
+        return any(self._may_run(wish) for wish in self._wishes)
+
+    def _may_run(self, wish: Wish) -> bool:
+        return self._allowed is None or wish.ticket < 0 or wish.ticket in self._allowed
 
     def _take_wishes(self) -> list[Wish]:
         if self._allowed is None:
             return super()._take_wishes()
-        taken = [wish for wish in self._wishes if wish.ticket in self._allowed]
-        self._wishes = [wish for wish in self._wishes if wish.ticket not in self._allowed]
+        taken = [wish for wish in self._wishes if self._may_run(wish)]
+        self._wishes = [wish for wish in self._wishes if not self._may_run(wish)]
         return taken
 
     def pause(self, *, keep: bool) -> list[tuple[int, int]]:
@@ -123,7 +132,7 @@ class PhasedDriver(EpisodeDriver):
 
     def _put_back(self, wish: Wish, completion: Completion) -> None:
         partial = completion if completion.output_token_ids else None
-        if partial is not None:
+        if partial is not None and wish.answer in self._journals:
             journal, number = self._journals[wish.answer]
             journal.partials[number] = partial
         self._wishes.append(wish._replace(partial=partial))

@@ -7,9 +7,11 @@ those that are finished. Ranks of an engine's group do what its first rank says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
@@ -20,22 +22,31 @@ from lightrl.engines.link import Command, Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Scorer, engine_prompt
-from lightrl.rollout.sample_messages import to_bytes
+from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Scorer, engine_prompt, sampling_of
+from lightrl.rollout.journal import completion_from, completion_state
+from lightrl.rollout.sample_messages import from_bytes, to_bytes
 from lightrl.rollout.saved_groups import group_state
 from lightrl.seeding import mix_seed
 
 CLAIMS = "claims"  # counter of the groups that were started since the run began or was resumed
 FINISHED = "finished"
-_IDLE_S = 0.002
+CONTINUED = "continued"  # counter of the groups that go on where a checkpoint has them
+IDLE_S = 0.002
 
 
 class TicketOrder:
-    """Names the tickets that are still to be made, in order: all from the first one on but those that were used."""
+    """Names the tickets that are still to be made: first those that a checkpoint has half-made, then all unused."""
 
-    def __init__(self, first: int, used: Sequence[int]) -> None:
-        self._tickets: list[int] = []
-        self._rest = self._unused(first, frozenset(used))
+    def __init__(self, first: int, used: Sequence[int], begun: Sequence[int] = ()) -> None:
+        """Begins at a ticket below which every one was used.
+
+        Args:
+            first: That ticket.
+            used: Used ones above it.
+            begun: Those that a checkpoint has half-made, in its order.
+        """
+        self._tickets: list[int] = [*begun]
+        self._rest = self._unused(first, frozenset((*used, *begun)))
 
     @staticmethod
     def _unused(first: int, used: frozenset[int]) -> Iterator[int]:
@@ -53,14 +64,24 @@ class TicketOrder:
 
 
 @dataclass(slots=True)
-class _Running:
+class Running:
     """A group on its way through the engine."""
 
     number: int  # of the claim
     ticket: int
     version: int
     prompt: Prompt
-    done: list[Completion]
+    done: list[Completion] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Made:
+    """A group whose samples have ended."""
+
+    group: Running
+    samples: list[Sample]
+    calls: list[list[Sequence[int]]]  # of each sample: the versions of the tokens of each of its calls of the engine
+    failure: str = ""  # the first traceback of an episode that failed
 
 
 @dataclass(slots=True)
@@ -92,16 +113,25 @@ class Production:
         self._prompts = prompts
         self._collector = collector
         self._scorer = Scorer(Comm(), rewards)  # of this rank alone
+        self._sampling = replace(
+            sampling_of(config)["sampling"], max_new_tokens=config.max_new_tokens, temperature=config.temperature
+        )
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         self._order: TicketOrder | None = None  # None: the trainer has not said yet where the run begins
+        self._begun: list[int] = []  # versions at the start of the groups that a checkpoint has, by their number
+        self._may_go_on = False  # whether some of them may wait for a rank
         self._first_step = 0
-        self._running: dict[int, _Running] = {}  # by request
+        self._groups: dict[int, Running] = {}  # by ticket
+        self._requests: dict[int, Running] = {}
         self._scoring = ThreadPoolExecutor(1)  # a slow reward must not stop the engine
-        self._scored: list[tuple[_Running, Future[bytes]]] = []
+        self._scored: list[tuple[Made, Future[bytes]]] = []
 
-    def begin(self, step: int, first: int, used: Sequence[int]) -> None:
-        """Starts the run, or goes on with it: behind this step, with the tickets from the first one on but the used."""
-        self._order, self._first_step = TicketOrder(first, used), step
+    def begin(self, command: Command) -> None:
+        """Starts the run, or goes on with it, as the trainer says."""
+        tickets = [ticket for ticket, _ in command["begun"]]
+        self._order, self._first_step = TicketOrder(command["first"], command["used"], tickets), command["step"]
+        self._begun = [version for _, version in command["begun"]]
+        self._may_go_on = bool(self._begun)
 
     def run(self, carry_out: Callable[[Command], bool]) -> None:
         """Produces until carry_out() of a command returns False."""
@@ -123,6 +153,13 @@ class Production:
         for _, future in self._scored:
             future.exception()
 
+    def save(self) -> list[dict[str, Any]]:
+        """Hands over what is finished, and returns what is under way as plain values and tensors; it goes on."""
+        states = self._states()
+        self.finish_scoring()
+        self._hand_over()
+        return states if self._group.rank == 0 else []
+
     # ---- Between two steps of the engine -----------------------------------------------------------------------
 
     def _next_order(self) -> _Order:
@@ -137,8 +174,13 @@ class Production:
         if self._order is None or version is None:
             return []
         num_steps = min(config.rollout.max_staleness + version + 1, config.max_steps) - self._first_step
-        room = config.num_prompts - len(self._running)
+        room = config.num_prompts - len(self._groups)
         claims: list[tuple[int, int]] = []
+        while self._may_go_on and len(claims) < room:
+            if (number := self._link.claim(CONTINUED, len(self._begun))) is None:
+                self._may_go_on = False
+            else:
+                claims.append((number, self._begun[number]))
         while len(claims) < room and (number := self._link.claim(CLAIMS, num_steps * config.num_prompts)) is not None:
             self._link.put(f"start/{number}", str(version).encode())
             claims.append((number, version))
@@ -146,50 +188,110 @@ class Production:
 
     def _start(self, number: int, version: int) -> None:
         assert self._order is not None, "a claim comes after the beginning"
-        config, ticket = self._config, self._order[number]
+        ticket = self._order[number]
+        group = self._groups[ticket] = Running(number, ticket, version, self._prompt(ticket))
+        if number < len(self._begun):
+            self._go_on(group, from_bytes(self._link.peek(f"begun/{number}")))
+        else:
+            self._submit(group)
+
+    def _prompt(self, ticket: int) -> Prompt:
         self._sampler.num_drawn = ticket
         (index,) = self._sampler.draw(1)
-        prompt = self._prompts[index]
-        params = SamplingParams(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            n=config.group_size,
-            seed=mix_seed(ROLLOUT_STREAM, config.seed, *divmod(ticket, config.num_prompts)),
-        )
-        request = self._engine.submit(engine_prompt(prompt), params)
-        self._running[request] = _Running(number, ticket, version, prompt, [])
+        return self._prompts[index]
 
-    def _step(self) -> None:
-        if not self._engine.has_unfinished():
-            time.sleep(_IDLE_S)
-            return
-        for completion in self._engine.step():
-            running = self._running[completion.request_id]
-            running.done.append(completion)
-            if len(running.done) == self._config.group_size:
-                del self._running[completion.request_id]
-                if self._group.rank == 0:
-                    self._scored.append((running, self._scoring.submit(self._scored_group, running)))
+    def _seed(self, ticket: int) -> int:
+        return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
 
-    def _scored_group(self, running: _Running) -> bytes:
+    def _scored_group(self, made: Made) -> bytes:
         """Scores a group by itself; the trainer adds the failures of a step's groups up."""
         statistics = Statistics()
-        samples = [self._sample(running, item) for item in sorted(running.done, key=lambda item: item.sample_index)]
-        rewards = self._scorer.score(samples, statistics)
-        step = running.ticket // self._config.num_prompts
-        group = ScoredGroup(samples=tuple(samples), rewards=tuple(rewards), step=step)
-        return to_bytes({"groups": [group_state(group)], "statistics": statistics.take()})
+        rewards = self._scorer.score(made.samples, statistics)
+        step = made.group.ticket // self._config.num_prompts
+        group = ScoredGroup(samples=tuple(made.samples), rewards=tuple(rewards), step=step)
+        calls = [[segments(versions) for versions in calls] for calls in made.calls]
+        message = {"groups": [group_state(group)], "statistics": statistics.take(), "calls": calls}
+        return to_bytes({**message, "failure": made.failure})
 
-    def _sample(self, running: _Running, completion: Completion) -> Sample:
-        position = running.ticket % self._config.num_prompts
-        made = self._collector.sample_of(position, running.prompt, completion)
-        return replace(made, ticket=running.ticket, start_version=running.version)
+    def _end(self, made: Made) -> None:
+        """Scores a group whose samples have ended, beside the engine."""
+        del self._groups[made.group.ticket]
+        if self._group.rank == 0:
+            self._scored.append((made, self._scoring.submit(self._scored_group, made)))
 
     def _hand_over(self) -> None:
         """Gives the trainer what has been scored."""
         done = [item for item in self._scored if item[1].done()]
         self._scored = [item for item in self._scored if item not in done]
-        for running, future in done:
-            self._link.put(f"group/{running.number}", future.result())
+        for made, future in done:
+            self._link.put(f"group/{made.group.number}", future.result())
             place = self._link.count(FINISHED, 1) - 1
-            self._link.put(f"finish/{place}", str(running.number).encode())
+            self._link.put(f"finish/{place}", str(made.group.number).encode())
+
+    # ---- Samples of one turn -----------------------------------------------------------------------------------
+
+    def _params(self, ticket: int) -> SamplingParams:
+        return replace(self._sampling, n=self._config.group_size, seed=self._seed(ticket))
+
+    def _submit(self, group: Running) -> None:
+        """Starts the samples of a group."""
+        self._requests[self._engine.submit(engine_prompt(group.prompt), self._params(group.ticket))] = group
+
+    def _step(self) -> None:
+        """Runs one step of the engine."""
+        if not self._engine.has_unfinished():
+            time.sleep(IDLE_S)
+            return
+        for completion in self._engine.step():
+            self._note(self._requests[completion.request_id], completion)
+
+    def _note(self, group: Running, completion: Completion) -> None:
+        group.done.append(completion)
+        if len(group.done) == self._config.group_size:
+            self._requests = {request: other for request, other in self._requests.items() if other is not group}
+            ended = sorted(group.done, key=lambda item: item.sample_index)
+            samples = [self._sample(group, item) for item in ended]
+            self._end(Made(group, samples, [[item.versions] for item in ended]))
+
+    def _sample(self, group: Running, completion: Completion) -> Sample:
+        made = self._collector.sample_of(group.ticket % self._config.num_prompts, group.prompt, completion)
+        return replace(made, ticket=group.ticket, start_version=group.version)
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Stops every sample, returns the groups as a checkpoint holds them, and lets the samples go on."""
+        stopped: dict[int, list[Completion]] = {ticket: [] for ticket in self._groups}
+        groups, self._requests = self._requests, {}
+        for completion in self._engine.abort():
+            group = groups[completion.request_id]
+            if completion.finish_reason == "abort":
+                stopped[group.ticket].append(completion)
+            else:
+                self._requests[completion.request_id] = group
+                self._note(group, completion)
+        states = [
+            {
+                "ticket": ticket,
+                "version": group.version,
+                "done": [completion_state(item) for item in group.done],
+                "partials": [completion_state(item) for item in stopped[ticket]],
+            }
+            for ticket, group in self._groups.items()
+        ]
+        for ticket, group in self._groups.items():
+            self._resume(group, stopped[ticket])
+        return states
+
+    def _go_on(self, group: Running, state: Mapping[str, Any]) -> None:
+        """Goes on with a group of a checkpoint."""
+        group.done = [completion_from(item) for item in state["done"]]
+        self._resume(group, [completion_from(item) for item in state["partials"]])
+
+    def _resume(self, group: Running, partials: Sequence[Completion]) -> None:
+        for partial in partials:
+            request = self._engine.submit(engine_prompt(group.prompt), self._params(group.ticket), partial)
+            self._requests[request] = group
+
+
+def segments(versions: Sequence[int]) -> list[list[int]]:
+    """Returns the versions of tokens as [version, number of tokens] in their order."""
+    return [[version, len([*part])] for version, part in groupby(versions)]

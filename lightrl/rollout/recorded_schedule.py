@@ -10,15 +10,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightrl.records import ScoredGroup
+from lightrl.records import ScoredGroup, Status
 
 SCHEDULE = "schedule.jsonl"
+
+Calls = Sequence[Sequence[Sequence[Sequence[int]]]]  # of a group: of each sample its calls, as in RecordedSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,13 @@ class RecordedSample:
     """How a sample was made."""
 
     sample_index: int
-    segments: tuple[tuple[int, int], ...]  # (version, number of tokens) in the order of the tokens
+    calls: tuple[tuple[tuple[int, int], ...], ...]  # of the engine: each (version, tokens) in the order of the tokens
+    status: Status = Status.COMPLETED
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Returns those of the only call of a sample of one turn."""
+        return self.calls[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +61,11 @@ class ScheduleLog:
         self._path = folder / SCHEDULE
         self._is_open = False
 
-    def append(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def append(self, step: int, groups: Sequence[ScoredGroup], calls: Sequence[Calls]) -> None:
         """Adds the batch of a step; step counts from 0, and lines from 1 as in metrics.jsonl."""
         if not self._is_open:
             self._drop_from(step)
-        row = {"step": step + 1, "groups": [_as_json(group) for group in groups]}
+        row = {"step": step + 1, "groups": [_as_json(*made) for made in zip(groups, calls, strict=True)]}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -88,16 +95,19 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def _as_json(group: ScoredGroup) -> dict[str, Any]:
-    return {
+def _as_json(group: ScoredGroup, calls: Calls) -> dict[str, Any]:
+    left_out = {
+        str(sample.sample_index): sample.status.value
+        for sample in group.samples
+        if sample.status is not Status.COMPLETED
+    }
+    row = {
         "ticket": group.ticket,
         "start_version": group.start_version,
         "digest": digest_of(group),
-        "samples": [
-            [sample.sample_index, [[version, len([*part])] for version, part in groupby(sample.versions)]]
-            for sample in group.samples
-        ],
+        "samples": [[sample.sample_index, *own] for sample, own in zip(group.samples, calls, strict=True)],
     }
+    return {**row, "left_out": left_out} if left_out else row
 
 
 def _from_json(row: dict[str, Any]) -> RecordedGroup:
@@ -106,7 +116,11 @@ def _from_json(row: dict[str, Any]) -> RecordedGroup:
         start_version=row["start_version"],
         digest=row["digest"],
         samples=tuple(
-            RecordedSample(sample_index=index, segments=tuple((version, count) for version, count in segments))
-            for index, segments in row["samples"]
+            RecordedSample(
+                sample_index=index,
+                calls=tuple(tuple((version, count) for version, count in call) for call in calls),
+                status=Status(row.get("left_out", {}).get(str(index), "completed")),
+            )
+            for index, *calls in row["samples"]
         ),
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from lightrl.config import RolloutConfig
 from lightrl.data.sampler import PromptSampler
-from lightrl.engines.base import Completion, SamplingParams
+from lightrl.engines.base import Completion
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Prompts, engine_prompt
+from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Prompts, engine_prompt, sampling_of
 from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample, digest_of
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
@@ -36,6 +36,7 @@ class ReplayedCollector:
         self._collector = collector
         self._strategy = strategy
         self._config = config
+        self._sampling = replace(sampling_of(config)["sampling"], temperature=config.temperature)
         self._prompts = prompts
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         comm = strategy.comm
@@ -54,7 +55,7 @@ class ReplayedCollector:
             )
         serving, comm = self._strategy.serving, self._strategy.comm
         with serving.session(sleep_engine=sleep_engine) as engine, comm.phase("replay", local=True):
-            self._generate(engine, [*self._due(step)])
+            self._make(engine, step)
         with comm.phase("comparison with the schedule", local=True):
             return [sample for position, group in self._batches[step] for sample in self._take(position, group, step)]
 
@@ -67,6 +68,10 @@ class ReplayedCollector:
     def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
         """Evaluates as any run does."""
         return self._collector.evaluate(prompts, **settings)
+
+    def _make(self, engine: ColocatedEngine, version: int) -> None:
+        """Makes every token of these weights."""
+        self._generate(engine, [*self._due(version)])
 
     def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
         """Yields each sample that has tokens of these weights, with its number of tokens behind them."""
@@ -82,17 +87,16 @@ class ReplayedCollector:
         names: dict[int, _Name] = {}
         for group, sample, total in due:
             name = (group.ticket, sample.sample_index)
-            params = SamplingParams(
-                max_new_tokens=total,
-                temperature=self._config.temperature,
-                seed=mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(group.ticket, self._config.num_prompts)),
-                first_sample=sample.sample_index,
-            )
+            seed, index = self._seed(group.ticket), sample.sample_index
+            params = replace(self._sampling, max_new_tokens=total, seed=seed, first_sample=index)
             request = engine.submit(engine_prompt(self._prompt(group.ticket)), params, self._made.pop(name, None))
             names[request] = name
         while engine.has_unfinished():
             for completion in engine.step():
                 self._made[names[completion.request_id]] = completion
+
+    def _seed(self, ticket: int) -> int:
+        return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
 
     def _prompt(self, ticket: int) -> Prompt:
         self._sampler.num_drawn = ticket

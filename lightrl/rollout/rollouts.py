@@ -23,7 +23,7 @@ from lightrl.rewards import AnyReward
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EpisodeLimits
-from lightrl.rollout.episode_collector import _Job
+from lightrl.rollout.episode_collector import EpisodeJob
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, SingleTurn
@@ -331,7 +331,7 @@ class _SubmittedCollector(ScheduledCollector):
         super().__init__(*parts, **episodes)
         self.workflows: dict[int, Workflow] = {}  # by ticket, where it is not the usual one
 
-    def workflow_of(self, job: _Job) -> Workflow:
+    def workflow_of(self, job: EpisodeJob) -> Workflow:
         """Returns the workflow that the prompt was submitted with."""
         return self.workflows.get(job.position, self._workflow)
 

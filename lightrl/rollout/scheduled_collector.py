@@ -16,7 +16,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts, sampling_of
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.episode_collector import EpisodeCollector, _Failure, _Job, episode_limits
+from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, episode_limits
 from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.schedule import Schedule
@@ -150,14 +150,14 @@ class ScheduledCollector(EpisodeCollector):
         for key, journal in self.schedule.journals.items():
             if key not in driver.under_way and key not in self._ended:
                 job = self._job(journal, sampling)
-                driver.begin(journal, partial(self._episode, driver, job))
+                driver.begin(journal, partial(self.play, driver, job))
 
-    def _job(self, journal: Journal, sampling: SamplingParams) -> _Job:
+    def _job(self, journal: Journal, sampling: SamplingParams) -> EpisodeJob:
         step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
         seed = mix_seed(ROLLOUT_STREAM, self._seed, step, position)  # the draws of a run that is not scheduled
         siblings = sum(key[0] == journal.ticket and key not in self._ended for key in self.schedule.journals)
         prompt = self.schedule.prompt(journal.ticket)
-        return _Job(journal.ticket, prompt, journal.sample_index, seed, sampling, siblings)
+        return EpisodeJob(journal.ticket, prompt, journal.sample_index, seed, sampling, siblings)
 
     def _take_ended(self, driver: PhasedDriver, group_size: int) -> tuple[list[int], list[int]]:
         """Returns the tickets of this rank whose groups are complete now, and those that have no completed sample."""
@@ -177,8 +177,8 @@ class ScheduledCollector(EpisodeCollector):
         self.schedule.close([*done, *lost])
         return done, lost
 
-    def _record(self, journal: Journal, made: Episode | _Failure | None) -> Sample:
-        sample = self._as_sample(self._job(journal, self._sampling), made)
+    def _record(self, journal: Journal, made: Episode | EpisodeFailure | None) -> Sample:
+        sample = self.as_sample(self._job(journal, self._sampling), made)
         return replace(sample, ticket=journal.ticket, start_version=journal.start_version)
 
     def _score_finished(self, step: int) -> None:

@@ -49,9 +49,9 @@ def forced_first(
 ) -> tuple[int, ...] | None:
     """Returns the tickets of the step's batch; None while it has to wait for others.
 
-    The batch is that of the lowest finished tickets, provided that everything left can still be trained in time: of the
-    groups that are due within k more steps at most k batches may remain. Without this check young groups take the
-    places that old ones need later, and those become too old.
+    The batch is that of the finished groups that were started first, provided that everything left can still be trained
+    in time: of the groups that are due within k more steps at most k batches may remain. Without this check young
+    groups take the places that old ones need later, and those become too old.
 
     Args:
         started: The version that each ticket was started under, for all that run or are finished.
@@ -60,7 +60,7 @@ def forced_first(
         rules: The limits.
     """
     size = rules.batch_size
-    chosen = tuple(sorted(finished)[:size])
+    chosen = tuple(sorted(finished, key=lambda ticket: (started[ticket], ticket))[:size])
     if len(chosen) < size:
         return None
     for num_left in range(rules.max_staleness):  # steps after this one that a group has at most

@@ -12,6 +12,7 @@ from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_
 from lightrl.config.yaml_text import read_yaml
 from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
+from lightrl.rollout.replayed_episodes import ReplayedEpisodes
 from lightrl.trainers.fit import Trainer, build_trainer, run_program
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
@@ -27,10 +28,17 @@ class Replay(Trainer):
 
     def __init__(self, config: RolloutConfig, recorded: Path) -> None:
         schedule = read_schedule(recorded)
+        if config.engine_tp_size > 1:
+            raise ValueError("A run is repeated by engines of one rank: add --engine_tp_size 1.")
         super().__init__(config)
-        self.collector = ReplayedCollector(
-            self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train
-        )
+        make = ReplayedCollector if self.run.workflow is None else ReplayedEpisodes
+        self.collector = make(self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train)
+
+    def close(self) -> None:
+        """Ends the episodes that are under way, and then the run."""
+        if isinstance(self.collector, ReplayedEpisodes):
+            self.collector.close()
+        super().close()
 
 
 class ReplayedGRPO(Replay, GRPOTrainer):

@@ -23,7 +23,8 @@ from lightrl.records import Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
 from lightrl.rollout.collector import Collector, sampling_of
-from lightrl.rollout.episode_collector import collector_of_episodes
+from lightrl.rollout.episode_collector import EpisodeCollector, collector_of_episodes
+from lightrl.rollout.episode_production import EpisodeProduction
 from lightrl.rollout.production import Production
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
@@ -41,6 +42,7 @@ class RolloutServer:
         self.config = config
         self.step_index = 0  # that the run began with
         self._has_passed_on = False  # a signal, to the trainer
+        self._own_rewards: RewardSet | None = None  # of production
         self.strategy: StrategyBase = create_strategy(options)
         self.run: RunContext = open_run(options, kind="rollout", strategy=self.strategy)
         self.folder: RunFolder = self.run.folder
@@ -60,6 +62,7 @@ class RolloutServer:
             "weights": self._take_weights,
             "rollout": self._roll_out,
             "evaluate": self._evaluate,
+            "save": self._save,
         }
 
     def fit(self) -> None:
@@ -106,6 +109,8 @@ class RolloutServer:
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""
         self.rewards.close()
+        if self._own_rewards is not None:
+            self._own_rewards.close()
         self.strategy.close()
 
     # ---- Commands ----------------------------------------------------------------------------------------------
@@ -113,7 +118,12 @@ class RolloutServer:
     def _begin(self, command: Command) -> None:
         self.folder, self.step_index = RunFolder(Path(command["folder"])), command["step"]
         if self.production is not None:
-            self.production.begin(command["step"], command["first"], command["used"])
+            self.production.begin(command)
+
+    def _save(self, command: Command) -> None:
+        """Tells what is under way, for a checkpoint."""
+        assert self.production is not None, "asked for above --rollout.max_staleness 0 alone"
+        self.link.answer(to_bytes(self.production.save()))
 
     def _take_weights(self, command: Command) -> None:
         engine = self.strategy.serving.require_engine()
@@ -185,16 +195,13 @@ class RolloutServer:
         )
 
     def _make_production(self) -> Production:
-        serving = self.strategy.serving
-        return Production(
-            self.config,
-            self.link,
-            serving.require_engine(),
-            serving.group,
-            prompts=self.prompts.train,
-            rewards=self.rewards,
-            collector=self.collector,
-        )
+        serving, config = self.strategy.serving, self.config
+        parts = (config, self.link, serving.require_engine(), serving.group)
+        prompts = self.prompts.train
+        if isinstance(self.collector, EpisodeCollector):
+            self._own_rewards = RewardSet.from_config(config)  # episodes use the others at the same time
+            return EpisodeProduction(*parts, prompts=prompts, rewards=self._own_rewards, collector=self.collector)
+        return Production(*parts, prompts=prompts, rewards=self.rewards, collector=self.collector)
 
 
 def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:

@@ -15,8 +15,7 @@ from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.roles import Role, split
-from lightrl.rollout.bounded_collector import BoundedCollector, UsedTickets
-from lightrl.rollout.production import CLAIMS
+from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy
@@ -63,23 +62,23 @@ class Learner(Trainer):
 
     def resume(self) -> None:
         """Reads the checkpoint; that of a run whose production never stops holds the tickets that were used."""
-        self._used = UsedTickets(self.strategy.comm)
+        self._tickets = Tickets(self.strategy.comm)
         if self.config.rollout.max_staleness:
-            self.saved["tickets"] = self._used
+            self.saved["tickets"] = self._tickets
         super().resume()
 
     def _make_collector(self) -> RemoteCollector:
-        comm, link, prompts = self.strategy.comm, self._link, self.prompts
+        comm, link, prompts, tickets = self.strategy.comm, self._link, self.prompts, self._tickets
+        made = RemoteCollector(comm, link, prompts.train, prompts.sampler)
+        if self.config.rollout.max_staleness:
+            log = ScheduleLog(self.folder.root)
+            made = BoundedCollector(
+                comm, link, prompts.train, prompts.sampler, config=self.config, tickets=tickets, log=log
+            )
         if link is not None:
-            link.put(CLAIMS, b"0")
-            used = {"first": self._used.first, "used": sorted(self._used.beyond)}
-            link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index, **used})
-        if not self.config.rollout.max_staleness:
-            return RemoteCollector(comm, link, prompts.train, prompts.sampler)
-        log = ScheduleLog(self.folder.root)
-        return BoundedCollector(
-            comm, link, prompts.train, prompts.sampler, config=self.config, used=self._used, log=log
-        )
+            known = {"first": tickets.first, "used": sorted(tickets.beyond), "begun": tickets.begun}
+            link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index, **known})
+        return made
 
     def fit(self) -> dict[str, float]:
         """Trains to max_steps; an error is posted for the rollout ranks."""
@@ -173,11 +172,6 @@ def _check_schedule(config: RolloutConfig) -> None:
     for name in (item.name for item in fields(defaults) if item.name != "max_staleness"):
         if getattr(config.rollout, name) != getattr(defaults, name):
             raise _refused(f"--rollout.{name}", "Leave it out")
-    if config.rollout.max_staleness and config.rollout.workflow:
-        raise ValueError(
-            f"--rollout_ranks with --rollout.max_staleness {config.rollout.max_staleness} does not go with "
-            f"--rollout.workflow {config.rollout.workflow}. Use --rollout.max_staleness 0, or leave the workflow out."
-        )
 
 
 def _check_engine(config: RolloutConfig) -> None:

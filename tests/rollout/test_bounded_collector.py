@@ -5,9 +5,9 @@ import pytest
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.sampler import PromptSampler
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, Sample, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
-from lightrl.rollout.bounded_collector import BoundedCollector, UsedTickets
+from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
@@ -16,12 +16,12 @@ PROMPT = Prompt(index=0, text="", token_ids=(1,))
 
 
 def test_used_tickets_are_a_number_and_what_is_beyond_it():
-    used = UsedTickets(Comm())
+    used = Tickets(Comm())
     used.add([1, 2, 5])
     assert used.state_dict() == {"first": 0, "beyond": [1, 2, 5]}
     used.add([0, 3])
     assert used.state_dict() == {"first": 4, "beyond": [5]}
-    again = UsedTickets(Comm())
+    again = Tickets(Comm())
     again.load_state_dict(used.state_dict())
     again.add([4])
     assert again.state_dict() == {"first": 6, "beyond": []}
@@ -30,7 +30,7 @@ def test_used_tickets_are_a_number_and_what_is_beyond_it():
 class StoreLink:
     """A link whose other end has started and finished two groups."""
 
-    def __init__(self, failures):
+    def __init__(self, failures, status=Status.COMPLETED):
         self.values = {}
         for number in range(2):
             sample = Sample(
@@ -44,14 +44,19 @@ class StoreLink:
                 text="",
                 ticket=number,
                 start_version=0,
+                status=status,
             )
             state = group_state(ScoredGroup(samples=(sample,), rewards=(1.0,), step=0))
             statistics = {"reward/failures": ("sum", failures, 0.0)}
+            message = {"groups": [state], "statistics": statistics, "calls": [[[[0, 1]]]], "failure": "on fire"}
             self.values |= {
                 f"start/{number}": b"0",
                 f"finish/{number}": str(1 - number).encode(),
-                f"group/{number}": to_bytes({"groups": [state], "statistics": statistics}),
+                f"group/{number}": to_bytes(message),
             }
+
+    def put(self, key, content):
+        assert key in ("claims", "continued")  # where the run begins
 
     def claimed(self, key):
         return 2
@@ -73,8 +78,8 @@ def collector(link, folder, **options):
     config = GRPOConfig(num_prompts=2, **options)
     config.rollout.max_staleness = 1
     sampler = PromptSampler(1, 2, 0)
-    used = UsedTickets(Comm())
-    return BoundedCollector(Comm(), link, [PROMPT], sampler, config=config, used=used, log=ScheduleLog(folder))
+    used = Tickets(Comm())
+    return BoundedCollector(Comm(), link, [PROMPT], sampler, config=config, tickets=used, log=ScheduleLog(folder))
 
 
 def test_a_step_takes_the_groups_by_ticket(tmp_path):
@@ -90,3 +95,15 @@ def test_failed_rewards_of_a_step_are_added_up(tmp_path):
     link = StoreLink(failures=1.0)
     with pytest.raises(RewardError, match="2 rewards have failed, more than --max_reward_failures 1"):
         collector(link, tmp_path, max_reward_failures=1).take(link, 0)
+
+
+def test_a_step_whose_episodes_have_all_failed_ends_the_run(tmp_path):
+    link = StoreLink(0.0, Status.FAILED)
+    with pytest.raises(RuntimeError, match=r"Every episode of the step has failed. The first:\non fire"):
+        collector(link, tmp_path).take(link, 0)
+
+
+def test_the_age_of_each_token_is_checked_where_it_is_used(tmp_path):
+    link = StoreLink(0.0)
+    with pytest.raises(RuntimeError, match="Step 3 has tokens of weights 0, which are 2 steps behind"):
+        collector(link, tmp_path).take(link, 2)

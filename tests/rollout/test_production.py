@@ -1,9 +1,10 @@
 """Production and consumption in threads of one process, with an engine whose tokens say where they come from."""
 
+import asyncio
+import io
 import random
 import threading
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -15,60 +16,106 @@ from lightrl import process_group
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.sampler import PromptSampler
-from lightrl.engines.base import Completion, EngineGroup
+from lightrl.engines.base import Completion, EngineGroup, InferenceEngine
+from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link
-from lightrl.records import Prompt, Sample
+from lightrl.records import Prompt, Sample, Status
+from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
-from lightrl.rollout.bounded_collector import BoundedCollector, UsedTickets
-from lightrl.rollout.production import CLAIMS, Production, TicketOrder
+from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
+from lightrl.rollout.client import EpisodeLimits
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode_collector import EpisodeCollector
+from lightrl.rollout.episode_production import EpisodeProduction
+from lightrl.rollout.production import Production, TicketOrder
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
+from lightrl.rollout.sample_messages import to_bytes
+from lightrl.rollout.workflow import Workflow
 
 PROMPTS = [Prompt(index=index, text=str(index), token_ids=(index,)) for index in range(5)]
 GROUP = 2
 
 
-class ScriptedEngine:
-    """Ends each request after a random number of steps; a token is the version that made it."""
+class ScriptedEngine(InferenceEngine):
+    """Ends a sample after a number of tokens that its request decides; a token is one more than its version."""
+
+    max_model_len, vocab_size = 1000, 1000
 
     def __init__(self, seed):
         self.version = None
-        self._draw, self._next, self._left, self._made = random.Random(seed), 0, {}, {}
+        self._pause, self._next, self._rows = random.Random(seed), 0, {}
 
     def submit(self, prompt, params):
-        self._left[self._next] = self._draw.choice([1, 2, 3, 12])
-        self._made[self._next] = []
+        for index in range(params.first_sample, params.first_sample + params.n):
+            length = random.Random(hash((params.seed, index))).choice([1, 2, 3, 30])
+            self._rows[self._next, index] = (prompt.token_ids, max(1, length - params.first_token), [])
         self._next += 1
         return self._next - 1
 
     def has_unfinished(self):
-        return bool(self._left)
+        return bool(self._rows)
 
     def step(self):
-        done = []
-        time.sleep(self._draw.choice([0, 0.002]))
-        for request in list(self._left):
-            self._left[request] -= 1
-            self._made[request].append(self.version)
-            if not self._left[request]:
-                del self._left[request]
-                made = tuple(self._made.pop(request))
-                done += [
-                    Completion(
-                        request_id=request,
-                        sample_index=index,
-                        prompt_token_ids=(1,),
-                        output_token_ids=made,
-                        logprobs=(0.0,) * len(made),
-                        versions=made,
-                        finish_reason="stop",
-                    )
-                    for index in range(GROUP)
-                ]
-        return done
+        time.sleep(self._pause.choice([0, 0.002]))
+        for _, _, made in self._rows.values():
+            made.append(self.version)
+        ended = [key for key, (_, length, made) in self._rows.items() if len(made) == length]
+        return [self._taken(key, "stop") for key in ended]
 
-    def set_aside(self):
-        return nullcontext()
+    def abort(self, request_ids=None):
+        return [self._taken(key, "abort") for key in list(self._rows) if request_ids is None or key[0] in request_ids]
+
+    def _taken(self, key, reason):
+        prompt, _, made = self._rows.pop(key)
+        return Completion(
+            request_id=key[0],
+            sample_index=key[1],
+            prompt_token_ids=prompt,
+            output_token_ids=tuple(version + 1 for version in made),
+            logprobs=(-0.5,) * len(made),
+            versions=tuple(made),
+            finish_reason=reason,
+        )
+
+    def load_weights(self, weights, version):
+        self.version = version
+
+    def sleep(self, level=1):
+        return 0
+
+    def wake(self, part):
+        pass
+
+    def close(self):
+        pass
+
+
+class TwoTurns(Workflow):
+    """Two turns with a tool between them that takes a moment, now and then. Sample 1 of ticket 4 fails."""
+
+    async def arun_episode(self, engine, data):
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids))
+        await asyncio.sleep(random.choice([0, 0, 0.003]))
+        episode.hear([900, 901])
+        episode.say(await engine.generate(episode.ids))
+        episode.reward = float(len(episode.response_ids))
+        if data.index == 4 and engine.sample_index == 1:
+            raise RuntimeError("the tool is on fire")
+        return episode
+
+
+def production(link, config, engine, workflow):
+    rewards = RewardSet.of(lambda sample: float(len(sample.response_ids)))
+    parts = (config, link, engine, EngineGroup())
+    if workflow is None:
+        return Production(*parts, prompts=PROMPTS, rewards=rewards, collector=SimpleNamespace(sample_of=sample_of))
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", chat_template=None)
+    limits = EpisodeLimits(max_new_tokens=40, max_turns=2, max_tokens=500)
+    strategy = SimpleNamespace(comm=Comm(), tokenizer=tokenizer)
+    collector = EpisodeCollector(strategy, rewards, workflow, seed=config.seed, limits=limits)
+    return EpisodeProduction(*parts, prompts=PROMPTS, rewards=RewardSet.of(episode_reward), collector=collector)
 
 
 def sample_of(position, prompt, completion):
@@ -85,24 +132,23 @@ def sample_of(position, prompt, completion):
 
 
 def config_of(bound, steps):
-    config = GRPOConfig(num_prompts=3, group_size=GROUP, max_steps=steps, rollout_ranks=2)
+    config = GRPOConfig(num_prompts=3, group_size=GROUP, max_steps=steps, rollout_ranks=2, max_new_tokens=40)
     config.rollout.max_staleness = bound
     return config
 
 
-def serve(link, config, seed, errors):
+def serve(link, config, seed, errors, workflow):
     """One rollout rank."""
-    engine, rewards = ScriptedEngine(seed), RewardSet.of(lambda sample: float(len(sample.response_ids)))
-    made = Production(
-        config, link, engine, EngineGroup(), prompts=PROMPTS, rewards=rewards,
-        collector=SimpleNamespace(sample_of=sample_of),
-    )  # fmt: skip
+    engine = ColocatedEngine(ScriptedEngine(seed))
+    made = production(link, config, engine, workflow)
 
     def carry_out(command):
         if command["do"] == "begin":
-            made.begin(command["step"], command["first"], command["used"])
+            made.begin(command)
+        elif command["do"] == "save":
+            link.answer(to_bytes(made.save()))
         elif command["do"] == "weights":
-            engine.version = command["version"]
+            engine.update_weights([], command["version"])
         return command["do"] != "stop"
 
     try:
@@ -116,41 +162,44 @@ def serve(link, config, seed, errors):
 
 def train(link, config, folder, seed, first_step=0, used=None, until=None):
     """The trainer: takes a batch at each step and syncs; returns the batches."""
-    used, draw = used or UsedTickets(Comm()), random.Random(seed)
+    used, draw = used or Tickets(Comm()), random.Random(seed)
     link.meet()
-    link.put(CLAIMS, b"0")
-    link.post({"do": "begin", "step": first_step, "first": used.first, "used": sorted(used.beyond)})
-    link.post({"do": "weights", "version": first_step})
     sampler = PromptSampler(len(PROMPTS), config.num_prompts, config.seed)
     collector = BoundedCollector(
-        Comm(), link, PROMPTS, sampler, config=config, used=used, log=ScheduleLog(folder)
+        Comm(), link, PROMPTS, sampler, config=config, tickets=used, log=ScheduleLog(folder)
     )  # fmt: skip
+    known = {"first": used.first, "used": sorted(used.beyond), "begun": used.begun}
+    link.post({"do": "begin", "step": first_step, **known})
+    link.post({"do": "weights", "version": first_step})
     batches = []
     for step in range(first_step, until or config.max_steps):
         samples = collector.sample([], step=step, group_size=GROUP, temperature=1.0)
         collector.score(samples)
-        batches.append([samples[index] for index in range(0, len(samples), GROUP)])
+        batches.append(samples)
         time.sleep(draw.choice([0, 0, 0.01, 0.03]))
         link.post({"do": "weights", "version": step + 1})
+    time.sleep(0.02 if until else 0)  # so that groups are under way
+    state = used.state_dict()
     link.post({"do": "stop"})
     link.peers.end()
-    return batches, used
+    return batches, state
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    def start(config, seed, **resumed):
+    def start(config, seed, workflow=None, **resumed):
         monkeypatch.setattr(process_group, "_meeting", HashStore())
         roles = [Role(name="rollout", rank=rank, num_trainers=1, num_rollout=2) for rank in range(2)]
-        links = [Link(role, torch.device("cpu"), timedelta(seconds=60)) for role in roles]
+        links = [Link(role, torch.device("cpu"), timedelta(seconds=15)) for role in roles]
         errors = []
         servers = [
-            threading.Thread(target=serve, args=(link, config, seed + rank, errors)) for rank, link in enumerate(links)
+            threading.Thread(target=serve, args=(link, config, seed + rank, errors, workflow))
+            for rank, link in enumerate(links)
         ]
         for server in servers:
             server.start()
         role = Role(name="trainer", rank=0, num_trainers=1, num_rollout=2)
-        result = train(Link(role, torch.device("cpu"), timedelta(seconds=60)), config, tmp_path, seed, **resumed)
+        result = train(Link(role, torch.device("cpu"), timedelta(seconds=15)), config, tmp_path, seed, **resumed)
         for server in servers:
             server.join(20)
         assert errors == []
@@ -159,36 +208,72 @@ def run(monkeypatch, tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("bound", "seed"), [(1, 0), (2, 1), (3, 2)])
-def test_no_group_becomes_too_old_and_none_is_lost(bound, seed, run, tmp_path):
+@pytest.mark.parametrize(
+    ("bound", "seed", "workflow"), [(1, 0, None), (2, 1, None), (3, 2, None), (1, 0, TwoTurns()), (3, 4, TwoTurns())]
+)
+def test_no_group_becomes_too_old_and_none_is_lost(bound, seed, workflow, run, tmp_path):
     steps = 25
-    batches, used = run(config_of(bound, steps), seed)
+    batches, used = run(config_of(bound, steps), seed, workflow)
     ages = [step - sample.start_version for step, batch in enumerate(batches) for sample in batch]
     assert max(ages) == bound
-    assert all(step - min(s.versions) <= bound for step, batch in enumerate(batches) for s in batch)
+    assert all(step - s.oldest_version <= bound for step, batch in enumerate(batches) for s in batch)
     tickets = [sample.ticket for batch in batches for sample in batch]
-    assert sorted(tickets) == list(range(3 * steps))  # each once
-    assert (used.first, used.beyond) == (3 * steps, set())
+    assert sorted(tickets) == sorted([*range(3 * steps)] * GROUP)  # each once
+    assert used == {"first": 3 * steps, "beyond": [], "finished": [], "running": []}
     order = PromptSampler(len(PROMPTS), 3, 0).draw(3 * steps)
     assert all(sample.prompt.index == order[sample.ticket] for batch in batches for sample in batch)
     assert any(len(set(sample.versions)) > 1 for batch in batches for sample in batch)  # weights came in between
+    for sample in (sample for batch in batches for sample in batch):  # every token has the version that made it
+        made = zip(sample.response_ids, sample.versions, sample.is_own, strict=True)
+        assert all(token == version + 1 if is_own else token in (900, 901) for token, version, is_own in made)
     recorded = read_schedule(tmp_path)
-    assert [[group.ticket for group in batch] for batch in recorded] == [[s.ticket for s in b] for b in batches]
+    assert [[group.ticket for group in batch] for batch in recorded] == [
+        [s.ticket for s in batch[::GROUP]] for batch in batches
+    ]
     assert recorded[3][0].start_version == batches[3][0].start_version
+    for group, sample in zip(recorded[3], batches[3][::GROUP], strict=True):
+        calls = group.samples[0].calls
+        own = [version for version, is_own in zip(sample.versions, sample.is_own, strict=True) if is_own]
+        assert [version for call in calls for version, count in call for _ in range(count)] == own
+        assert len(calls) == (1 if workflow is None else 2)
+    if workflow is not None:
+        failed = [sample for batch in batches for sample in batch if sample.status is Status.FAILED]
+        assert {(sample.prompt.index, sample.sample_index) for sample in failed} == {(4, 1)}
+        found = [sample for group in recorded for g in group for sample in g.samples if sample.status is Status.FAILED]
+        assert len(found) == len(failed)
 
 
-def test_a_resumed_run_makes_the_tickets_that_are_left(run, tmp_path):
+@pytest.mark.parametrize("workflow", [None, TwoTurns()])
+def test_a_resumed_run_goes_on_with_what_was_under_way(workflow, run, tmp_path):
     config = config_of(2, 8)
-    before, used = run(config, 5, until=4)
-    again = UsedTickets(Comm())
-    again.load_state_dict(used.state_dict())
-    after, _ = run(config, 6, first_step=4, used=again)
+    before, used = run(config, 5, workflow, until=4)
+    again = Tickets(Comm())
+    again.load_state_dict(through_a_file(used))
+    begun = dict(again.begun)
+    assert again.finished
+    assert any(partials_of(item) for item in again.running)
+    after, _ = run(config, 6, workflow, first_step=4, used=again)
     tickets = [sample.ticket for batch in before + after for sample in batch]
-    assert sorted(tickets) == list(range(24))
+    assert sorted(tickets) == sorted([*range(24)] * GROUP)
     assert max(step - s.start_version for step, batch in enumerate(after, start=4) for s in batch) <= 2
+    assert {s.ticket: s.start_version for batch in after for s in batch if s.ticket in begun} == begun
+    assert any(s.ticket in begun and len(set(s.versions)) > 1 for batch in after for s in batch)  # one that went on
     assert len(read_schedule(tmp_path)) == 8
+
+
+def partials_of(state):
+    return state["partials"] if "partials" in state else [item for j in state["journals"] for item in j["partials"]]
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def test_tickets_that_were_used_are_left_out():
     order = TicketOrder(4, [5, 7])
     assert [order[number] for number in (0, 3, 1, 2)] == [4, 9, 6, 8]
+    order = TicketOrder(4, [5, 7], [6, 10])
+    assert [order[number] for number in range(6)] == [6, 10, 4, 8, 9, 11]

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.rollout.production import segments
 from lightrl.rollout.recorded_schedule import SCHEDULE, RecordedSample, ScheduleLog, digest_of, read_schedule
 
 
@@ -25,16 +26,24 @@ def group(ticket, *responses):
     return ScoredGroup(samples=samples, rewards=(0.0,) * len(samples), step=0)
 
 
+def calls_of(made):
+    """One call of the engine for each sample."""
+    return [[segments(sample.versions)] for sample in made.samples]
+
+
+def append(folder, step, *groups):
+    ScheduleLog(folder).append(step, groups, [calls_of(made) for made in groups])
+
+
 def test_a_schedule_says_how_each_sample_was_made(tmp_path):
-    log = ScheduleLog(tmp_path)
     made = group(7, ((5, 6, 7), (3, 3, 4)), ((8,), (4,)))
-    log.append(0, [made, group(9, ((5,), (3,)))])
-    log.append(1, [])
+    append(tmp_path, 0, made, group(9, ((5,), (3,))))
+    append(tmp_path, 1)
     first, second = read_schedule(tmp_path)
     assert [(item.ticket, item.start_version) for item in first] == [(7, 3), (9, 3)]
     assert first[0].samples == (
-        RecordedSample(sample_index=0, segments=((3, 2), (4, 1))),
-        RecordedSample(sample_index=1, segments=((4, 1),)),
+        RecordedSample(sample_index=0, calls=(((3, 2), (4, 1)),)),
+        RecordedSample(sample_index=1, calls=(((4, 1),),)),
     )
     assert first[0].digest == digest_of(made)
     assert second == ()
@@ -46,12 +55,23 @@ def test_other_tokens_have_another_digest():
     assert len({digest_of(made), digest_of(group(0, ((5,), (0,)), ((6, 7), (0, 0))))}) == 2
 
 
+def test_a_schedule_has_each_call_of_an_episode_and_what_was_left_out(tmp_path):
+    made = group(7, ((5, 6, 7), (3, 3, 4)), ((), ()))
+    made = replace(made, samples=(made.samples[0], replace(made.samples[1], status=Status.FAILED)))
+    ScheduleLog(tmp_path).append(0, [made], [[[[[3, 1]], [[3, 1], [4, 1]]], [[[3, 2]], []]]])
+    ((found,),) = read_schedule(tmp_path)
+    assert found.samples == (
+        RecordedSample(sample_index=0, calls=(((3, 1),), ((3, 1), (4, 1)))),
+        RecordedSample(sample_index=1, calls=(((3, 2),), ()), status=Status.FAILED),
+    )
+
+
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     for step in range(3):
-        ScheduleLog(tmp_path).append(step, [group(step, ((5,), (3,)))])
+        append(tmp_path, step, group(step, ((5,), (3,))))
     with (tmp_path / SCHEDULE).open("a") as file:
         file.write('{"step": 4, "gro')  # cut short by a kill
-    ScheduleLog(tmp_path).append(2, [group(12, ((5,), (3,)))])
+    append(tmp_path, 2, group(12, ((5,), (3,))))
     assert [[item.ticket for item in batch] for batch in read_schedule(tmp_path)] == [[0], [1], [12]]
 
 

@@ -14,6 +14,7 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import build_native_engine
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.collector import ROLLOUT_STREAM
+from lightrl.rollout.production import segments
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
 from lightrl.seeding import mix_seed
@@ -81,8 +82,8 @@ def test_the_same_tokens_are_made_again(engine, tmp_path):
     group = recorded(engine, model)
     assert any(len(set(sample.versions)) == 2 for sample in group.samples)
     log = ScheduleLog(tmp_path)
-    log.append(0, [])
-    log.append(1, [group])
+    log.append(0, [], [])
+    log.append(1, [group], [[[segments(sample.versions)] for sample in group.samples]])
     collector = replayed(engine, tmp_path)
     options = {"group_size": 2, "temperature": 1.0}
     engine.update_weights(weights(model, 0), 0)
@@ -100,8 +101,8 @@ def test_other_weights_are_noticed(engine, tmp_path):
     engine, model = engine
     group = recorded(engine, model)
     log = ScheduleLog(tmp_path)
-    log.append(0, [])
-    log.append(1, [group])
+    log.append(0, [], [])
+    log.append(1, [group], [[[segments(sample.versions)] for sample in group.samples]])
     collector = replayed(engine, tmp_path)
     for step in range(2):
         engine.update_weights(weights(model, 60 * step + 90), step)

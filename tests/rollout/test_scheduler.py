@@ -240,3 +240,10 @@ def test_300_random_schedules_keep_every_promise() -> None:
 def test_simpler_rules_break_the_bound(variant: type[Scheduler]) -> None:
     outcomes = [play(variant, seed) for seed in range(100)]
     assert any(made.is_stuck or max(made.ages) > 0 for made in outcomes)
+
+
+def test_the_oldest_weights_come_first_where_ranks_have_started_out_of_order():
+    # Ranks take new weights at different moments: ticket 2 was started under older weights than ticket 1, and at step 3
+    # of a bound of 2 it is due.
+    started = {0: 1, 1: 2, 2: 1, 3: 2}
+    assert forced_first(started, {0, 1, 2, 3}, step=3, rules=Rules(batch_size=2, max_staleness=2)) == (0, 2)

@@ -44,8 +44,7 @@ def test_a_schedule_of_ranks_that_do_both_is_refused():
         check_split(config)
 
 
-def test_episodes_do_not_outlive_a_step_yet():
+def test_episodes_may_outlive_a_step():
     config = GRPOConfig(rollout_ranks=1)
     config.rollout.max_staleness, config.rollout.workflow = 1, "tools"
-    with pytest.raises(ValueError, match="max_staleness 1 does not go with --rollout.workflow tools"):
-        check_split(config)
+    check_split(config)

@@ -67,10 +67,16 @@ def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: l
     assert rows(apart) == rows(together)
 
 
+GAME = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]
+
+
 @pytest.mark.slow
-def test_a_run_that_generates_while_it_learns_can_be_repeated(toy_flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("workflow", [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"]])
+def test_a_run_that_generates_while_it_learns_can_be_repeated(
+    workflow: list[str], toy_flags: list[str], tmp_path: Path
+) -> None:
     recorded, again = tmp_path / "recorded", tmp_path / "again"
-    flags = [*toy_flags, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
+    flags = [*toy_flags, *workflow, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
     run_spmd(SCRIPT, *flags, "--output_dir", str(recorded), world_size=2, timeout_s=280)
     first = rows(recorded)
     assert max(row["rollout/staleness_max"] for row in first) == 1

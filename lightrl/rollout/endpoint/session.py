@@ -7,6 +7,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ class Session:
         self.is_open = True
         self.conversations = Conversations()
         self._driver_loop = driver_loop
+        self._context = copy_context()  # of the episode, with its journal; a request comes in another one
         self._wait_s = wait_s
         self._num_asked: Counter[tuple[int, ...]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
@@ -198,7 +200,8 @@ class Session:
             stop=wish.stop,
             call=number,
         )
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(generation, self._driver_loop))
+        asked = self._context.run(asyncio.run_coroutine_threadsafe, generation, self._driver_loop)
+        return await asyncio.wrap_future(asked)
 
     def _number(self, prompt_ids: tuple[int, ...]) -> int:
         """Names the draw by its prompt and by how often it was asked for, so that no order of arrival changes it."""

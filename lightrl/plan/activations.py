@@ -1,0 +1,157 @@
+"""The bytes that a pass of a model needs besides its weights and their gradients, found by running it on fake tensors.
+
+Two runs, of one block and of two, give the bytes of a further block: all blocks of a model are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.models import logprobs
+from lightrl.plan.meter import StorageMeter
+from lightrl.plan.models import Model, fake, faked
+from lightrl.records import PackedBatch
+from lightrl.strategy.computation import enable_gradient_checkpointing
+from lightrl.strategy.fsdp import transformer_blocks
+
+Computation = Literal["float32", "autocast", "bfloat16"]  # bfloat16: the weights come in it, as FSDP gathers them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackShape:
+    """A micro-batch of equal sequences."""
+
+    num_sequences: int
+    length: int  # of a sequence with its prompt
+    num_scored: int  # tokens of a sequence
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pack."""
+        return self.num_sequences * self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The bytes of a forward, and of its backward if there is one."""
+
+    top: float  # the most until the gradients reach the first block
+    bottom: float  # the most after that
+
+
+@lru_cache(maxsize=64)
+def needs_of(
+    model: Model,
+    pack: PackShape,
+    *,
+    computation: Computation,
+    checkpointing: bool,
+    trains: bool,
+    tp_size: int = 1,
+    on_accelerator: bool = False,
+) -> Pass:
+    """Returns what a pass needs, of this rank's part of the model."""
+    settings = (computation, checkpointing, trains, tp_size, on_accelerator)
+    one, two = (_measured(model, pack, num_layers, *settings) for num_layers in (1, 2))
+    return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
+
+
+def _measured(
+    model: Model,
+    pack: PackShape,
+    num_layers: int,
+    computation: Computation,
+    checkpointing: bool,
+    trains: bool,
+    tp_size: int,
+    on_accelerator: bool,
+) -> Pass:
+    """Runs the model of fewer layers. A mixture's experts run in bfloat16: their fake kernel takes nothing else."""
+    is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
+    in_half = computation == "bfloat16" or is_mixture
+    module = model.smaller(num_layers, tp_size)
+    with fake(), _tiles_of(on_accelerator), torch.set_grad_enabled(trains):
+        module = faked(module).train(trains)
+        if checkpointing and trains:
+            enable_gradient_checkpointing(getattr(module, "hf", module))
+        if in_half:
+            _to_half(module)
+        elif computation == "autocast":
+            module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
+        batch = _batch(pack)
+        measured = _run(module, batch, trains)
+    factor = 2 if is_mixture and computation == "float32" else 1
+    return Pass(top=factor * measured.top, bottom=factor * measured.bottom)
+
+
+def _run(module: nn.Module, batch: PackedBatch, trains: bool) -> Pass:
+    meter = StorageMeter([*module.parameters(), *module.buffers()])
+    tops: list[int] = []
+
+    def drop(parameter: Tensor, is_first_block: bool) -> None:
+        if is_first_block and not tops:
+            tops.append(meter.peak)
+            meter.peak = meter.live
+        parameter.grad = None
+
+    first = {id(parameter) for block in transformer_blocks(module)[:1] for parameter in block.parameters()}
+    for parameter in module.parameters() if trains else ():
+        if parameter.requires_grad:
+            is_first = id(parameter) in first
+            parameter.register_post_accumulate_grad_hook(lambda item, is_first=is_first: drop(item, is_first))
+    with meter:
+        output = module(batch)
+        if trains:
+            _loss(output).backward()
+    return Pass(top=tops[0] if tops else meter.peak, bottom=meter.peak if tops else 0)
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.sum()
+    parts = [getattr(output, name) for name in ("logprobs", "values") if hasattr(output, name)]
+    return torch.stack([part.sum() for part in parts]).sum()
+
+
+def _batch(pack: PackShape) -> PackedBatch:
+    num_tokens, num_scored = pack.num_tokens, pack.num_sequences * pack.num_scored
+    index = torch.zeros(num_scored, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        position_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        cu_seqlens=tuple(range(0, num_tokens + 1, pack.length)),
+        score_index=index,
+        targets=index,
+        sequence_index=index,
+        loss_mask=index.bool(),
+        advantages=index.float(),
+        sampler_logprobs=index.float(),
+        temperature=1.0,
+        keys=tuple((0, number) for number in range(pack.num_sequences)),
+    )
+
+
+def _to_half(module: nn.Module) -> None:
+    """Rounds the weights as FSDP gathers them, but for what computes in float32."""
+    for child in module.modules():
+        if not getattr(child, "computes_in_float32", False):
+            for parameter in child.parameters(recurse=False):
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@contextmanager
+def _tiles_of(on_accelerator: bool) -> Iterator[None]:
+    """Scores in tiles of the size that the device takes."""
+    own = logprobs._CPU_TILE
+    logprobs._CPU_TILE = logprobs._ACCELERATOR_TILE if on_accelerator else own
+    try:
+        yield
+    finally:
+        logprobs._CPU_TILE = own

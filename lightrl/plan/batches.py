@@ -1,0 +1,113 @@
+"""How many sequences and tokens each rank learns from at a time, and how much work a step is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.config import DPOConfig, GRPOConfig, OfflineConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
+from lightrl.plan.activations import PackShape
+from lightrl.plan.models import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """A step in numbers, if every sequence is as long as it can be."""
+
+    length: int  # tokens of a sequence with its prompt
+    answers: int  # sequences that a micro-batch keeps together: both of a pair
+    sequences: int  # of a step, over all ranks
+    updates: int  # optimizer steps of a step
+    of_rank: int  # sequences of a rank in an update
+    micro_batches: int  # of a rank in an update
+    pack: PackShape  # the largest micro-batch
+
+    def describe(self) -> str:
+        """Returns the arithmetic in one line."""
+        return (
+            f"{self.sequences} sequences of {self.length} tokens a step, {self.updates} update(s); a rank learns from "
+            f"{self.of_rank} sequences an update in {self.micro_batches} micro-batch(es) of at most "
+            f"{self.pack.num_sequences} sequences, {self.pack.num_tokens} tokens"
+        )
+
+
+def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_tokens: int) -> Batches:
+    """Returns the batches of a run whose ranks all train."""
+    is_rollout = isinstance(config, RolloutConfig)
+    scored = config.max_new_tokens if isinstance(config, RolloutConfig) and not response_tokens else response_tokens
+    length = prompt_tokens + scored
+    answers = 2 if isinstance(config, DPOConfig | RMConfig) else 1  # of an item that micro-batches keep together
+    items = -(-config.samples_per_update // ranks)
+    most = config.micro_batch_size or max(1, config.max_tokens_per_microbatch // (length * answers))
+    count = -(-items // most)
+    updates = config.optimizer_steps_per_step
+    return Batches(
+        length=length,
+        answers=answers,
+        sequences=answers
+        * (config.samples_per_step if isinstance(config, RolloutConfig) else config.samples_per_update),
+        updates=updates,
+        of_rank=answers * items,
+        micro_batches=count * (config.tp_size * config.sp_size),
+        pack=PackShape(
+            num_sequences=answers * -(-items // count),
+            length=length,
+            num_scored=1 if isinstance(config, RMConfig) and not is_rollout else scored,
+        ),
+    )
+
+
+def flops_of_step(config: RunConfig, hf_config: Any, policy: Model, batches: Batches, passes: Passes) -> float:
+    """Returns the floating-point operations of a step over all ranks, without those of the weight sync."""
+    text = hf_config.get_text_config()
+    heads, width = text.num_attention_heads, _head_dim(text)
+    tokens = batches.sequences * batches.length
+    linear = 2.0 * active_weights(hf_config, policy) * tokens
+    attention = 2.0 * text.num_hidden_layers * heads * width * batches.length * tokens
+    trained = passes.trained * (4 if config.gradient_checkpointing else 3)
+    return float((linear + attention) * (trained + passes.scored))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a step runs all its tokens through a model of the policy's size."""
+
+    trained: int
+    scored: int  # by a forward alone, the engine's included
+
+
+def passes_of(config: RunConfig) -> Passes:
+    """Returns the passes of a step."""
+    if isinstance(config, OfflineConfig):
+        return Passes(trained=1, scored=int(isinstance(config, DPOConfig)))
+    trained, scored = config.optimizer_steps_per_step // config.num_minibatches, 1  # type: ignore[attr-defined]
+    algorithm = config.algorithm  # type: ignore[attr-defined]
+    scored += config.optimizer_steps_per_step > 1 and algorithm.ratio_to == "recompute"
+    scored += algorithm.kl_coef > 0
+    if isinstance(config, GRPOConfig):
+        return Passes(trained=trained, scored=scored + bool(config.teacher_model))
+    assert isinstance(config, PPOConfig)
+    return Passes(trained=trained * (1 if config.critic.shared_backbone else 2), scored=scored + 1)
+
+
+def active_weights(hf_config: Any, model: Model) -> float:
+    """Returns the number of weights that a token meets: of a mixture, the experts that it is sent to."""
+    text = hf_config.get_text_config()
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    share = (getattr(text, "num_experts_per_tok", None) or 1) / num_experts if num_experts > 1 else 1.0
+    return sum(
+        weight.numel * (share if ".experts." in weight.name else 1.0)
+        for weight in model.weights
+        if "embed_tokens" not in weight.name
+    )
+
+
+def kv_bytes_of_token(hf_config: Any, itemsize: int) -> int:
+    """Returns the bytes of a token's keys and values in all layers."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * int(text.num_hidden_layers * heads * _head_dim(text) * itemsize)
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

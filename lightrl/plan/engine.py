@@ -1,0 +1,71 @@
+"""The memory of the engine beside the trainer: awake, asleep, and while it takes new weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightrl.config import RolloutConfig
+from lightrl.plan.batches import Batches, kv_bytes_of_token
+from lightrl.plan.models import Model
+from lightrl.plan.spread import strategy_name
+
+_FLOAT = 4
+_CHUNK = 1 << 24  # elements of which a fingerprint is made at a time, as float64 and its product
+_LOGITS_COPIES = 3  # of one row a sequence: logits, probabilities, their sum
+_STEP = 16  # positions by which the native engine's cache grows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The bytes of the engine on a rank."""
+
+    weights: float
+    cache: float  # keys and values, while it is awake
+    work: float  # logits, while it is awake
+    asleep: float
+    sync: float  # whole weights on their way, and the sums that prove their arrival
+    cached_tokens: float  # that the cache holds
+
+    @property
+    def awake(self) -> float:
+        """All of it while it generates."""
+        return self.weights + self.cache + self.work
+
+
+def engine_of(config: RolloutConfig, policy: Model, batches: Batches, *, ranks: int, memory: float) -> Engine:
+    """Returns the engine of a rank. memory: bytes of the device, of which vllm and sglang take a share."""
+    size = 2 if config.dtype == "bfloat16" else _FLOAT
+    plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]
+    numel = sum(weight.numel for weight in plain)
+    largest = max(weight.numel for weight in plain)
+    per_token = kv_bytes_of_token(policy.hf_config, size)
+    sync = _sync(config, numel, largest, size, ranks)
+    if config.engine == "native":
+        rows = min(config.native.max_num_seqs, -(-batches.sequences // ranks))
+        positions = -(-batches.length // _STEP) * _STEP
+        logits = _LOGITS_COPIES * _FLOAT * rows * policy.hf_config.get_text_config().vocab_size
+        tokens = rows * positions
+        return Engine(
+            weights=size * numel, cache=tokens * per_token, work=logits, asleep=size * numel, sync=sync,
+            cached_tokens=tokens,
+        )  # fmt: skip
+    weights = size * numel / config.engine_tp_size
+    share = config.engine_mem_fraction * memory
+    cache = max(0.0, share - weights)
+    asleep = share if config.engine_sleep_level == 0 else 0.0
+    room = cache * config.engine_tp_size / per_token
+    return Engine(weights=weights, cache=cache, work=0, asleep=asleep, sync=sync, cached_tokens=room)
+
+
+def _sync(config: RolloutConfig, numel: float, largest: float, size: int, ranks: int) -> float:
+    """Returns the bytes that a weight sync adds: gathered tensors, a copy of one, and its fingerprint."""
+    fingerprint = 16 * min(largest, _CHUNK)
+    copy = 2 * size * largest if size < _FLOAT else 0
+    name, limit = strategy_name(config, ranks), config.sync_bucket_mb << 20
+    if name == "fsdp":
+        bucket = min(size * numel, max(limit / 2, size * largest))
+        shards = ranks // config.fsdp.replicate_size
+        return fingerprint + bucket * (1 + 1 / shards) + 2 * size * largest
+    if name == "deepspeed" and config.deepspeed.zero_stage == 3:
+        return fingerprint + copy + min(_FLOAT * numel, max(limit, _FLOAT * largest))
+    return fingerprint + copy

@@ -1,0 +1,144 @@
+"""Finds the options that make a run fit: those that help most, and a choice of all of them (--fit)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.config import PPOConfig, RolloutConfig, RunConfig
+from lightrl.plan.peaks import Machine, Models, Plan, plan_run
+from lightrl.plan.spread import strategy_name
+
+Changes = dict[str, Any]  # options by their full names
+
+_MARGIN = 0.92  # of the memory that --fit fills: allocators and libraries need the rest
+_SMALLEST_SHARE = 0.1  # of an engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """Options that make a run smaller."""
+
+    changes: Changes
+    plan: Plan
+    saved: float  # bytes of the peak
+
+    def flags(self) -> str:
+        """Returns the options as they are typed."""
+        return flags_of(self.changes)
+
+
+def flags_of(changes: Changes) -> str:
+    """Returns options as they are typed."""
+    return " ".join(f"--{name} {value}" for name, value in changes.items())
+
+
+def fits(plan: Plan, machine: Machine, share: float = 1.0) -> bool:
+    """Returns whether no phase needs more than the device has; an unknown memory is never too small."""
+    if not machine.memory:
+        return True
+    has_cache = plan.engine is None or plan.engine.cached_tokens >= plan.batches.length
+    return has_cache and plan.peak.total <= share * machine.memory
+
+
+def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> list[Remedy]:
+    """Returns single changes that lower the peak, those first that save most."""
+    found = []
+    for changes in _single_changes(config, machine, plan):
+        smaller = changed(config, changes)
+        other = plan_run(smaller, models.of(smaller) if "lora.rank" in changes else models, machine)
+        saved = plan.peak.total - other.peak.total
+        if saved > 0:
+            found.append(Remedy(changes=changes, plan=other, saved=saved))
+    return sorted(found, key=lambda remedy: -remedy.saved)
+
+
+def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy | None:
+    """Returns the mildest changes with which the run fits, as little slower as can be; None if nothing helps."""
+    first = plan_run(config, models, machine)
+    for changes in _ladder(config, machine, first):
+        other = plan_run(changed(config, changes), models, machine)
+        if fits(other, machine, _MARGIN):
+            return Remedy(changes=changes, plan=other, saved=first.peak.total - other.peak.total)
+    return None
+
+
+def changed(config: RunConfig, changes: Changes) -> RunConfig:
+    """Returns the config with other values of some options."""
+    result = copy.deepcopy(config)
+    for name, value in changes.items():
+        *sections, last = name.split(".")
+        target: Any = result
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, last, value)
+    return result
+
+
+def _single_changes(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[Changes]:
+    yield from ({"max_tokens_per_microbatch": size} for size in _budgets(config, plan)[-1:])
+    if not config.gradient_checkpointing:
+        yield {"gradient_checkpointing": True}
+    if config.dtype == "float32":
+        yield {"dtype": "bfloat16"}
+    yield from _spreads(config, machine)
+    yield from _engines(config, machine)
+    if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
+        yield {"critic.offload_waiting_optimizer": True}
+    if not config.lora.is_on and config.tp_size == 1:
+        yield {"lora.rank": 32}
+
+
+def _ladder(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[Changes]:
+    """Yields combinations from the mildest on: smaller micro-batches, checkpointing, the engine, then more spread."""
+    budgets: list[Changes] = [{}, *({"max_tokens_per_microbatch": size} for size in _budgets(config, plan))]
+    passes = budgets[:3] + [{**size, "gradient_checkpointing": True} for size in budgets]
+    engines = [{}, *_engines(config, machine)]
+    spreads = [{}, *_spreads(config, machine)]
+    for spread in spreads:
+        for engine in engines:
+            for cheaper in passes:
+                yield {**spread, **engine, **cheaper}
+
+
+def _budgets(config: RunConfig, plan: Plan) -> list[int]:
+    """Returns smaller numbers of tokens of a micro-batch, largest first; each holds a sequence."""
+    if config.micro_batch_size:
+        return []
+    sizes = []
+    size = min(config.max_tokens_per_microbatch, plan.batches.pack.num_tokens) // 2
+    while size >= plan.batches.length:
+        sizes.append(size)
+        size //= 2
+    shortest = plan.batches.length * plan.batches.answers
+    return [*sizes, shortest] if shortest < config.max_tokens_per_microbatch else sizes
+
+
+def _engines(config: RunConfig, machine: Machine) -> list[Changes]:
+    if not isinstance(config, RolloutConfig):
+        return []
+    found: list[Changes] = []
+    if config.engine in ("vllm", "sglang"):
+        shares = (0.3, 0.2, _SMALLEST_SHARE)
+        found += [{"engine_mem_fraction": share} for share in shares if share < config.engine_mem_fraction]
+    if not config.offload_while_generating:
+        found += [{"offload_while_generating": True}]
+        found += [{**change, "offload_while_generating": True} for change in found[:-1]]
+    return found
+
+
+def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
+    """Returns other ways to keep the model, those first that cost least."""
+    name = strategy_name(config, machine.ranks)
+    if name == "deepspeed":
+        stages: list[Changes] = [{"deepspeed.zero_stage": stage} for stage in range(config.deepspeed.zero_stage + 1, 4)]
+        last = stages[-1] if stages else {}
+        stages += [] if config.deepspeed.offload_optimizer else [{**last, "deepspeed.offload_optimizer": True}]
+        return [*stages, {**last, "deepspeed.offload_optimizer": True, "deepspeed.offload_param": True}]
+    if name in ("single", "ddp"):
+        sharded: Changes = {"strategy": "fsdp"}
+        return ([sharded] if machine.ranks > 1 else []) + [{**sharded, "fsdp.cpu_offload": True}]
+    whole: list[Changes] = [] if config.fsdp.reshard_after_forward else [{"fsdp.reshard_after_forward": True}]
+    return [*whole, *([] if config.fsdp.cpu_offload else [{"fsdp.cpu_offload": True}])]

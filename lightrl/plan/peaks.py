@@ -1,0 +1,232 @@
+"""A run phase by phase: what is on the device of the rank that has most, and for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
+from lightrl.models import logprobs
+from lightrl.plan.activations import Computation, Pass, needs_of
+from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
+from lightrl.plan.engine import Engine, engine_of
+from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
+from lightrl.plan.spread import Kept, kept_of, strategy_name
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the run is to fit on."""
+
+    ranks: int
+    memory: float  # bytes of a device; 0: not said
+    prompt_tokens: int
+    response_tokens: int  # 0: --max_new_tokens
+    is_accelerator: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of a step, with the bytes on the device by what they are for."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """The most bytes at a time."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run on paper."""
+
+    phases: list[Phase]
+    batches: Batches
+    flops: float  # of a step over all ranks
+    host: float  # bytes in host memory for a rank
+    num_weights: int
+    engine: Engine | None
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+class Models:
+    """The models of a run by role, made once for all plans of it."""
+
+    def __init__(self, hf_config: Any, config: RunConfig, others: dict[str, Any] | None = None) -> None:
+        """others: the configs of models that are not the policy's, by role."""
+        others = others or {}
+        self.hf_config, self._others = hf_config, others
+        is_classifier = isinstance(config, RMConfig)
+        self.policy = reward_model_of(hf_config, config) if is_classifier else policy_of(hf_config, config)
+        self.frozen: list[Model] = []
+        self.critic: Model | None = None
+        if isinstance(config, DPOConfig | RolloutConfig) and not config.lora.is_on:
+            self.reference: Model | None = policy_of(hf_config, config, "reference")
+        else:
+            self.reference = None  # the policy without its adapters
+        if "teacher" in others:
+            self.frozen.append(policy_of(others["teacher"], config, "teacher"))
+        if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
+            self.critic = critic_of(others.get("critic", hf_config), config)
+
+    def of(self, config: RunConfig) -> Models:
+        """Returns the models of the same files for other options."""
+        return Models(self.hf_config, config, self._others)
+
+
+def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
+    """Returns the phases of a step of a run whose every rank is as full as it can be."""
+    own_ranks = config.rollout_ranks if isinstance(config, RolloutConfig) else 0
+    trainers = machine.ranks - own_ranks
+    if trainers < 1:
+        raise ValueError(f"--rollout_ranks {own_ranks} leaves none of {machine.ranks} ranks to train.")
+    batches = batches_of(
+        config, ranks=trainers, prompt_tokens=machine.prompt_tokens, response_tokens=machine.response_tokens
+    )
+    step = _Step(config, models, replace(machine, ranks=trainers), batches)
+    engine = None
+    if isinstance(config, RolloutConfig):
+        engine = engine_of(config, models.policy, batches, ranks=own_ranks or trainers, memory=machine.memory)
+    phases = list(step.phases(engine, is_beside=not own_ranks))
+    hf_config = models.policy.hf_config
+    return Plan(
+        phases=phases,
+        batches=batches,
+        flops=flops_of_step(config, hf_config, models.policy, batches, passes_of(config)),
+        host=step.host,
+        num_weights=sum(weight.numel for weight in models.policy.weights),
+        engine=engine,
+    )
+
+
+class _Step:
+    """Collects the phases of a step."""
+
+    def __init__(self, config: RunConfig, models: Models, machine: Machine, batches: Batches) -> None:
+        self._config, self._models, self._machine, self._batches = config, models, machine, batches
+        several = batches.micro_batches > 1
+        used = [models.policy, *models.frozen]
+        used += [models.reference] if models.reference is not None and self._has_reference else []
+        used += [models.critic] if models.critic is not None else []
+        self._kept = {model.role: kept_of(model, config, machine.ranks, several=several) for model in used}
+        self._used = {model.role: model for model in used}
+        self.host = sum(kept.host for kept in self._kept.values())
+
+    @property
+    def _has_reference(self) -> bool:
+        config = self._config
+        return isinstance(config, DPOConfig) or (isinstance(config, RolloutConfig) and _kl_coef(config) > 0)
+
+    def phases(self, engine: Engine | None, *, is_beside: bool) -> list[Phase]:
+        """Returns all phases, in the order of a step."""
+        resident = self._resident()
+        asleep = {"engine asleep": engine.asleep} if engine is not None and is_beside else {}
+        found = [] if engine is None else [self._generate(engine, resident, is_beside)]
+        resident = {**resident, **asleep}
+        scored = self._used if self._scores_policy else {role: m for role, m in self._used.items() if role != "policy"}
+        found += [self._score(role, resident) for role in scored]
+        found += [self._train(role, resident) for role in ("critic", "policy") if role in self._used]
+        if engine is not None:
+            found.append(Phase(name="weight sync", parts={**resident, "sync buckets": engine.sync}))
+        return found
+
+    @property
+    def _scores_policy(self) -> bool:
+        config = self._config
+        several = isinstance(config, GRPOConfig | PPOConfig) and config.optimizer_steps_per_step > 1
+        return several or (self._has_reference and self._config.lora.is_on)
+
+    def _resident(self, without: str = "") -> dict[str, float]:
+        parts: dict[str, float] = {}
+        for role, kept in self._kept.items():
+            label = "" if role == "policy" else f"{role} "
+            parts[f"{label}weights"] = kept.weights
+            parts[f"{label}master copies"] = kept.master
+            parts[f"{label}optimizer"] = 0 if role == without else kept.optimizer
+            parts[f"{label}average"] = kept.average
+        return {name: size for name, size in parts.items() if size}
+
+    def _generate(self, engine: Engine, resident: dict[str, float], is_beside: bool) -> Phase:
+        config = self._config
+        assert isinstance(config, RolloutConfig)
+        leaves = config.offload_while_generating or not is_beside
+        if config.offload_while_generating:
+            self.host += sum(resident.values())
+        awake = {"engine weights": engine.weights, "KV cache": engine.cache, "logits": engine.work}
+        return Phase(name="generate", parts={**({} if leaves else resident), **awake})
+
+    def _score(self, role: str, resident: dict[str, float]) -> Phase:
+        need = self._need(role, trains=False)
+        parts = self._activations(role, need.top)
+        return Phase(name=f"score by {role}", parts={**resident, **parts, "gathered weights": self._kept[role].forward})
+
+    def _train(self, role: str, resident: dict[str, float]) -> Phase:
+        kept, need = self._kept[role], self._need(role, trains=True)
+        config = self._config
+        if isinstance(config, PPOConfig) and config.critic.offload_waiting_optimizer:
+            other = "policy" if role == "critic" else "critic"
+            asleep = {name: size for name, size in resident.items() if name == "engine asleep"}
+            resident = {**self._resident(without=other), **asleep}
+        head = _head_gradient(self._used[role], kept)
+        top = {**self._activations(role, need.top), "gradients": max(kept.waiting, head)}
+        bottom = {"activations": need.bottom, "gradients": kept.gradients + kept.waiting * (kept.own_pass > 0)}
+        if kept.waiting and not kept.own_pass:
+            bottom["gradients"] = kept.gradients
+        chosen = max(top, bottom, key=lambda parts: sum(parts.values()))
+        parts = {**resident, **chosen, "gathered weights": kept.own_pass}
+        return Phase(name=f"train {role}", parts={name: size for name, size in parts.items() if size})
+
+    def _need(self, role: str, *, trains: bool) -> Pass:
+        config, batches = self._config, self._batches
+        pack = batches.pack
+        if config.sp_size > 1:  # a rank has its part of each sequence
+            pack = replace(
+                pack, length=-(-pack.length // config.sp_size), num_scored=-(-pack.num_scored // config.sp_size)
+            )
+        return needs_of(
+            self._used[role],
+            pack,
+            computation=self._computation,
+            checkpointing=config.gradient_checkpointing,
+            trains=trains,
+            tp_size=config.tp_size,
+            on_accelerator=self._machine.is_accelerator,
+        )
+
+    @property
+    def _computation(self) -> Computation:
+        if self._config.dtype == "float32":
+            return "float32"
+        return "bfloat16" if strategy_name(self._config, self._machine.ranks) == "fsdp" else "autocast"
+
+    def _activations(self, role: str, num_bytes: float) -> dict[str, float]:
+        if role == "critic":
+            return {"activations": num_bytes}
+        chunk = min(num_bytes, self._logits_chunk())
+        return {"activations": num_bytes - chunk, "logits chunk": chunk}
+
+    def _logits_chunk(self) -> float:
+        """Returns the bytes of a tile of logits with its probabilities and their product."""
+        tile = logprobs._ACCELERATOR_TILE if self._machine.is_accelerator else logprobs._CPU_TILE
+        rows = min(tile[0], self._batches.pack.num_sequences * self._batches.pack.num_scored)
+        vocabulary = self._models.policy.hf_config.get_text_config().vocab_size
+        return float(3 * _FLOAT * rows * min(tile[1], vocabulary))
+
+
+def _kl_coef(config: RolloutConfig) -> float:
+    return config.algorithm.kl_coef if isinstance(config, GRPOConfig | PPOConfig) else 0.0
+
+
+def _head_gradient(model: Model, kept: Kept) -> float:
+    """Returns the bytes of the gradients that are there when the last block's backward begins."""
+    if kept.own_pass:
+        return 0.0
+    return _FLOAT * sum(weight.numel for weight in model.trained if not weight.unit and "embed" not in weight.name)

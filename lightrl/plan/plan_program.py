@@ -1,0 +1,175 @@
+"""The program `lightrl plan`, and --dry_run of every trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from lightrl.builtin.model import builtin_model_path
+from lightrl.config import (
+    BUILTIN_MODEL,
+    EvaluateConfig,
+    GRPOConfig,
+    OfflineConfig,
+    PPOConfig,
+    RunConfig,
+    exit_with_user_error,
+    option,
+    option_names,
+    parse_config,
+    print_text,
+)
+from lightrl.models.lora import require_peft
+from lightrl.models.option_names import naming
+from lightrl.models.policy import load_config
+from lightrl.plan.fit import changed, choose, fits, flags_of, remedies
+from lightrl.plan.peaks import Machine, Models, plan_run
+from lightrl.plan.spread import strategy_name
+from lightrl.plan.text import as_json, table, verdict
+
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_RESPONSE = 512  # tokens of an example whose data is not read
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """Say what a run needs before it starts: lightrl plan grpo|ppo|sft|rm|dpo [OPTIONS OF THE TRAINER] [THESE].
+
+    Nothing but the model's config.json is read. The exit code is 0 if the run fits, else 1.
+    """
+
+    ranks: int = option(0, at_least=0)
+    """Number of ranks. 0: those that torchrun started, or 1."""
+    device_memory: str = ""
+    """Memory of a device, such as 24GB or 80GiB. Empty: that of this machine's GPU, if it has one."""
+    prompt_tokens: int = option(256, at_least=1)
+    """Tokens of a prompt. The data is not read."""
+    response_tokens: int = option(0, at_least=0)
+    """Tokens of a response. 0: --max_new_tokens, or 512 for sft, rm and dpo."""
+    fit: bool = False
+    """Choose options with which the run fits, and print them."""
+    json: bool = False
+    """Print the plan as JSON, with all sizes in bytes."""
+
+
+def plan(trainers: Any, arguments: Sequence[str]) -> int:
+    """Plans the run of the trainer that the first argument names; returns the exit code.
+
+    trainers: the configs of the trainers by their names.
+    """
+    name, words = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
+    if name in ("-h", "--help", "--help-all") or name not in trainers:
+        if not name.startswith("-"):
+            exit_with_user_error(ValueError(f"lightrl plan {name}: choose one of {', '.join(trainers)}."))
+        parse_config(PlanConfig, ["--help-all"], f"lightrl plan {'|'.join(trainers)} [OPTIONS OF THE TRAINER]")
+    own, rest = _split(words)
+    config = parse_config(trainers[name], rest, f"lightrl plan {name}")
+    return _plan(config, parse_config(PlanConfig, own, f"lightrl plan {name}"), name)
+
+
+def dry_run(config: RunConfig, name: str) -> int:
+    """Plans a run on the ranks and devices that it was started on; rank 0 prints."""
+    if isinstance(config, EvaluateConfig):
+        exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
+    return _plan(config, PlanConfig(), name)
+
+
+def _plan(config: RunConfig, asked: PlanConfig, name: str) -> int:
+    try:
+        machine = machine_of(config, asked)
+        models = models_of(config)
+        if asked.fit and machine.memory:
+            config = _fitting(config, models, machine)
+        made = plan_run(config, models, machine)
+    except (ValueError, OSError, ImportError) as error:
+        exit_with_user_error(error)
+    is_enough = fits(made, machine)
+    found = [] if is_enough else remedies(config, models, machine, made)
+    if os.environ.get("RANK", "0") == "0":
+        title = f"{name}: {made.num_weights / 1e9:.3g}B weights on {machine.ranks} rank(s) by " + strategy_name(
+            config, machine.ranks
+        )
+        text = f"{table(made, machine, title)}\n{verdict(made, machine, is_enough=is_enough, found=found)}"
+        print_text(as_json(made, is_enough=is_enough, found=found) if asked.json else text)
+    return int(not is_enough)
+
+
+def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
+    """Prints the options with which the run fits, and returns the config with them; without any, the config."""
+    chosen = choose(config, models, machine)
+    if chosen is None:
+        print_text("--fit: no choice of options fits. Use more ranks, LoRA, or a smaller model.\n")
+        return config
+    print_text(f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}\n")
+    return changed(config, chosen.changes)
+
+
+def machine_of(config: RunConfig, asked: PlanConfig) -> Machine:
+    """Returns what the run is to fit on, by the options or as this process sees it."""
+    response = asked.response_tokens or (_RESPONSE if isinstance(config, OfflineConfig) else 0)
+    memory = parse_size(asked.device_memory) if asked.device_memory else _own_memory()
+    return Machine(
+        ranks=asked.ranks or int(os.environ.get("WORLD_SIZE", "1")),
+        memory=memory,
+        prompt_tokens=asked.prompt_tokens,
+        response_tokens=response,
+        is_accelerator=config.distributed.device != "cpu",
+    )
+
+
+def parse_size(text: str) -> float:
+    """Returns the bytes of a text such as 24GB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", text.upper())
+    if found is None:
+        raise ValueError(f"--device_memory {text!r}: give a number with a unit, such as 24GB or 80GiB.")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _own_memory() -> float:
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0
+
+
+def models_of(config: RunConfig) -> Models:
+    """Returns the models of a run, from their configs alone."""
+    if config.lora.is_on:
+        require_peft(config.lora)
+    others: dict[str, Any] = {}
+    if isinstance(config, PPOConfig) and config.critic_model:
+        with naming("--critic_model"):
+            others["critic"] = _read_config(config.critic_model, config.trust_remote_code)
+    if isinstance(config, GRPOConfig) and config.teacher_model:
+        with naming("--teacher_model"):
+            others["teacher"] = _read_config(config.teacher_model, config.trust_remote_code)
+    return Models(_read_config(config.model, config.trust_remote_code), config, others)
+
+
+def _read_config(path: str, trust_remote_code: bool) -> Any:
+    path = str(builtin_model_path()) if path == BUILTIN_MODEL else path
+    if not path.endswith(".json"):
+        return load_config(path, trust_remote_code=trust_remote_code)
+    try:
+        fields = json.loads(Path(path).read_text())
+        return AutoConfig.for_model(**fields)
+    except (TypeError, ValueError, OSError) as error:
+        raise ValueError(f"--model {path} is no config.json of a model ({error}).") from error
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the options of the plan, and those of the trainer."""
+    own: list[str] = []
+    rest: list[str] = []
+    names = {f"--{name}" for name in option_names(PlanConfig)}
+    target = rest
+    for word in words:
+        if word.startswith("--"):
+            target = own if word.partition("=")[0] in names else rest
+        target.append(word)
+    return own, rest

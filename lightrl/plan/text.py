@@ -1,0 +1,71 @@
+"""A plan as text: a table of phases, the batch arithmetic, and what to do where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from lightrl.plan.fit import Remedy
+from lightrl.plan.peaks import Machine, Phase, Plan
+
+_NAMED = 3  # remedies that are shown
+_LEAST = 0.005  # share of the peak below which a part is not shown by itself
+
+
+def table(plan: Plan, machine: Machine, title: str) -> str:
+    """Returns the plan, phase by phase."""
+    lines = [title, plan.batches.describe(), f"about {plan.flops:.3g} FLOPs a step over all ranks", ""]
+    for phase in plan.phases:
+        mark = "  <- peak" if phase is plan.peak else ""
+        lines.append(f"{phase.name:22}{_size(phase.total):>10}  {_parts(phase)}{mark}")
+    lines.append("")
+    if plan.host:
+        lines.append(f"in host memory: {_size(plan.host)} for each rank")
+    if plan.engine is not None and machine.memory:
+        lines.append(f"the engine of a rank caches {plan.engine.cached_tokens:,.0f} tokens")
+    return "\n".join(lines)
+
+
+def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Remedy]) -> str:
+    """Returns the last lines: whether the run fits, and otherwise the options that help most."""
+    peak = f"peak: {_size(plan.peak.total)} in the phase {plan.peak.name!r}"
+    if not machine.memory:
+        return f"{peak}; give --device_memory, such as 24GB, to hear whether that fits"
+    if is_enough:
+        return f"{peak}: fits in {_size(machine.memory)}, of which libraries and fragments take some"
+    lines = [f"{peak}: DOES NOT FIT in {_size(machine.memory)}"]
+    if plan.engine is not None and plan.engine.cached_tokens < plan.batches.length:
+        lines.append(f"the engine's cache holds less than a sequence of {plan.batches.length} tokens")
+    lines += ["what helps most:"] if found else ["no single option makes it smaller: use more ranks"]
+    for remedy in found[:_NAMED]:
+        left = _size(remedy.plan.peak.total)
+        lines.append(f"  {remedy.flags():48} saves {_size(remedy.saved)}, peak {left} in {remedy.plan.peak.name!r}")
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
+    """Returns the plan for programs; all sizes are in bytes."""
+    content = {
+        "phases": [{"name": phase.name, "bytes": round(phase.total), "parts": phase.parts} for phase in plan.phases],
+        "peak": {"name": plan.peak.name, "bytes": round(plan.peak.total)},
+        "host_bytes": round(plan.host),
+        "flops": plan.flops,
+        "batches": plan.batches.describe(),
+        "fits": is_enough,
+        "remedies": [{"flags": remedy.flags(), "saves_bytes": round(remedy.saved)} for remedy in found[:_NAMED]],
+    }
+    return json.dumps(content, indent=2)
+
+
+def _parts(phase: Phase) -> str:
+    least = _LEAST * phase.total
+    shown = sorted(((size, name) for name, size in phase.parts.items() if size > least), reverse=True)
+    return ", ".join(f"{name} {_size(size)}" for size, name in shown)
+
+
+def _size(num_bytes: float) -> str:
+    """Returns bytes in decimal units, as devices are sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} KB"

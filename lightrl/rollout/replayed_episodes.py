@@ -1,0 +1,171 @@
+"""Plays the episodes of an asynchronous run again, as its schedule says: each call gets its tokens of each version."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightrl.config import RolloutConfig
+from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.records import Prompt, Sample, Status
+from lightrl.rollout.driver import Wish
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob
+from lightrl.rollout.journal import CURRENT, Journal
+from lightrl.rollout.phases import PhasedDriver
+from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample
+from lightrl.rollout.replayed_collector import ReplayedCollector
+from lightrl.strategy import StrategyBase
+
+_PATIENCE_S = 300.0  # without a token or an end, after which an episode is taken to wait for what never comes
+
+_FAILED = EpisodeFailure("", "It had failed in the recorded run.")
+_Name = tuple[int, int]  # ticket and sample
+_Calls = tuple[tuple[tuple[int, int], ...], ...]
+
+
+class ReplayDriver(PhasedDriver):
+    """Gives each call of an episode as many tokens of each version as its record says."""
+
+    def __init__(self, engine: ColocatedEngine) -> None:
+        super().__init__(engine, EngineGroup())
+        self._calls: dict[_Name, _Calls] = {}
+        self._version = -1
+        self._later: dict[int, list[asyncio.Future[None]]] = {}  # calls that go on under a later version
+        self._num_due: dict[int, int] = {}  # parts of calls that each version still has to make
+
+    def play(self, journal: Journal, calls: _Calls, start: Any) -> None:
+        """Begins an episode whose calls are known."""
+        self._calls[journal.key] = calls
+        for version in (version for call in calls for version, _ in call):
+            self._num_due[version] = self._num_due.get(version, 0) + 1
+        self.begin(journal, start)
+
+    def make(self, version: int) -> None:
+        """Makes every token of a version; a new episode goes on until it needs a later one."""
+        self._version = version
+        for future in self._later.pop(version, ()):
+            future.set_result(None)
+        changed, before = time.monotonic(), None
+        while self._num_due.get(version) and any(not task.done() for task in self._tasks.values()):
+            self.step(1)
+            self._require_no_failure()
+            state = (self._num_due.get(version), self.engine.has_unfinished())
+            if state != before or state[1]:
+                changed, before = time.monotonic(), state
+            if time.monotonic() - changed > _PATIENCE_S:
+                raise _unlike("its episodes do not ask for what they asked for then")
+
+    def finish(self, names: Sequence[_Name]) -> dict[_Name, Any]:
+        """Returns what these episodes have become, whose tokens are all made."""
+        started = time.monotonic()
+        while not all(self._tasks[name].done() for name in names):
+            self.step(1)
+            if time.monotonic() - started > _PATIENCE_S:
+                raise _unlike("an episode goes on where it had ended")
+        self._require_no_failure()
+        return {name: self._tasks.pop(name).result() for name in names}
+
+    def _require_no_failure(self) -> None:
+        for name, task in self._tasks.items():
+            if task.done() and isinstance(made := task.result(), EpisodeFailure):
+                raise _unlike(f"sample {name} fails here, and did not. It says:\n{made.details}")
+
+    async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
+        """Samples the parts of a call one after the other, each under its weights."""
+        journal = CURRENT.get()
+        assert journal is not None, "begin() has set it"
+        number, calls = journal.next_call(), self._calls[journal.key]
+        if number >= len(calls) or not calls[number]:
+            raise _unlike(f"sample {journal.key} asks for turn {number + 1}, which it did not")
+        made: Completion | None = None
+        total = 0
+        for version, count in calls[number]:
+            if version > self._version:
+                self._later.setdefault(version, []).append(future := self._loop.create_future())
+                await future
+            total += count
+            made = await self._part(prompt, replace(params, max_new_tokens=total), made, journal.ticket)
+            self._num_due[version] -= 1
+        assert made is not None, "a call has a token"
+        return made
+
+    async def _part(
+        self, prompt: AnyPrompt, params: SamplingParams, made: Completion | None, ticket: int
+    ) -> Completion:
+        checked = as_prompt(prompt)
+        self.engine.check_prompt("the prompt of a turn", checked, params)
+        answer = self._loop.create_future()
+        self._ask(Wish(checked, params, answer, made, ticket))
+        completion: Completion = await answer
+        return completion
+
+
+class ReplayedEpisodes(ReplayedCollector):
+    """Stands in for the collector of a trainer whose samples are made by a workflow."""
+
+    _collector: EpisodeCollector
+
+    def __init__(
+        self,
+        collector: EpisodeCollector,
+        strategy: StrategyBase,
+        schedule: Sequence[Sequence[RecordedGroup]],
+        *,
+        config: RolloutConfig,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        super().__init__(collector, strategy, schedule, config=config, prompts=prompts)
+        self._sampling = replace(self._sampling, max_new_tokens=config.max_new_tokens)
+        self._driver: ReplayDriver | None = None
+        self._played: dict[_Name, Episode | EpisodeFailure | None] = {}
+
+    def close(self) -> None:
+        """Ends the episodes that are under way."""
+        if self._driver is not None:
+            self._driver.close()
+
+    def _make(self, engine: ColocatedEngine, version: int) -> None:
+        driver = self._driver = self._driver or ReplayDriver(engine)
+        for batch in self._batches[version:]:
+            for group in (group for _, group in batch if group.start_version == version):
+                self._begin(driver, group)
+        driver.make(version)
+        self._played = driver.finish(
+            [
+                (group.ticket, sample.sample_index)
+                for _, group in self._batches[version]
+                for sample in group.samples
+                if sample.status is not Status.FAILED
+            ]
+        )
+
+    def _begin(self, driver: ReplayDriver, group: RecordedGroup) -> None:
+        """Starts the code of a group's episodes, but not of those that had failed, as by a time-out."""
+        played = [sample for sample in group.samples if sample.status is not Status.FAILED]
+        for sample in played:
+            job = self._job(group, sample, group.ticket)._replace(num_siblings=len(played))
+            journal = Journal(group.ticket, sample.sample_index, group.start_version)
+            driver.play(journal, sample.calls, partial(self._collector.play, driver, job))
+
+    def _job(self, group: RecordedGroup, sample: RecordedSample, position: int) -> EpisodeJob:
+        prompt, seed = self._prompt(group.ticket), self._seed(group.ticket)
+        return EpisodeJob(position, prompt, sample.sample_index, seed, self._sampling, 0)
+
+    def _sample(self, position: int, group: RecordedGroup, sample: RecordedSample) -> Sample:
+        name = (group.ticket, sample.sample_index)
+        made = self._played.pop(name, None) if sample.status is not Status.FAILED else _FAILED
+        found = self._collector.as_sample(self._job(group, sample, position), made)
+        return replace(found, ticket=group.ticket, start_version=group.start_version)
+
+
+def _unlike(what: str) -> ValueError:
+    return ValueError(
+        f"The run cannot be repeated: {what} in the recorded run. What an episode does between two turns must depend "
+        "on what it heard alone."
+    )

@@ -1,0 +1,34 @@
+"""What a pass needs, on fake tensors."""
+
+from typing import Any
+
+from lightrl.config import GRPOConfig
+from lightrl.plan.activations import PackShape, needs_of
+from lightrl.plan.models import policy_of
+
+PACK = PackShape(num_sequences=4, length=32, num_scored=24)
+
+
+def test_a_pass_by_its_settings(small_config: Any) -> None:
+    model = policy_of(small_config, GRPOConfig())
+
+    def top(**settings: Any) -> float:
+        wanted = {"computation": "float32", "checkpointing": False, "trains": True, **settings}
+        return needs_of(model, PACK, **wanted).top
+
+    trained = top()
+    assert top(trains=False) < top(checkpointing=True) < trained
+    assert top(computation="bfloat16") < trained
+    # A block saves at least its input and the inputs of its seven matrices: 32 x (5 x 32 + 48) x 4 bytes x 4 sequences.
+    assert trained > 3 * 4 * 32 * (5 * 32 + 48) * 4
+
+
+def test_a_further_block_costs_the_same(small_config: Any) -> None:
+    model = policy_of(small_config, GRPOConfig())
+    small_config_of_four = type(small_config)(**{**small_config.to_dict(), "num_hidden_layers": 4, "layer_types": None})
+    deeper = policy_of(small_config_of_four, GRPOConfig())
+    settings: dict[str, Any] = {"computation": "float32", "checkpointing": False, "trains": True}
+    three, four = (needs_of(item, PACK, **settings).top for item in (model, deeper))
+    double = PackShape(num_sequences=8, length=32, num_scored=24)
+    assert four > three
+    assert needs_of(model, double, **settings).top > 1.9 * three

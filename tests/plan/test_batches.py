@@ -1,0 +1,51 @@
+"""The arithmetic of batches and work."""
+
+from typing import Any
+
+import pytest
+
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from lightrl.plan.batches import batches_of, flops_of_step, kv_bytes_of_token, passes_of
+from lightrl.plan.models import policy_of
+
+
+def test_sequences_are_dealt_to_ranks_and_micro_batches() -> None:
+    config = GRPOConfig(num_prompts=8, group_size=4, max_new_tokens=64, max_tokens_per_microbatch=512)
+    batches = batches_of(config, ranks=2, prompt_tokens=6, response_tokens=0)
+    # 32 sequences of 70 tokens, 16 on a rank; 7 fit into 512 tokens, so 3 micro-batches of at most 6.
+    assert (batches.sequences, batches.of_rank, batches.micro_batches) == (32, 16, 3)
+    assert (batches.pack.num_sequences, batches.pack.num_tokens, batches.pack.num_scored) == (6, 420, 64)
+    assert "16 sequences an update in 3 micro-batch(es)" in batches.describe()
+
+
+def test_pairs_stay_together() -> None:
+    batches = batches_of(
+        DPOConfig(batch_size=8, max_tokens_per_microbatch=50), ranks=1, prompt_tokens=4, response_tokens=8
+    )
+    assert (batches.of_rank, batches.micro_batches, batches.pack.num_sequences) == (16, 4, 4)  # 2 pairs of 24 tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "trained", "scored"),
+    [
+        (GRPOConfig(), 1, 1),
+        (GRPOConfig(num_minibatches=2, num_epochs=3), 3, 2),
+        (PPOConfig(), 2, 2),
+        (SFTConfig(), 1, 0),
+        (DPOConfig(), 1, 1),
+    ],
+)
+def test_passes_of_a_step(config: Any, trained: int, scored: int) -> None:
+    passes = passes_of(config)
+    assert (passes.trained, passes.scored) == (trained, scored)
+
+
+def test_work_and_cache(small_config: Any) -> None:
+    config = SFTConfig(batch_size=2)
+    batches = batches_of(config, ranks=1, prompt_tokens=6, response_tokens=4)
+    model = policy_of(small_config, config)
+    weights = sum(item.numel for item in model.weights) - 64 * 32  # a row of the embedding is only looked up
+    # 20 tokens; forward 2 x weights, attention 2 x 3 layers x 4 heads x 8 wide x 10 long; the backward is twice that.
+    wanted = 3 * 20 * (2 * weights + 2 * 3 * 4 * 8 * 10)
+    assert flops_of_step(config, small_config, model, batches, passes_of(config)) == wanted
+    assert kv_bytes_of_token(small_config, 2) == 2 * 3 * 2 * 8 * 2

@@ -1,0 +1,58 @@
+"""`lightrl plan` and --dry_run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.plan.plan_program import parse_size
+from lightrl.programs import main
+
+
+@pytest.fixture
+def model(small_config: Any, tmp_path: Path) -> str:
+    """A config.json, and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(small_config.to_dict()))
+    return str(tmp_path / "config.json")
+
+
+def test_the_exit_code_says_whether_a_run_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "grpo", "--model", model, "--ranks", "4", "--strategy", "fsdp", "--max_new_tokens", "64"]
+    assert main([*asked, "--device_memory", "1GB", "--dtype", "bfloat16"]) == 0
+    assert "on 4 rank(s) by fsdp" in capsys.readouterr().out
+    assert main([*asked, "--device_memory", "100KB", "--json", "True"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_fit_prints_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "sft", "--model", model, "--ranks=1", "--response_tokens", "100", "--fit", "True"]
+    assert main([*asked, "--device_memory", "9MB"]) == 0
+    assert capsys.readouterr().out.startswith("--fit: --max_tokens_per_microbatch ")
+
+
+def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "dpo", "--model", model, "--output_dir", str(tmp_path / "run"), "--dry_run", "True"])
+    assert end.value.code == 0
+    assert "score by reference" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["plan", "grop"], "choose one of grpo, ppo, sft, rm, dpo"),
+        (["plan", "grpo", "--device_memory", "24"], "give a number with a unit"),
+        (["plan", "grpo", "--model", "none.json"], "--model none.json is no config.json of a model"),
+    ],
+)
+def test_mistakes_end_with_code_2(words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("24GB", "1.5 MiB", "80gib")] == [24e9, 1.5 * 2**20, 80 * 2**30]

@@ -1,0 +1,138 @@
+"""Episodes that were played under two versions of the weights are played again from their schedule."""
+
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightrl.builtin.model import tiny_model
+from lightrl.comm import Comm
+from lightrl.config import GRPOConfig, StrategyOptions
+from lightrl.engines.base import EngineGroup, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.native.engine import build_native_engine
+from lightrl.records import Prompt, ScoredGroup
+from lightrl.rewards.episode_reward import episode_reward
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.client import EpisodeLimits
+from lightrl.rollout.collector import ROLLOUT_STREAM
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeJob
+from lightrl.rollout.journal import Journal
+from lightrl.rollout.phases import PhasedDriver
+from lightrl.rollout.production import segments
+from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
+from lightrl.rollout.replayed_episodes import ReplayedEpisodes
+from lightrl.rollout.workflow import Workflow
+from lightrl.seeding import mix_seed
+
+PROMPT = Prompt(index=0, text="", token_ids=(3, 5))
+CONFIG = GRPOConfig(num_prompts=1, group_size=2, max_new_tokens=5)
+
+
+class Turns(Workflow):
+    def __init__(self, count):
+        self.count = count
+
+    async def arun_episode(self, engine, data):
+        episode = Episode(data.token_ids)
+        for _ in range(self.count):
+            episode.say(await engine.generate(episode.ids))
+            episode.hear([7])
+        return episode
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def engine(model):
+    policy, tokenizer = model
+    made = build_native_engine(
+        source=policy, tokenizer=tokenizer, options=StrategyOptions(), device=torch.device("cpu"), group=EngineGroup()
+    )
+    return ColocatedEngine(made, tokenizer)
+
+
+def load(engine, model, version):
+    weights = [(name, value.detach() + 0.01 * version) for name, value in model[0].named_parameters()]
+    engine.update_weights(weights, version)
+
+
+def collector_of(engine, count):
+    @contextmanager
+    def session(sleep_engine):
+        yield engine
+
+    serving = SimpleNamespace(session=session)
+    strategy = SimpleNamespace(comm=Comm(), tokenizer=engine.tokenizer, serving=serving)
+    limits = EpisodeLimits(max_new_tokens=5, max_turns=9, max_tokens=40)
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), Turns(count), seed=CONFIG.seed, limits=limits)
+    return collector, strategy
+
+
+@pytest.fixture
+def recorded(engine, model, tmp_path):
+    """One group of three turns, which weights 1 interrupt in the second."""
+    load(engine, model, 0)
+    collector, _ = collector_of(engine, 3)
+    driver = PhasedDriver(engine, EngineGroup())
+    jobs = [
+        EpisodeJob(0, PROMPT, index, mix_seed(ROLLOUT_STREAM, CONFIG.seed, 0, 0), SamplingParams(max_new_tokens=5), 2)
+        for index in range(2)
+    ]
+    journals = [Journal(0, index, 0) for index in range(2)]
+    for job, journal in zip(jobs, journals, strict=True):
+        driver.begin(journal, partial(collector.play, driver, job))
+    driver.step(7)
+    load(engine, model, 1)
+    ended = {}
+    while len(ended) < 2:
+        driver.step(1)
+        ended |= driver.take_ended()
+    driver.close()
+    samples = tuple(collector.as_sample(job, ended[0, job.sample_index]) for job in jobs)
+    calls = [[segments(versions) for versions in journal.versions_of_calls()] for journal in journals]
+    log = ScheduleLog(tmp_path)
+    log.append(0, [], [])
+    group = ScoredGroup(samples=samples, rewards=(0.0, 0.0), step=1)
+    log.append(1, [group], [calls])
+    lines = (tmp_path / "schedule.jsonl").read_text().replace('"ticket": -1', '"ticket": 0')
+    (tmp_path / "schedule.jsonl").write_text(lines.replace('"start_version": -1', '"start_version": 0'))
+    return group, read_schedule(tmp_path)
+
+
+def replay(engine, model, schedule, count):
+    collector, strategy = collector_of(engine, count)
+    made = ReplayedEpisodes(collector, strategy, schedule, config=CONFIG, prompts=[PROMPT])
+    options = {"group_size": 2, "temperature": 1.0}
+    try:
+        load(engine, model, 0)
+        assert made.sample([], step=0, **options) == []
+        load(engine, model, 1)
+        return made.sample([], step=1, **options)
+    finally:
+        made.close()
+
+
+def test_the_same_episodes_are_played_again(engine, model, recorded):
+    group, schedule = recorded
+    assert any(len(call) == 2 for sample in schedule[1][0].samples for call in sample.calls)  # one went on
+    samples = replay(engine, model, schedule, 3)
+    for mine, wanted in zip(samples, group.samples, strict=True):
+        assert (mine.response_ids, mine.versions, mine.own) == (wanted.response_ids, wanted.versions, wanted.own)
+        assert mine.start_version == 0
+
+
+def test_episodes_that_ask_for_more_are_refused(engine, model, recorded):
+    with pytest.raises(ValueError, match=r"sample \(0, [01]\) asks for turn 4, which it did not in the recorded run"):
+        replay(engine, model, recorded[1], 4)
+
+
+def test_episodes_that_say_less_are_noticed(engine, model, recorded):
+    with pytest.raises(ValueError, match="the samples of ticket 0 are not those of the recorded run"):
+        replay(engine, model, recorded[1], 2)
