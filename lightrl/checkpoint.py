@@ -77,23 +77,32 @@ class CheckpointDirectory:
         # Files, also those that other processes of this machine wrote, before the directories that name them.
         for path in (*reversed(written), temporary):
             _flush(path)
-        serial = 1 + max((checkpoint.serial for checkpoint in self._complete()), default=0)
+        earlier = self._complete()
+        serial = 1 + max((checkpoint.serial for checkpoint in earlier), default=0)
         save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, **manifest})
 
         if final.exists():
-            if step in self.steps():
-                os.rename(final, replaced)
-            else:
-                set_aside(final)
+            self._make_way(final, replaced, is_complete=step in self.steps())
         os.rename(temporary, final)
         _flush(self.root)
         if is_latest:
             save_bytes(self.root / LATEST_NAME, f"{final.name}\n".encode())
+        if earlier:
+            self._clear(replaced)
+        return final
+
+    def _make_way(self, final: Path, replaced: Path, *, is_complete: bool) -> None:
+        if is_complete:
+            os.rename(final, replaced)
+        else:
+            set_aside(final)
+
+    def _clear(self, replaced: Path) -> None:
+        """Deletes the checkpoint that was replaced, and those that are more than are kept."""
         if replaced.exists():
             self._delete(replaced)
         for checkpoint in self._superfluous():
             self._delete(checkpoint.path)
-        return final
 
     def _superfluous(self) -> list[_Checkpoint]:
         """Returns the oldest beyond the limits, but never the one that a run would resume from."""

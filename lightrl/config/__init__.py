@@ -1,12 +1,11 @@
 """Every option of every run, declared once. Importing this loads no torch, so that a mistake in a flag shows at once.
 
 options.py: how an option is declared, checked and written; command_line.py: how it is read; help.py: the text of
---help. strategy.py: what a strategy and its engine read. sections.py, eval_sections.py: the groups that trainers read.
-runs.py, evaluate.py: the config of each kind of run.
+--help. strategy.py: what a strategy and its engine read. sections.py, rollout_sections.py: the groups that trainers
+read. runs.py, evaluate.py: the config of each kind of run.
 """
 
 from lightrl.config.command_line import exit_with_user_error, parse_config, print_text, print_user_error
-from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.options import (
     as_dict,
@@ -21,6 +20,7 @@ from lightrl.config.options import (
     section,
     to_yaml,
 )
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
 from lightrl.config.runs import (
     BUILTIN_MODEL,
     DPOConfig,
@@ -51,7 +51,6 @@ from lightrl.config.sections import (
     PPOAlgorithmConfig,
     ResponseDataConfig,
     RolloutLogConfig,
-    WorkflowConfig,
 )
 from lightrl.config.strategy import (
     CheckpointConfig,

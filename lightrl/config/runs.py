@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from lightrl.config.eval_sections import EvalConfig, ExampleEvalConfig
 from lightrl.config.exact import check_exact
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.profile_option import ProfileConfig
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
     CodeConfig,
@@ -28,7 +28,6 @@ from lightrl.config.sections import (
     ResponseDataConfig,
     RolloutLogConfig,
     SharingConfig,
-    WorkflowConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
 
@@ -247,8 +246,10 @@ class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that a record of samples, or --exact, does not go with."""
-        self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
-        self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
+        if self.data.curriculum:
+            self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
+        if self.rollout.is_recorded:
+            self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
         if self.exact:
             check_exact(self)
 
@@ -278,10 +279,10 @@ class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
         return self.num_epochs * self.num_minibatches
 
 
-def _decoupled_if_older(config: GRPOConfig | PPOConfig) -> None:
+def _decouple_from_older(config: GRPOConfig | PPOConfig) -> None:
     """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
     algorithm = config.algorithm
-    if config.rollout.samples_can_be_older and algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
+    if algorithm.proximal == "auto" and algorithm.old_logprobs == "recompute":
         config.algorithm = dataclasses.replace(algorithm, proximal="recompute")
 
 
@@ -308,19 +309,14 @@ class GRPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together, or do nothing."""
-        _decoupled_if_older(self)
+        if self.rollout.samples_can_be_older:
+            _decouple_from_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.dynamic_sampling.enabled and self.group_size < 2:
             raise _nothing_to_compare(self.group_size)
-        buffer, longest = self.overlong.buffer, self.max_new_tokens
-        if buffer and self.rollout.workflow:
-            raise ValueError(
-                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow lacks: "
-                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
-            )
-        if not buffer <= longest:
-            raise ValueError(f"--overlong.buffer is {buffer}: it must be between 0 and --max_new_tokens {longest}.")
+        if self.overlong.buffer:
+            self.overlong.check_buffer(self.max_new_tokens, has_episodes=bool(self.rollout.workflow))
         if not self.teacher_model and self.distillation != DistillationConfig():
             raise ValueError("The options --distillation... do nothing without --teacher_model.")
 
@@ -347,7 +343,8 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
-        _decoupled_if_older(self)
+        if self.rollout.samples_can_be_older:
+            _decouple_from_older(self)
         if self.algorithm.kl_target:
             _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.options import option
-from lightrl.config.record_section import RecordConfig
-from lightrl.config.rollout_schedule import ScheduleConfig
 from lightrl.config.sharing import check_sharing
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
@@ -215,6 +213,18 @@ class OverlongConfig:
         if self.penalty != 1 and not self.buffer:
             raise ValueError("--overlong.penalty does nothing without --overlong.buffer.")
 
+    def check_buffer(self, longest: int, *, has_episodes: bool) -> None:
+        """Raises ValueError for a buffer that is longer than a response, or where an episode has several."""
+        if has_episodes:
+            raise ValueError(
+                "--overlong.buffer is about the length of a response, which an episode of --rollout.workflow lacks: "
+                "--max_new_tokens is the limit of a turn. Leave it out, or count in the workflow's own reward."
+            )
+        if self.buffer > longest:
+            raise ValueError(
+                f"--overlong.buffer is {self.buffer}: it must be between 0 and --max_new_tokens {longest}."
+            )
+
 
 @dataclass(kw_only=True, slots=True)
 class DistillationConfig:
@@ -261,7 +271,7 @@ class DataConfig(PromptFieldsConfig):
 
     def check_curriculum(self, *, has_own_ranks: bool, is_recorded: bool) -> None:
         """Raises ValueError for a curriculum in a run whose prompts are drawn elsewhere."""
-        if self.curriculum and (has_own_ranks or is_recorded):
+        if has_own_ranks or is_recorded:
             other = "--rollout_ranks" if has_own_ranks else "--rollout.record and --rollout.from"
             raise ValueError(f"--data.curriculum takes no part in {other} yet: leave one of them out.")
 
@@ -309,34 +319,7 @@ class MarginPairDataConfig(PairDataConfig):
 # ---- Rollouts ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, slots=True)
-class WorkflowConfig(RecordConfig, ScheduleConfig):
-    """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
-
-    workflow: str = ""
-    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; verifiers, an
-    environment of that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as
-    package.module:Class. Empty: one response to the prompt."""
-    workflow_args: tuple[str, ...] = ()
-    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
-    my_module:search]."""
-    max_turns: int = option(8, at_least=1)
-    """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
-    max_context_tokens: int = option(0, at_least=0)
-    """Maximum length of an episode with its prompt, in tokens. 0: the model's context, or the tokens that a micro-batch
-    may have if those are fewer."""
-    episode_timeout_s: float = option(0.0, at_least=0)
-    """Seconds after which an episode has failed. 0: no limit."""
-
-    def check(self) -> None:
-        """Raises ValueError for options that do nothing."""
-        names = ("workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
-        given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
-        if given and not self.workflow:
-            raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
-
-
-# ---- Rewards, evaluation, logs -----------------------------------------------------------------------------------
+# ---- Rewards, logs -----------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)

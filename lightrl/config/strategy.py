@@ -312,8 +312,7 @@ class StrategyOptions(CriticTrainingConfig, ExactConfig, EngineConfig, ParallelC
         if self.compile and self.tp_size > 1:
             raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
         if self.optim.min_lr > self.lr:
-            schedule = f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}"
-            raise ValueError(f"{schedule}, at which the schedule begins.")
+            raise ValueError(f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}, where the schedule begins.")
 
 
 def _check_routing(options: StrategyOptions) -> None:

@@ -78,60 +78,31 @@ class ExactForward(FusedForward):
                 part.by_parts = False
                 part.refresh()
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
-        """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
-        masks = {window: self._mask(cache, window) for window in self._ramps}
-        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        return attend(queries, keys, values, mask, self._scaling)
 
-        def mix(layer: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache.append(keys, values, layer.index)
-            keys, values = cache.read(layer.index)
-            mixed = attend(queries.reshape(grouped), keys, values, masks[layer.window], self._scaling)
-            return mixed.reshape(len(tokens), -1)
-
-        hidden = self._run(tokens, self._cos_sin(positions, cache.capacity), mix)
-        return F.linear(hidden, self._head.weight)
-
-    def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
-        """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
-        rows, width = ids.shape
-        positions = torch.arange(width, device=ids.device)
-
-        def mix(layer: Any, *parts: Tensor) -> Tensor:
-            queries, keys, values = (part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in parts)
-            cache.store_prompts(keys, values, layer.index)
-            return attend_causally(queries, keys, values, self._scaling, layer.window).reshape(rows * width, -1)
-
-        kept = torch.arange(rows, device=ids.device) * width + last
-        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), mix, kept)
-        return F.linear(hidden, self._head.weight)
+    def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        return attend_causally(queries, keys, values, self._scaling, layer.window)
 
     def _run(
-        self, tokens: Tensor, rope: tuple[Tensor, Tensor], mix: Callable[..., Tensor], kept: Tensor | None = None
+        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
     ) -> Tensor:
         hidden = F.embedding(tokens, self._body.embed_tokens.weight)
         halves = (self._intermediate_size, self._intermediate_size)
         for layer in self._layers:
-            mixed = mix(layer, *self._project(layer, layer.input_norm(hidden), rope))
+            mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
             if kept is not None and layer is self._layers[-1]:
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
             hidden.add_(layer.output(mixed))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
             hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        return self._last_norm(hidden)
+        return F.linear(self._last_norm(hidden), self._head.weight)
 
-    def _project(self, layer: Any, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
-        projected = layer.qkv(hidden).view(-1, heads + 2 * kv_heads, dim)
-        rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
-        if layer.head_norm is not None:
-            rotated = layer.head_norm(rotated)
-        cos, sin = rope
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.
-        queries, keys = (
-            (rotated * cos).add_(rotated.roll(dim // 2, -1).mul_(sin)).split_with_sizes((heads, kv_heads), 1)
-        )
-        return queries, keys, values
+        rotated = (heads * cos).add_(heads.roll(self._dim // 2, -1).mul_(sin))
+        queries, keys = rotated.split_with_sizes((self._num_heads, self._num_kv_heads), 1)
+        return queries, keys
 
 
 class ExactRunner(ModelRunner):

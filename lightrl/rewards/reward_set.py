@@ -101,12 +101,7 @@ class RewardSet:
     @classmethod
     def from_config(cls, config: RolloutConfig, own: AnyReward | None = None) -> RewardSet:
         """Builds the rewards that the config names, or a set of `own` instead."""
-        if own is None:
-            rewards = _named_rewards(config)
-        elif config.reward_args:
-            raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
-        else:
-            rewards = [WeightedReward(label=_label(reward_name(own)), weight=1.0, reward=own)]
+        rewards = _named_rewards(config) if own is None else [_own_reward(config, own)]
         limits = ScoringLimits(
             timeout_s=config.reward_timeout_s, concurrency=config.reward_concurrency, num_workers=config.reward_workers
         )
@@ -261,6 +256,12 @@ def _load_from_file(path: Path, function_name: str) -> object:
 
 
 # ---- Rewards of a config ---------------------------------------------------------------------------------------------
+
+
+def _own_reward(config: RolloutConfig, reward: AnyReward) -> WeightedReward:
+    if config.reward_args:
+        raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
+    return WeightedReward(label=_label(reward_name(reward)), weight=1.0, reward=reward)
 
 
 def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:

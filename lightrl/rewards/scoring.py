@@ -129,14 +129,19 @@ def kind_of(reward: AnyReward) -> RewardKind:
         isolation=getattr(function, "isolation", None),
         max_concurrency=getattr(function, "max_concurrency", None),
     )
-    if is_batched and is_grouped:
+    if is_batched or kind.isolation is not None:
+        _check_marks(reward, kind, is_grouped=is_grouped)
+    if not str(getattr(function, "__module__", "")).startswith("lightrl.rewards."):  # built-in ones have tests
+        _check_signature(reward, kind.scope)
+    return kind
+
+
+def _check_marks(reward: Any, kind: RewardKind, *, is_grouped: bool) -> None:
+    if kind.scope == "batch" and is_grouped:
         raise _contradiction(reward, "is marked as a batch and as a group reward: choose one.")
     if kind.isolation is not None and (kind.scope != "sample" or kind.is_async):
         wanted = f"it must be a plain function of one sample, neither async nor a {kind.scope} reward."
         raise _contradiction(reward, f"is isolated: {wanted}")
-    if not str(getattr(function, "__module__", "")).startswith("lightrl.rewards."):  # built-in ones have tests
-        _check_signature(reward, kind.scope)
-    return kind
 
 
 def unwrapped(reward: Any) -> Any:

@@ -193,15 +193,10 @@ def grouped(
     baselines: Sequence[float | None] | None = None,
 ) -> list[ScoredGroup]:
     """Returns the groups of samples that are adjacent by prompt; baselines: one per group."""
-    starts = range(0, len(samples), size)
+    parts = [slice(start, start + size) for start in range(0, len(samples), size)]
     return [
-        ScoredGroup(
-            samples=tuple(samples[start : start + size]),
-            rewards=tuple(rewards[start : start + size]),
-            step=step,
-            baseline=baseline,
-        )
-        for start, baseline in zip(starts, baselines or [None] * len(starts), strict=True)
+        ScoredGroup(samples=tuple(samples[part]), rewards=tuple(rewards[part]), step=step, baseline=baseline)
+        for part, baseline in zip(parts, baselines or [None] * len(parts), strict=True)
     ]
 
 

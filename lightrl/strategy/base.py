@@ -41,7 +41,7 @@ from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler,
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
-from lightrl.strategy.saving.weight_hash import write_folder_hash
+from lightrl.strategy.saving.state_files import write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency

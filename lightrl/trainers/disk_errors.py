@@ -14,8 +14,7 @@ from lightrl.comm import Comm, RankError
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.saving.saver import TrainingStateSaver
-from lightrl.trainers.run import RunFolder
-from lightrl.trainers.run_owner import own
+from lightrl.trainers.run import RunFolder, own
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _OF_THE_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE)  # if it is the run's

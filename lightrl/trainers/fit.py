@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -41,13 +42,19 @@ from lightrl.trainers.lifetime import (
     how_to_go_on,
     is_under_torchrun,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, open_run, remove_empty_runs
-from lightrl.trainers.run_owner import disown
+from lightrl.trainers.run import RunContext, TrainerConfig, disown, open_run, remove_empty_runs
 
 logger = logging.getLogger(__name__)
 
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
+_PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
+    "exact": "lightrl.exact.run:exact",
+    "rollout_ranks": "lightrl.trainers.separate:in_role",
+    "rollout.is_recorded": "lightrl.trainers.recorded:recorded",
+    "data.curriculum": "lightrl.trainers.curriculum:with_curriculum",
+    "rollout.is_scheduled": "lightrl.trainers.scheduled:scheduled",
+}
 
 
 class Stateful(Protocol):
@@ -214,17 +221,8 @@ def _shares_prompts(config: RunConfig) -> bool:
 
 def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
-    if not isinstance(config, RolloutConfig):
-        return ""
-    if config.exact:
-        return "lightrl.exact.run:exact"
-    if config.rollout_ranks:
-        return "lightrl.trainers.separate:in_role"
-    if config.rollout.is_recorded:
-        return "lightrl.trainers.recorded:recorded"
-    if config.data.curriculum:
-        return "lightrl.trainers.curriculum:with_curriculum"
-    return "lightrl.trainers.scheduled:scheduled" if config.rollout.is_scheduled else ""
+    parts = _PARTS.items() if isinstance(config, RolloutConfig) else ()
+    return next((part for option, part in parts if attrgetter(option)(config)), "")
 
 
 def _unheard_options(trainer: Trainer) -> ValueError:

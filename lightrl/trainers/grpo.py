@@ -63,7 +63,7 @@ class GRPOTrainer(Trainer):
             group_size=config.group_size,
             distillation=config.distillation if config.teacher_model else None,
             selects_tokens=True,
-            routing=config.routing,
+            routing=config.routing if config.routing.is_on else None,
         )
         chooses = self.objective.selects_tokens or config.algorithm.entropy_fraction < 1
         is_asked = chooses or bool(config.algorithm.selection_args)

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lightrl.config import exit_with_user_error
-from lightrl.strategy.saving.weight_hash import HASH_FILE, recompute
+from lightrl.strategy.saving.state_files import HASH_FILE, recompute
 
 _USAGE = "Usage: hash RUN, where RUN is the folder of a run, one of its checkpoints, or a folder with saved weights."
 

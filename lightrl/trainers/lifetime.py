@@ -144,22 +144,27 @@ class SignalWatch:
             self.received = signum
 
     def _watch(self) -> None:
-        while True:
-            try:
-                heard = self._heard.recv(64)
-            except TimeoutError:
-                heard = None
-            if heard == b"":  # stop() has closed the other end
-                return
-            for signum in heard or b"":
-                if signum in _STOPPING and signum in self._former:
-                    self._note(signum)
-                elif signum == signal.SIGINT and self._parent:
-                    self._set_deadline(_INTERRUPT_S, 128 + signum)
-            if self._parent and os.getppid() != self._parent:
-                self._outlive_parent()
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                self._give_up()
+        while (heard := self._next_signals()) is not None:
+            if heard or self._parent or self._deadline is not None:
+                self._react(heard)
+
+    def _next_signals(self) -> bytes | None:
+        """Returns the numbers of the signals that came, which may be none yet; None once stop() was called."""
+        try:
+            return self._heard.recv(64) or None
+        except TimeoutError:
+            return b""
+
+    def _react(self, heard: bytes) -> None:
+        for signum in heard:
+            if signum in _STOPPING and signum in self._former:
+                self._note(signum)
+            elif signum == signal.SIGINT and self._parent:
+                self._set_deadline(_INTERRUPT_S, 128 + signum)
+        if self._parent and os.getppid() != self._parent:
+            self._outlive_parent()
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._give_up()
 
     def _note(self, signum: int) -> None:
         if self._deadline is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,7 +26,23 @@ from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
 from lightrl.trainers.router_terms import RouterTerm
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
+
+# A loss with one of these options at another value has terms beside the policy loss, or follows a target.
+_OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
+_OF_TERMS += ["correction", "correction_args", "proximal"]
+
+
+class LossParts(TypedDict, total=False):
+    """What a trainer adds to the loss that the options of the algorithm describe."""
+
+    kl_in_loss: bool  # False measures the KL to the reference here and leaves it to the rewards
+    distillation: DistillationConfig | None  # how a teacher is followed; None without a teacher
+    selects_tokens: bool  # whether the trainer chooses tokens over a whole update, by a TokenSelector
+    routing: RoutingConfig | None  # what is asked of the routers of a mixture of experts; None asks nothing
 
 
 @dataclass
@@ -49,24 +65,8 @@ class PolicyLoss:
 
     coefficients: Coefficients | FixedCoefficients
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        *,
-        kl_in_loss: bool = True,
-        distillation: DistillationConfig | None = None,
-        selects_tokens: bool = False,
-        routing: RoutingConfig | None = None,
-    ) -> None:
-        """Loads and tries the functions that the config names.
-
-        Args:
-            config: The options of the algorithm.
-            kl_in_loss: False measures the KL to the reference here and leaves it to the rewards.
-            distillation: How a teacher is followed; None without a teacher.
-            selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
-            routing: What is asked of the routers of a mixture of experts; None asks nothing.
-        """
+    def __init__(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
+        """Loads and tries the functions that the config names."""
         zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
         tokens = PolicyTokens(
             logprobs=zeros,
@@ -85,18 +85,27 @@ class PolicyLoss:
             "aggregation", config.aggregation, config.aggregation_args, mask, owners, 1
         )
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
-        if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
-            self._check_selection(config, distillation, selects_tokens)
-        follows = config.kl_target or config.entropy_target
-        self.coefficients = Coefficients(config) if follows else FixedCoefficients(config.kl_coef, config.entropy_coef)
-        corrects = config.used_correction != "none" or bool(config.correction_args)
+        self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
         self._terms: list[LossTerm] = []
+        plain = AlgorithmConfig()
+        has_terms = any(getattr(config, name) != getattr(plain, name) for name in _OF_TERMS)
+        if has_terms or self.selects_tokens or parts.get("distillation") or parts.get("routing"):
+            self._add_terms(config, **parts)
+
+    def _add_terms(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
+        distillation, routing = parts.get("distillation"), parts.get("routing")
+        if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
+            self._check_selection(config, distillation, parts.get("selects_tokens", False))
+        follows = config.kl_target or config.entropy_target
+        if follows:
+            self.coefficients = Coefficients(config)
+        corrects = config.used_correction != "none" or bool(config.correction_args)
         if config.entropy_fraction < 1 or corrects or config.kl_coef or config.entropy_coef or follows or distillation:
             self._terms = optional_terms(
                 config,
                 self.coefficients,
                 correct=_correction(config) if corrects else None,
-                kl_in_loss=kl_in_loss,
+                kl_in_loss=parts.get("kl_in_loss", True),
                 distillation=distillation,
             )
         if routing is not None and routing.is_on:
@@ -141,15 +150,7 @@ class PolicyLoss:
 class PolicyObjective(PolicyLoss):
     """The loss, and from the rewards of samples to their advantages."""
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        *,
-        group_size: int | None = None,
-        distillation: DistillationConfig | None = None,
-        selects_tokens: bool = False,
-        routing: RoutingConfig | None = None,
-    ) -> None:
+    def __init__(self, config: AlgorithmConfig, *, group_size: int | None = None, **parts: Unpack[LossParts]) -> None:
         """Loads and tries the functions that the config names.
 
         Args:
@@ -159,7 +160,7 @@ class PolicyObjective(PolicyLoss):
             selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
             routing: What is asked of the routers of a mixture of experts; None asks nothing.
         """
-        super().__init__(config, distillation=distillation, selects_tokens=selects_tokens, routing=routing)
+        super().__init__(config, **parts)
         two = torch.tensor([0.0, 1.0])
         samples = ScoredSamples(
             rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0

@@ -6,26 +6,27 @@ final/ and final_ema/.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
+import socket
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import made_model
-from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
-from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, changed_options, to_yaml
-from lightrl.config.yaml_text import read_yaml
+from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, to_yaml
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
@@ -45,10 +46,13 @@ from lightrl.models.score_check import check_scores
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
-from lightrl.trainers.run_owner import OWNER_NAME, disown, own
+from lightrl.trainers import earlier_run
 from lightrl.trainers.sound_checkpoint import newest_sound
 
 TrainerConfig = RolloutConfig | OfflineConfig
+
+OWNER_NAME = "owner.json"  # host and pid of the process that writes the run's files, for people and for the refusal
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # what a file system without locks answers
 
 _new_paths: list[Path] = []  # that this process has made under runs/
 
@@ -208,41 +212,15 @@ class RunFolder:
         """Raises ValueError if the folder holds anything but this run; changes nothing."""
         _require_writable(self.root)
         if self.root.exists() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
-            self._check_content(config)
-
-    def _check_content(self, config: RunConfig) -> None:
-        saved = self.root / "config.yaml"
-        if saved.exists() and not self._metrics.exists() and not self.checkpoints.exists():
-            return  # that run ended before its first step
-        if not saved.exists():
-            raise ValueError(
-                f"--output_dir {self.root} is not empty and is no run of lightrl (it has no config.yaml). "
-                "Choose another folder."
-            )
-        if config.resume == "never":
-            raise ValueError(
-                f"--output_dir {self.root} already holds a run and --resume is never. Choose another folder, delete "
-                "this one, or continue it with --resume auto."
-            )
-        _require_rows(self._metrics)
-        _require_rows(self._samples)
-        different = changed_options(config, _read_config(saved))
-        if different:
-            listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
-            raise ValueError(
-                f"--output_dir {self.root} belongs to another run: {listed}. Choose another folder, or give the same "
-                "options to continue that run."
-            )
+            earlier_run.require_same(self.root, config)
 
     def open(self, config: RunConfig, steps_done: int) -> None:
         """Saves the config, and drops what an interrupted run logged after the checkpoint that this one continues."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
         for path in (self._metrics, self._samples):
-            if steps_done:
-                _keep_steps(path, steps_done)
-            elif path.exists():
-                path.rename(_unused_name(path))  # a run that starts over keeps the old log aside
+            if path.exists():
+                earlier_run.cut_after(path, steps_done)
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -267,32 +245,17 @@ def _require_writable(folder: Path) -> None:
     """Raises ValueError unless the folder can be written, or made; leaves nothing behind."""
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():
-        where = "is a file" if nearest == folder else f"is below the file {nearest}"
-        raise ValueError(f"--output_dir {folder} {where}. Name a folder.")
+        raise _no_folder(folder, nearest)
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lightrl-", dir=nearest))
     except OSError as error:
-        reason = f"{nearest} takes no files ({error.strerror})"
-        raise ValueError(f"--output_dir {folder} cannot be written: {reason}.") from error
+        why = f"{nearest} takes no files ({error.strerror})"
+        raise ValueError(f"--output_dir {folder} cannot be written: {why}.") from error
 
 
-def _require_rows(path: Path) -> None:
-    """Raises ValueError unless each line is a step's row; the last may be cut short."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        if _step_of(line) is None and number < len(lines):
-            raise ValueError(
-                f"{path} is damaged: line {number} is no row of a step. Move the file away to continue without it."
-            )
-
-
-def _step_of(line: bytes | str) -> int | None:
-    """Returns the step of a row of metrics.jsonl or samples.jsonl; None for anything else."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
+def _no_folder(folder: Path, nearest: Path) -> ValueError:
+    where = "is a file" if nearest == folder else f"is below the file {nearest}"
+    return ValueError(f"--output_dir {folder} {where}. Name a folder.")
 
 
 def new_run_path(kind: str) -> Path:
@@ -319,71 +282,13 @@ def remove_empty_runs() -> None:
             path.parent.rmdir()
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = read_yaml(path, "it")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error} Choose another --output_dir.") from error
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
-    return content
-
-
 def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
     """Returns the checkpoint that --resume asks for; None starts from the beginning."""
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return _newest(checkpoints) if checkpoints.is_dir() else None
-    return _checkpoint_at(Path(config.resume))
-
-
-def _newest(checkpoints: Path) -> Path | None:
-    newest = CheckpointDirectory(checkpoints, keep=1).latest()
-    damaged = sorted(checkpoints.glob("step-*"))
-    if newest is None and damaged:
-        raise ValueError(
-            f"{checkpoints} holds {damaged[-1].name}, and no checkpoint there is complete. Restore it, or delete "
-            "the folder to begin again."
-        )
-    return newest
-
-
-def _checkpoint_at(path: Path) -> Path:
-    """Returns the checkpoint at a path, which may be a run's folder, its checkpoints/, or one checkpoint."""
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."
-        )
-    if path.name == "checkpoints" or (path / "checkpoints").is_dir():
-        root = path if path.name == "checkpoints" else path / "checkpoints"
-        newest = CheckpointDirectory(root, keep=1).latest()
-        if newest is None:
-            raise FileNotFoundError(f"--resume {path}: there is no complete checkpoint in {root}.")
-        return newest
-    if not path.name.removeprefix("step-").isdigit():
-        raise ValueError(f"--resume {path} is no checkpoint: give a run's folder or one of its checkpoints/step-... .")
-    return CheckpointDirectory(path.parent, keep=1).path(int(path.name.removeprefix("step-")))
-
-
-def _keep_steps(path: Path, steps_done: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines():
-        step = _step_of(line)  # None: the line that a kill cut short
-        if step is not None and step <= steps_done:
-            kept.append(line)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-    temporary.replace(path)
-
-
-def _unused_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
+        return earlier_run.newest(checkpoints) if checkpoints.is_dir() else None
+    return earlier_run.checkpoint_at(Path(config.resume))
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -421,3 +326,123 @@ def _sample_row(step: int, item: Experience) -> dict[str, Any]:
         "status": sample.status.value,
         "ticket": sample.ticket,
     }
+
+
+# ---- The owner of the folder -----------------------------------------------------------------------------------------
+# Rank 0 holds a record lock (fcntl) on owner.json. The kernel drops it when the process ends, however it ends, so the
+# next start takes over. Network file systems pass such locks on to other hosts.
+
+
+class _Owned(NamedTuple):
+    descriptor: int  # open while this process owns the folder: closing it drops the lock
+    made: list[Path]  # folders that own() made, the innermost first
+
+
+_owned: dict[Path, _Owned] = {}  # by folder
+
+
+def own(root: Path) -> None:
+    """Makes this process the only one that writes a run's folder; raises ValueError if another one does.
+
+    A process that owns a folder may open it again.
+    """
+    if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
+        return
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(root)
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    pid = os.getpid()
+    record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{record}\n".encode(), 0)
+    _owned[root] = _Owned(descriptor, made)
+
+
+def disown(root: Path | None = None) -> None:
+    """Gives back a folder, or all of this process, and removes it if it holds nothing else and was made for the run."""
+    for folder in [root] if root is not None else list(_owned):
+        if folder in _owned:
+            descriptor, made = _owned.pop(folder)
+            with suppress(OSError):  # the folder may be gone, or read-only by now
+                if _is_same_file(descriptor, folder / OWNER_NAME):
+                    (folder / OWNER_NAME).unlink()
+                for path in made:
+                    path.rmdir()
+            os.close(descriptor)
+
+
+def _lock(root: Path) -> int:
+    """Returns the descriptor of the locked file."""
+    path = root / OWNER_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            _check_owner(root, _read(descriptor), error)
+        if _is_same_file(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its owner has ended and removed the file meanwhile
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _check_owner(root: Path, owner: dict[str, Any], error: OSError) -> None:
+    """Raises ValueError if the folder has another owner that lives, or may live."""
+    if error.errno in (errno.EACCES, errno.EAGAIN):
+        raise _in_use(root, owner)
+    if error.errno not in _NO_LOCKS:
+        raise error
+    if not owner or _is_ours(owner):
+        return
+    if owner.get("host") != socket.gethostname():
+        raise _in_use(
+            root, owner, f" Its file system knows no locks: if that run has ended, delete {OWNER_NAME} there."
+        )
+    if _start(int(owner["pid"])) == owner.get("started") and _is_alive(int(owner["pid"])):
+        raise _in_use(root, owner)
+
+
+def _in_use(root: Path, owner: dict[str, Any], remedy: str = "") -> ValueError:
+    who = f"process {owner.get('pid', 'unknown')} on host {owner.get('host', 'unknown')}"
+    return ValueError(
+        f"--output_dir {root} is in use by {who} since {owner.get('since', 'now')}. Wait for the end of that run, or "
+        f"choose another folder.{remedy}"
+    )
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """Returns what the owner wrote; empty if it has just begun."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
+    except ValueError:
+        return {}
+
+
+def _is_ours(owner: dict[str, Any]) -> bool:
+    return (owner.get("host"), owner.get("pid")) == (socket.gethostname(), os.getpid())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _start(pid: int) -> int | None:
+    """Returns when a process began, in ticks since the machine started: a pid alone may be that of a later one."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None  # no such process, or no /proc

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightrl.comm import RankError
 from lightrl.config import RolloutConfig
-from lightrl.config.rollout_schedule import ScheduleConfig
+from lightrl.config.rollout_sections import ScheduleConfig
 from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
 from lightrl.rewards.reward_set import RewardSet, is_collective

@@ -206,7 +206,7 @@ def test_every_rank_tells_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_every_option_is_read_somewhere(kind: type[RunConfig]) -> None:
     """A flag that nothing reads is a lie: each name must occur in the package beside its declaration."""
     package = Path(__file__).parents[2] / "lightrl"
-    declared = {package / "config" / name for name in ("runs.py", "sections.py", "eval_sections.py", "strategy.py")}
+    declared = {package / "config" / name for name in ("runs.py", "sections.py", "rollout_sections.py", "strategy.py")}
     source = "\n".join(path.read_text() for path in package.rglob("*.py") if path not in declared)
     names = {name: name.rpartition(".")[2] for name in option_names(kind)}
     unread = [name for name, last in names.items() if not re.search(rf"\.{last}\b", source)]

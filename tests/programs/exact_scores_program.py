@@ -23,7 +23,7 @@ from lightrl.exact.environment import fix_arithmetic
 from lightrl.exact.policy import make_exact
 from lightrl.exact.run import exact
 from lightrl.models.policy import Policy, response_batch
-from lightrl.strategy.saving.weight_hash import HASH_FILE
+from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.grpo import GRPOTrainer
 
 SIZES = {
@@ -132,10 +132,10 @@ def flipped():
     ExactEngine.draw = staticmethod(sample)
     found["logprobs are summed alike"] = difference("llama")[0]
     ExactEngine.draw = staticmethod(engine.draw_exactly)
-    project = engine.ExactForward._project
-    engine.ExactForward._project = engine.FusedForward._project
+    rotate = engine.ExactForward.rotate
+    engine.ExactForward.rotate = engine.FusedForward.rotate
     found["a fused forward that rounds otherwise is not used"] = float(not difference("llama")[1])
-    engine.ExactForward._project = project
+    engine.ExactForward.rotate = rotate
     found["all are put back"] = 1.0 - difference("llama")[0]
     return found
 

@@ -43,6 +43,18 @@ def toy_flags(toy: Path) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="session")
+def toy_options(toy: Path) -> dict[str, Any]:
+    """The options of a run on it in this process, in groups of three."""
+    return {
+        "model": str(toy / "model"),
+        "train_data": str(toy / "train.jsonl"),
+        "reward": (f"{toy / 'reward.py'}:odd_digits",),
+        "group_size": 3,
+        "strategy": "single",
+    }
+
+
 @pytest.fixture
 def metrics_of() -> Callable[[Path], Rows]:
     def read(folder: Path) -> Rows:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,18 +45,14 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
     assert metrics["eval/pass@4"] == pytest.approx(by_source)
 
 
-def test_an_evaluation_leaves_the_training_as_it_is(toy: Path, data: Path, tmp_path: Path) -> None:
+def test_an_evaluation_leaves_the_training_as_it_is(toy_options: dict[str, Any], data: Path, tmp_path: Path) -> None:
     def losses(name: str, *, evaluates: bool) -> list[float]:
         trainer = GRPOTrainer(
             GRPOConfig(
-                model=str(toy / "model"),
-                train_data=str(toy / "train.jsonl"),
+                **toy_options,
                 eval_data=str(data),
-                reward=(f"{toy / 'reward.py'}:odd_digits",),
                 num_prompts=2,
-                group_size=3,
                 lr=1e-2,
-                strategy="single",
                 eval=EvalConfig(n=3, k=(2,)),
                 output_dir=str(tmp_path / name),
             )

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,10 @@ from lightrl.trainers.policy_step import describe_rollout
 
 
 @pytest.fixture(scope="module")
-def trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
+def trainer(toy_options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
     config = GRPOConfig(
-        model=str(toy / "model"),
-        train_data=str(toy / "train.jsonl"),
-        reward=(f"{toy / 'reward.py'}:odd_digits",),
+        **toy_options,
         num_prompts=2,
-        group_size=3,
-        strategy="single",
         output_dir=str(tmp_path_factory.mktemp("parts") / "run"),
         lr=0.0,
         algorithm=AlgorithmConfig(advantage="dr_grpo"),

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightrl.comm import Comm
-from lightrl.strategy.saving.state_files import Piece, StateWriter
-from lightrl.strategy.saving.weight_hash import HASH_FILE, write_folder_hash, write_state_hash
+from lightrl.strategy.layout.plain import Piece
+from lightrl.strategy.saving.state_files import HASH_FILE, StateWriter, write_folder_hash, write_state_hash
 from lightrl.trainers.hash_run import main
 
 

@@ -62,18 +62,14 @@ def test_a_warning_comes_once_until_it_has_passed(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.fixture
-def train(toy: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
+def train(toy_options: dict[str, Any], tmp_path: Path) -> Callable[..., GRPOTrainer]:
     def run(name: str, **options: Any) -> GRPOTrainer:
         given: dict[str, Any] = {"max_steps": 4, "eval": EvalConfig(every=0), "lr": 1e-2, **options}
         return GRPOTrainer(
             GRPOConfig(
-                model=str(toy / "model"),
-                train_data=str(toy / "train.jsonl"),
-                reward=(f"{toy / 'reward.py'}:odd_digits",),
+                **toy_options,
                 num_prompts=4,
-                group_size=3,
                 num_minibatches=2,
-                strategy="single",
                 output_dir=str(tmp_path / name),
                 **given,
             )

@@ -22,20 +22,16 @@ Kept = Callable[..., Any]
 
 
 @pytest.fixture
-def train(toy: Path, tmp_path: Path) -> Kept:
+def train(toy_options: dict[str, Any], tmp_path: Path) -> Kept:
     """From options to the metrics of three steps and the weights after them."""
 
     def run(name: str, kind: Any = GRPOConfig, **options: Any) -> Any:
         config = kind(
-            model=str(toy / "model"),
-            train_data=str(toy / "train.jsonl"),
-            reward=(f"{toy / 'reward.py'}:odd_digits",),
+            **toy_options,
             num_prompts=4,
-            group_size=3,
             num_minibatches=2,
             max_steps=3,
             lr=1e-2,
-            strategy="single",
             eval=EvalConfig(every=0),
             output_dir=str(tmp_path / name),
             **options,

@@ -20,19 +20,15 @@ def test_only_numbers_that_are_not_the_same_are_told() -> None:
 
 
 def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy_options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = GRPOTrainer(
         GRPOConfig(
-            model=str(toy / "model"),
-            train_data=str(toy / "train.jsonl"),
-            reward=(f"{toy / 'reward.py'}:odd_digits",),
+            **toy_options,
             num_prompts=4,
-            group_size=3,
             num_minibatches=2,
             max_steps=4,
             lr=1e-2,
-            strategy="single",
             eval=EvalConfig(every=0),
             checkpoint=CheckpointConfig(every=2, keep=5),
             output_dir=str(tmp_path / "run"),

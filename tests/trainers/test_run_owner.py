@@ -20,9 +20,8 @@ from lightrl.config import GRPOConfig
 from lightrl.testing import run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.testing.spmd import SpmdError
-from lightrl.trainers import run_owner
-from lightrl.trainers.run import RunFolder
-from lightrl.trainers.run_owner import disown, own
+from lightrl.trainers import run
+from lightrl.trainers.run import RunFolder, disown, own
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 
@@ -133,7 +132,7 @@ def test_an_error_of_the_lock_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fcntl, "lockf", broken)
     with pytest.raises(OSError, match="Input/output error"):
         own(tmp_path)
-    assert run_owner._owned == {}
+    assert run._owned == {}
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import torch
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm
-from lightrl.strategy.saving.state_files import Piece, StateWriter
+from lightrl.strategy.layout.plain import Piece
+from lightrl.strategy.saving.state_files import StateWriter
 from lightrl.trainers.sound_checkpoint import newest_sound
 
 

@@ -126,13 +126,9 @@ class ModelRunner:
                 return None
         except Exception as error:  # a model that knows nothing of a RowCache fails in its own ways
             logger.debug("%s: %s", type(self.model).__name__, error)
-        return self._fall_back_to_own_cache(sequences, expected)
-
-    def _fall_back_to_own_cache(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches:
-        def agrees(forward: OwnCacheForward, cache: SampleCaches) -> bool:
-            return self._agrees(self._probe(forward, sequences, cache), expected)
-
-        self._verified = find_forward(self.model, agrees)
+        self._verified = find_forward(
+            self.model, lambda forward, cache: self._agrees(self._probe(forward, sequences, cache), expected)
+        )
         if self._verified is None:
             raise RuntimeError(self._describe())
         return SampleCaches()
@@ -309,12 +305,9 @@ class FusedForward:
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.append(keys, values, layer.index)
             keys, values = cache.read(layer.index)
-            scores = torch.baddbmm(masks[layer.window], queries.reshape(grouped), keys, alpha=self._scaling)
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)
-            return torch.bmm(weights, values).view(len(tokens), -1)
+            return self.mix(queries.reshape(grouped), keys, values, masks[layer.window]).reshape(len(tokens), -1)
 
-        hidden = self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
-        return F.linear(hidden, self._head.weight)
+        return self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
 
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
@@ -322,25 +315,30 @@ class FusedForward:
         positions = torch.arange(width, device=ids.device)
         masks = {window: None if window is None else _window_mask(positions, window) for window in self._ramps}
 
-        def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            queries, keys, values = (
-                part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in (queries, keys, values)
-            )
+        def attend(layer: _Layer, *parts: Tensor) -> Tensor:
+            queries, keys, values = (part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in parts)
             cache.store_prompts(keys, values, layer.index)
-            mask = masks[layer.window]
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scaling, enable_gqa=True
-            )
-            return mixed.transpose(1, 2).reshape(rows * width, -1)
+            return self.mix_prompts(layer, queries, keys, values, masks[layer.window]).reshape(rows * width, -1)
 
         kept = torch.arange(rows, device=ids.device) * width + last
-        hidden = self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
-        return F.linear(hidden, self._head.weight)
+        return self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
+
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns the attention of queries [b, rows, dim] to keys [b, dim, n] and values [b, n, dim]."""
+        scores = torch.baddbmm(mask, queries, keys, alpha=self._scaling)
+        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
+
+    def mix_prompts(self, layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the causal attention [b, t, heads, dim] of whole prompts, all [b, heads or kv_heads, t, dim]."""
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scaling, enable_gqa=True
+        )
+        return mixed.transpose(1, 2)
 
     def _run(
         self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
     ) -> Tensor:
-        """Returns normed hidden states of tokens [n], or of those at the indices kept; `attend` mixes the values."""
+        """Returns logits [n, vocab] of tokens [n], or of those at the indices kept; `attend` mixes the values."""
         hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
         halves = (self._intermediate_size, self._intermediate_size)
         for layer in self._layers:
@@ -351,7 +349,7 @@ class FusedForward:
             hidden.addmm_(mixed, layer.output.weight)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
             hidden.addmm_(F.silu(gate).mul_(up), layer.down.weight)
-        return self._last_norm(hidden)
+        return F.linear(self._last_norm(hidden), self._head.weight)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
@@ -360,12 +358,15 @@ class FusedForward:
         rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if layer.head_norm is not None:
             rotated = layer.head_norm(rotated)
-        cos, sin = rope
+        return *self.rotate(rotated, *rope), values
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rotated heads [n, heads + kv_heads, dim] as queries and keys."""
         # This is rotate_half(x) * sin, with the sign of the first half moved into the table.
-        parts = (heads, kv_heads)  # added up apart, so that the queries come out contiguous
-        queries, keys = (rotated * cos).split_with_sizes(parts, 1)
-        other_queries, other_keys = rotated.roll(dim // 2, -1).split_with_sizes(parts, 1)
-        return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin), values
+        parts = (self._num_heads, self._num_kv_heads)  # added up apart, so that the queries come out contiguous
+        queries, keys = (heads * cos).split_with_sizes(parts, 1)
+        other_queries, other_keys = heads.roll(self._dim // 2, -1).split_with_sizes(parts, 1)
+        return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin)
 
     def _cos_sin(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and signed sines of the positions, [n, 1, dim] each."""

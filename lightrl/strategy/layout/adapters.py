@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightrl.models import lora
 from lightrl.strategy.layout.plain import NamedShard, PlainLayout, Weights
-from lightrl.strategy.saving.weight_hash import write_folder_hash
+from lightrl.strategy.saving.state_files import write_folder_hash
 
 
 class MergedWeights(Weights):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightrl.comm import Comm, all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, Rows
+from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, Rows, pieces_of_shards
 
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
 
@@ -64,6 +64,9 @@ class DTensorLayout(PlainLayout):
 
     def rows(self, tensor: Tensor) -> Rows | None:
         return rows_of(tensor)
+
+    def pieces(self, named: NamedTensors) -> Iterator[Piece]:
+        return pieces_of_shards(self, named)
 
     def num_holders(self, parameter: Tensor) -> int:
         if not isinstance(parameter, DTensor):

@@ -24,6 +24,15 @@ class NamedShard(NamedTuple):
     shard: Tensor
 
 
+class Piece(NamedTuple):
+    """The part of a tensor that a rank can write: some rows, or the whole, which every rank then has."""
+
+    name: str
+    tensor: Tensor
+    rows: tuple[int, int] | None = None  # [first, last) of dim 0; None: the whole tensor
+    num_rows: int = 0  # of the whole tensor, where rows are given
+
+
 class Rows(NamedTuple):
     """The rows [start, stop) of dim 0 that this rank holds of a tensor; the last ranks may hold none."""
 
@@ -84,6 +93,11 @@ class PlainLayout:
     def rows(self, tensor: Tensor) -> Rows | None:
         """Returns this rank's rows of a tensor that is sharded by rows, or None for every other tensor."""
         return None
+
+    def pieces(self, named: NamedTensors) -> Iterator[Piece]:
+        """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
+        for name, tensor in named:
+            yield Piece(name, tensor)
 
     def num_holders(self, parameter: Tensor) -> int:
         """Returns how many ranks hold the same values of the parameter as this one."""
@@ -184,6 +198,22 @@ class PlainLayout:
         """Forgets the gradients of a model."""
         for parameter in model.parameters():
             parameter.grad = None
+
+
+def pieces_of_shards(layout: PlainLayout, named: NamedTensors) -> Iterator[Piece]:
+    """Yields what pieces() does of a layout that shards: whole tensors that must be gathered come last."""
+    scattered = []
+    for name, tensor in named:
+        rows = layout.rows(tensor)
+        if rows is not None:
+            stop = rows.stop if rows.is_first_replica else rows.start
+            yield Piece(name, layout.shard(tensor), (rows.start, stop), tensor.shape[0])
+        elif layout.is_whole(tensor):
+            yield Piece(name, tensor)
+        else:
+            scattered.append((name, tensor))
+    for name, whole in layout.gather_named(scattered):
+        yield Piece(name, whole)
 
 
 class Weights:

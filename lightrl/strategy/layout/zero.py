@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightrl.comm import Comm
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.layout.plain import NamedTensors, PlainLayout, SavedTensors
+from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, SavedTensors, pieces_of_shards
 
 ENGINE = "_deepspeed_engine"  # a key of the model's __dict__, so that the engine lives as long as the model
 
@@ -57,6 +57,9 @@ class ZeroLayout(PlainLayout):
 
     def shard_of_whole(self, parameter: Tensor, whole: Tensor) -> Tensor:
         return own_part(parameter, whole, self.comm.rank) if is_partitioned(parameter) else whole
+
+    def pieces(self, named: NamedTensors) -> Iterator[Piece]:
+        return pieces_of_shards(self, named)
 
     def num_holders(self, parameter: Tensor) -> int:
         return 1 if is_partitioned(parameter) else self.comm.world

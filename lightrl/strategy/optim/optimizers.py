@@ -130,22 +130,24 @@ def parameter_groups(
     """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
     embeddings = _embeddings(model)
     in_blocks = _in_blocks(model) if optim.name == "muon" else set()
-    scales = lr_scales(optim) if optim.lr_scales else {}
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        pattern = next((pattern for pattern in scales if _fits(pattern, name)), None)
         if not parameter.requires_grad:
             continue
         num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
         is_muon = num_dims == 2 and id(parameter) in in_blocks and not is_embedding
         is_decayed = num_dims >= 2 and (optim.decay_embeddings or not is_embedding)
-        scale = scales[pattern] if pattern is not None else 1.0
+        scale = _scale_of(name, optim) if optim.lr_scales else 1.0
         settings = {"weight_decay": weight_decay if is_decayed else 0.0, "lr": lr * scale, "lr_scale": scale}
         if optim.name == "muon":
             settings["is_muon"] = is_muon
         key = (scale != 1.0, scale, is_muon, not is_decayed)
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
+
+
+def _scale_of(name: str, optim: OptimConfig) -> float:
+    return next((scale for pattern, scale in lr_scales(optim).items() if _fits(pattern, name)), 1.0)
 
 
 def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> None:

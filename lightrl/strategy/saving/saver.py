@@ -6,7 +6,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,8 +23,8 @@ from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
-from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
-from lightrl.strategy.saving.weight_hash import write_state_hash
+from lightrl.strategy.saving.state_files import StateWriter, write_state_hash
+from lightrl.strategy.saving.state_reader import TensorReader, load_object
 
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
@@ -88,28 +88,31 @@ class TrainingStateSaver:
         update, finish(), the next save or the end of the run.
         """
         self.finish()
-        for item in (model, *(companions or {}).values()):
+        models = {"": model, **(companions or {})}  # by folder in the checkpoint
+        for item in models.values():
             self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
         with comm.phase("checkpoint", local=True):
-            client_state = client_state or {}
-            _check_loadable(client_state, "client_state[{!r}]")
+            _check_loadable(client_state or {}, "client_state[{!r}]")
             step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
             if path is not None:
-                for name in companions or {}:
-                    (path / name).mkdir()
+                for name in models:
+                    (path / name).mkdir(exist_ok=True)
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
-            writers = [self._write(folder, model, client_state)]
-            for name, companion in sorted((companions or {}).items()):
-                writers.append(self._write(folder / name, companion, {}))
+            states = {"": client_state or {}}
+            writers = [self._write(folder / name, models[name], states.get(name, {})) for name in sorted(models)]
         with comm.phase("checkpoint", local=True):
             for error in (writer.error for writer in writers if writer.error is not None):
                 raise error
-        models = [folder, *(folder / name for name in sorted(companions or {}))]
-        commit = partial(_commit, models, partial(directory.commit, step, is_latest=is_latest))
+
+        def commit() -> None:
+            for name in models:
+                write_state_hash(folder / name)
+            directory.commit(step, is_latest=is_latest)
+
         if self.in_background:
             self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
             return
@@ -135,16 +138,16 @@ class TrainingStateSaver:
         trainer.after_forward_only(owner)
         trainer.trained.require_on_device(owner)
         writer = StateWriter(folder, comm, deferred=self.in_background)
-        writer.add_tensors("model", self._pieces(self._saved_tensors(model)))
+        writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
         if trained is not None:
             trainer.trained.require_on_device(trained.optimizer)
             for hook in trainer.trained.hooks_of(trained.optimizer):
-                hook.write_tensors(lambda kind, named: writer.add_tensors(kind, self._pieces(named)))
+                hook.write_tensors(lambda kind, named: writer.add_tensors(kind, trainer.layout.pieces(named)))
                 state |= hook.state(trained.optimizer)
             states = trainer.layout.optimizer_states(owner, trained.optimizer)
-            writer.add_tensors("optimizer", self._pieces(states))
+            writer.add_tensors("optimizer", trainer.layout.pieces(states))
             state["has_optimizer"] = True
             state |= _schedule_state(trained)
         writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
@@ -157,22 +160,6 @@ class TrainingStateSaver:
         entries = [*self._trainer.trained.entries, *self._trainer.trained.seen]
         known = [entry for entry in entries if entry.model is model]
         return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
-
-    def _pieces(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[Piece]:
-        """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
-        layout = self._trainer.layout
-        scattered = []
-        for name, tensor in named:
-            rows = layout.rows(tensor)
-            if rows is not None:
-                stop = rows.stop if rows.is_first_replica else rows.start
-                yield Piece(name, layout.shard(tensor), (rows.start, stop), tensor.shape[0])
-            elif layout.is_whole(tensor):
-                yield Piece(name, tensor)
-            else:
-                scattered.append((name, tensor))
-        for name, whole in layout.gather_named(scattered):
-            yield Piece(name, whole)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Returns every parameter once and the persistent buffers; with adapters only what trains."""
@@ -268,12 +255,6 @@ class TrainingStateSaver:
         for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
         self._trainer.layout.load_optimizer_states(model, optimizer, reader)
-
-
-def _commit(folders: Iterable[Path], complete: Callable[[], object]) -> None:
-    for folder in folders:
-        write_state_hash(folder)
-    complete()
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

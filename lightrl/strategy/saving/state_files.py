@@ -1,39 +1,32 @@
 """The files of a checkpoint: safetensors under Hugging Face names, which any strategy reads at any world size.
 
 A rank writes the rows that it holds, and some of the tensors that all ranks have whole, so no rank holds, gathers or
-writes the whole model. A reader takes any rows of a tensor, whichever ranks wrote them.
+writes the whole model. A TensorReader takes any rows of a tensor, whichever ranks wrote them. weights.sha256 is one
+number for the weights, whichever ranks held them and however many files they are in.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-import pickle
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from lightrl.checkpoint import load_json, save_bytes, save_json, save_tensors
 from lightrl.comm import Comm
-from lightrl.strategy.saving.weight_hash import Rows, digest_of_rows
+from lightrl.strategy.layout.plain import Piece
 
+HASH_FILE = "weights.sha256"
+_MODULUS = 1 << 256
 _FILE_BYTES = 2 << 30  # a file is written when it has gathered this much, which bounds the memory it takes
-
-
 _CHECKED_BYTES = 4 << 20  # have a checksum of their own, so that a reader of some rows reads little more to check them
-
-
-class Piece(NamedTuple):
-    """The part of a tensor that a rank can write: some rows, or the whole, which every rank then has."""
-
-    name: str
-    tensor: Tensor
-    rows: tuple[int, int] | None = None  # [first, last) of dim 0; None: the whole tensor
-    num_rows: int = 0  # of the whole tensor, where rows are given
 
 
 class StateWriter:
@@ -54,36 +47,24 @@ class StateWriter:
 
         A whole tensor is written by the rank that has the fewest bytes of whole tensors so far.
         """
-        load = [0] * self._comm.world
-        pending: dict[str, Tensor] = {}
         index: dict[str, dict[str, Any]] = {}
-        pending_bytes = num_files = 0
+        for number, part in enumerate(_files(pieces if self._comm.world == 1 else self._own(pieces))):
+            path = self._directory / f"{kind}-rank{self._comm.rank:05d}-{number:05d}.safetensors"
+            index |= {piece.name: {**_index_entry(piece), "file": path.name} for piece in part}
+            self._do(partial(_save_with_checksums, path, {piece.name: piece.tensor for piece in part}, index))
+        self._do(partial(save_json, self._directory / f"{kind}-rank{self._comm.rank:05d}.json", index))
 
-        def flush() -> None:
-            nonlocal pending, pending_bytes, num_files
-            name = f"{kind}-rank{self._comm.rank:05d}-{num_files:05d}.safetensors"
-            tensors, path = pending, self._directory / name
-            index.update({key: {**index[key], "file": name} for key in tensors})
-            self._do(lambda: _save_with_checksums(path, tensors, index))
-            pending, pending_bytes, num_files = {}, 0, num_files + 1
-
+    def _own(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yields what this rank writes: its rows, and its share of the tensors that every rank has whole."""
+        load = [0] * self._comm.world
         for piece in pieces:
             if piece.rows is None:
                 writer = min(range(self._comm.world), key=load.__getitem__)
                 load[writer] += piece.tensor.nbytes
-                if writer != self._comm.rank:
-                    continue
-            elif piece.rows[0] == piece.rows[1]:
-                continue  # fewer rows than ranks, or another replica writes them
-            pending[piece.name] = piece.tensor.detach().to("cpu", copy=True)
-            index[piece.name] = _index_entry(piece)
-            pending_bytes += piece.tensor.nbytes
-            if pending_bytes >= _FILE_BYTES:
-                flush()
-        if pending:
-            flush()
-        path = self._directory / f"{kind}-rank{self._comm.rank:05d}.json"
-        self._do(lambda: save_json(path, index))
+                if writer == self._comm.rank:
+                    yield piece
+            elif piece.rows[0] < piece.rows[1]:  # else fewer rows than ranks, or another replica writes them
+                yield piece
 
     def add_object(self, name: str, value: Any) -> None:
         """Adds a file of plain values and tensors, as they are now."""
@@ -99,6 +80,20 @@ class StateWriter:
                 job()
             except OSError as error:  # raised later, where all ranks hear of it: others are in a collective
                 self.error = error
+
+
+def _files(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yields the pieces of one file at a time, copied to host memory."""
+    part: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        part.append(piece._replace(tensor=piece.tensor.detach().to("cpu", copy=True)))
+        num_bytes += piece.tensor.nbytes
+        if num_bytes >= _FILE_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 def _save_with_checksums(path: Path, tensors: dict[str, Tensor], index: dict[str, dict[str, Any]]) -> None:
@@ -125,105 +120,90 @@ def _index_entry(piece: Piece) -> dict[str, Any]:
     return {"shape": [piece.num_rows, *shape[1:]], "dtype": dtype, "rows": list(piece.rows)}
 
 
-class _Part(NamedTuple):
-    start: int
-    stop: int
-    file: str
-    crc_rows: int  # rows of a block; the last may have fewer
-    crc32s: list[int]  # of each block; empty in an older checkpoint
+# ---- The hash of weights ---------------------------------------------------------------------------------------------
+# A row of a tensor is an entry of its first dimension; a scalar has one row. The digest of a tensor is the sum, modulo
+# 2^256, of SHA-256 over the line "NAME DTYPE SHAPE", the index of the row as 8 bytes, and the bytes of the row (numbers
+# little end first). A sum has no order, so each rank adds up the rows it has. The hash of a model is the SHA-256 of one
+# line "NAME DTYPE SHAPE DIGEST" for each tensor, sorted. weights.sha256 holds the hash and, below it, these lines.
 
 
-class TensorReader:
-    """Reads single tensors, or some of their rows, whatever the world size that wrote them."""
+class Rows(NamedTuple):
+    """Some rows of a tensor, by name: those from `first` on of a tensor of `shape`."""
 
-    def __init__(self, directory: Path, kind: str) -> None:
-        self._directory = directory
-        self._shapes: dict[str, torch.Size] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, list[_Part]] = {}
-        self._keys: dict[str, list[str]] = {}
-        for path in sorted(directory.glob(f"{kind}-rank*.json")):
-            try:
-                for name, entry in load_json(path).items():
-                    self._add(name, entry)
-            except (AttributeError, KeyError, TypeError) as error:
-                raise _damaged(path, error) from error
-        for name in sorted(self._shapes):
-            parameter, _, key = name.rpartition("/")
-            self._keys.setdefault(parameter, []).append(key)
-        for parts in self._parts.values():
-            parts.sort()
-
-    def _add(self, name: str, entry: dict[str, Any]) -> None:
-        shape = torch.Size(entry["shape"])
-        self._shapes[name], self._dtypes[name] = shape, getattr(torch, entry["dtype"])
-        start, stop = entry.get("rows", (0, shape[0] if shape else 1))
-        part = _Part(start, stop, entry["file"], entry.get("crc_rows", 1), entry.get("crc32s", []))
-        self._parts.setdefault(name, []).append(part)
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._shapes)
-
-    def shape_of(self, name: str) -> torch.Size:
-        """Returns the shape of a whole tensor."""
-        return self._shapes[name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the type of a tensor."""
-        return self._dtypes[name]
-
-    def keys_of(self, parameter_name: str) -> list[str]:
-        """Returns the keys of a parameter's optimizer states."""
-        return self._keys.get(parameter_name, [])
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Reads a whole tensor."""
-        shape = self._shapes[name]
-        return self.rows(name, 0, shape[0] if shape else 1)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads rows [start, stop) of dim 0; a scalar has one row."""
-        shape = self._shapes[name]
-        parts: list[Tensor] = []
-        row = start
-        for part in self._parts[name]:
-            last = min(stop, part.stop)
-            if part.start <= row < last:
-                parts.append(self._read(part, name, row, last, whole=not shape))
-                row = last
-        if start < stop and row != stop:
-            raise ValueError(f"{self._directory} lacks rows {row} to {stop} of {name}. Continue another step.")
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, *shape[1:], dtype=self._dtypes[name])
-
-    def _read(self, part: _Part, name: str, first: int, last: int, *, whole: bool) -> Tensor:
-        """Reads the blocks that hold the rows and checks each."""
-        path, step = self._directory / part.file, part.crc_rows
-        begin, end = first - part.start, last - part.start
-        block = begin // step
-        low, high = block * step, min(-(-end // step) * step, part.stop - part.start)
-        try:
-            with safe_open(path, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[low:high]
-        except SafetensorError as error:
-            raise _damaged(path, error) from error
-        if part.crc32s:
-            found = block_checksums(tensor, step)
-            if found != part.crc32s[block : block + len(found)]:
-                raise _damaged(path, f"a checksum of {name} is wrong")
-        return tensor if whole else tensor[begin - low : end - low]
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    first: int = 0
 
 
-def _damaged(path: Path, reason: object) -> ValueError:
-    return ValueError(f"{path} is damaged ({reason}). Continue another step with --resume PATH.")
+def digest_of_rows(rows: Rows) -> int:
+    """Returns what the rows add to their tensor's digest."""
+    head, values = hashlib.sha256(f"{_described(rows)}\n".encode()), rows.tensor.detach().cpu().contiguous()
+    num_rows = values.shape[0] if values.dim() else 1
+    if not values.numel():
+        return 0
+    content = values.reshape(-1).view(torch.uint8).numpy().data
+    size, total = len(content) // num_rows, 0
+    for index in range(num_rows):
+        digest = head.copy()
+        digest.update((rows.first + index).to_bytes(8, "little"))
+        digest.update(content[index * size : (index + 1) * size])
+        total += int.from_bytes(digest.digest(), "little")
+    return total % _MODULUS
 
 
-def load_object(path: Path) -> Any:
-    """Reads what add_object wrote; raises ValueError for anything else."""
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:200]) from error
+def _described(rows: Rows) -> str:
+    shape = "x".join(map(str, rows.shape)) or "scalar"
+    return f"{rows.name} {str(rows.tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+def hash_text(parts: Iterable[tuple[str, int]]) -> str:
+    """Returns the content of weights.sha256, from parts: (described tensor, digest of some of its rows)."""
+    digests: dict[str, int] = {}
+    for described, digest in parts:
+        digests[described] = (digests.get(described, 0) + digest) % _MODULUS
+    lines = "".join(f"{described} {digests[described]:064x}\n" for described in sorted(digests))
+    return f"{hashlib.sha256(lines.encode()).hexdigest()}\n{lines}"
+
+
+def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | None = None) -> None:
+    """Writes weights.sha256 beside all safetensors files of a Hugging Face folder.
+
+    A tensor that is in memory under its name in the file is not read from the disk.
+    """
+    text = hash_text((_described(rows), digest_of_rows(rows)) for rows in _folder_rows(folder, in_memory or {}))
+    save_bytes(folder / HASH_FILE, text.encode())
+
+
+def write_state_hash(folder: Path) -> None:
+    """Writes weights.sha256 of a checkpoint's folder, from the digests that the ranks wrote beside their rows."""
+    save_bytes(folder / HASH_FILE, hash_text(_noted_parts(folder)).encode())
+
+
+def _noted_parts(folder: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(folder.glob("model-rank*.json")):
+        for name, entry in load_json(path).items():
+            shape = "x".join(map(str, entry["shape"])) or "scalar"
+            yield f"{name} {entry['dtype']} {shape}", int(entry["digest"], 16)
+
+
+def recompute(folder: Path) -> str:
+    """Returns what weights.sha256 should hold, from the bytes of the files of a folder or a checkpoint."""
+    rows = _state_rows(folder) if any(folder.glob("model-rank*.json")) else _folder_rows(folder, {})
+    return hash_text((_described(part), digest_of_rows(part)) for part in rows)
+
+
+def _folder_rows(folder: Path, in_memory: Mapping[str, Tensor | None]) -> Iterator[Rows]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no dictionary: it has no iteration of its own
+                shape, known = tuple(opened.get_slice(name).get_shape()), in_memory.get(name)
+                tensor = known if known is not None and known.shape == shape else opened.get_tensor(name)
+                yield Rows(name, tensor, shape)
+
+
+def _state_rows(folder: Path) -> Iterator[Rows]:
+    for path in sorted(folder.glob("model-rank*.json")):
+        for name, entry in load_json(path).items():
+            with safe_open(folder / entry["file"], framework="pt") as opened:
+                yield Rows(name, opened.get_tensor(name), tuple(entry["shape"]), entry.get("rows", [0])[0])

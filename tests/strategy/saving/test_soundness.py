@@ -10,8 +10,9 @@ import torch
 
 from lightrl.checkpoint import CheckpointDirectory, load_json, save_json
 from lightrl.comm import Comm
+from lightrl.strategy.layout.plain import Piece
 from lightrl.strategy.saving.soundness import find_damage
-from lightrl.strategy.saving.state_files import Piece, StateWriter
+from lightrl.strategy.saving.state_files import StateWriter
 
 
 def saved(root: Path, step: int) -> Path:

@@ -7,8 +7,10 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.comm import Comm
+from lightrl.strategy.layout.plain import Piece
 from lightrl.strategy.saving import state_files
-from lightrl.strategy.saving.state_files import Piece, StateWriter, TensorReader, load_object
+from lightrl.strategy.saving.state_files import StateWriter
+from lightrl.strategy.saving.state_reader import TensorReader, load_object
 
 
 def comm_of(rank: int, world: int) -> Comm:

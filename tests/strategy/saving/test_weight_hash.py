@@ -8,10 +8,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrl.comm import Comm
-from lightrl.strategy.saving.state_files import Piece, StateWriter
-from lightrl.strategy.saving.weight_hash import (
+from lightrl.strategy.layout.plain import Piece
+from lightrl.strategy.saving.state_files import (
     HASH_FILE,
     Rows,
+    StateWriter,
     digest_of_rows,
     hash_text,
     recompute,

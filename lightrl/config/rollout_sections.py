@@ -1,0 +1,190 @@
+"""The options --rollout.* and --eval.*: what makes a sample, when it is trained, where it is kept, and evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightrl.config.options import option
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """When samples are started, and when they are trained."""
+
+    over_issue: float = option(0.0, at_least=0, at_most=100)
+    """Share of num_prompts that is started in addition to it, such as 0.5. A step ends with the first num_prompts
+    groups that may be trained; the others go on in the next step. 0: every step waits for all that it started."""
+    partial: bool = True
+    """What a group does that goes on in the next step. True: its samples continue where they stopped, under the new
+    weights. False: samples that are not finished begin again at their prompt."""
+    max_staleness: int = option(0, at_least=0, at_most=1000)
+    """Maximum number of steps by which the weights that a group was started under may be behind when it is trained. A
+    step waits for a group that would become older; no group is dropped."""
+    max_token_staleness: int = option(0, at_least=0)
+    """Tokens of weights that are more than this many steps behind are not trained. 0: all are trained."""
+    tail_batch: int = option(-1, at_least=-1)
+    """What happens to slow groups. -1: nothing special. 0: a step waits for them. N: as soon as there are N of them, a
+    step trains the oldest num_prompts groups, which have the engine for themselves."""
+    tail_after: int = option(3, at_least=1)
+    """Number of steps after its start from which an unfinished group is slow."""
+    agree_every: int = option(16, at_least=1)
+    """Engine steps between two looks of all ranks at what is finished."""
+    max_groups: int = option(0, at_least=0)
+    """Maximum number of groups that run at once, over all ranks. 0: no limit."""
+    filter: str = ""
+    """Function that is given a scored group and says whether it may be trained, as package.module:function, or
+    unequal_rewards. A group that it rejects is replaced by another. Empty: all may."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether samples are made by a schedule that carries them from step to step."""
+        return self.samples_can_be_older or bool(self.filter)
+
+    @property
+    def samples_can_be_older(self) -> bool:
+        """Whether samples may come from older weights than those of the step that learns from them."""
+        return self.over_issue > 0 or self.max_staleness > 0
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing or contradict each other."""
+        if self.over_issue > self.max_staleness:
+            raise ValueError(
+                f"--rollout.over_issue {self.over_issue:g} starts groups that are trained in a later step, which "
+                f"--rollout.max_staleness {self.max_staleness} allows for at most {self.max_staleness} times "
+                f"num_prompts of them. Give --rollout.max_staleness {max(1, -int(-self.over_issue // 1))} or more."
+            )
+        defaults = ScheduleConfig()
+        names = ("partial", "max_token_staleness", "tail_batch", "tail_after", "agree_every", "max_groups")
+        given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        if given and not self.is_scheduled:
+            raise ValueError(
+                f"--rollout.{given[0]} does nothing in a run in which every step waits for all its samples. Give "
+                "--rollout.over_issue and --rollout.max_staleness, or leave it out."
+            )
+        if self.tail_batch == -1 and self.tail_after != defaults.tail_after:
+            raise ValueError("--rollout.tail_after does nothing without --rollout.tail_batch of 0 or above.")
+
+
+@dataclass(kw_only=True)
+class RecordConfig:
+    """The folder that keeps rollouts, or the one that they come from in place of an engine."""
+
+    __slots__ = ()
+
+    record: str = ""
+    """Folder that gets the scored groups of every step, as JSON lines and safetensors. Empty: none are kept."""
+    record_only: bool = False
+    """Sample and score, and learn nothing. The weights stay those of the start."""
+    from_: str = ""
+    """Folder of such a record to learn from, given as --rollout.from. The run has no engine and does not evaluate."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run writes or reads a record."""
+        return bool(self.record or self.from_)
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing or contradict each other."""
+        if self.record_only and not self.record:
+            raise ValueError("--rollout.record_only samples for a record: give its folder by --rollout.record.")
+        if self.record and self.from_:
+            raise ValueError(
+                "--rollout.from reads a record, so that there is nothing to write: leave --rollout.record out."
+            )
+
+    def check_record(self, *, has_own_ranks: bool) -> None:
+        """Raises ValueError for a record of rollouts that do not begin and end in a step of the training ranks."""
+        if has_own_ranks:
+            raise ValueError(
+                "--rollout.record and --rollout.from take rollouts that begin and end in a step: leave --rollout_ranks "
+                "and the options out that carry samples from step to step."
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkflowConfig(RecordConfig, ScheduleConfig):
+    """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
+
+    workflow: str = ""
+    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; verifiers, an
+    environment of that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as
+    package.module:Class. Empty: one response to the prompt."""
+    workflow_args: tuple[str, ...] = ()
+    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
+    my_module:search]."""
+    max_turns: int = option(8, at_least=1)
+    """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
+    max_context_tokens: int = option(0, at_least=0)
+    """Maximum length of an episode with its prompt, in tokens. 0: the model's context, or the tokens that a micro-batch
+    may have if those are fewer."""
+    episode_timeout_s: float = option(0.0, at_least=0)
+    """Seconds after which an episode has failed. 0: no limit."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that do nothing."""
+        names = ("workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
+        given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
+        if given and not self.workflow:
+            raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalScheduleConfig:
+    """When a run evaluates."""
+
+    every: int = option(20, at_least=0)
+    """Steps between evaluations. One more runs before the first step and one after the last. 0: never evaluate."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ExampleEvalConfig(EvalScheduleConfig):
+    """Evaluation on examples."""
+
+    max_examples: int = option(0, at_least=0)
+    """Evaluate on this many examples, the first ones. 0: on all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig(EvalScheduleConfig):
+    """Evaluation on sampled responses."""
+
+    temperature: float = option(1.0, at_least=0)
+    """Sampling temperature of the evaluation. 0: greedy."""
+    top_p: float = option(1.0, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability. 1: from all."""
+    top_k: int = option(0, at_least=0)
+    """Draw from so many of the likeliest tokens. 0: from all."""
+    min_new_tokens: int = option(0, at_least=0)
+    """No end token or stop string ends a response before it has as many tokens."""
+    presence_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of every token that the response has already."""
+    frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
+    """Taken from the logit of a token each time that the response has it already."""
+    repetition_penalty: float = option(1.0, above=0)
+    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
+    off."""
+    max_prompts: int = option(0, at_least=0)
+    """Evaluate on this many prompts, the first ones. 0: on all."""
+    n: int = option(1, at_least=1)
+    """Number of samples of each prompt."""
+    k: tuple[int, ...] = option((), at_least=1)
+    """Report pass@k for these k: the chance that k samples of a prompt hold a right one, estimated from all n."""
+    source_field: str = ""
+    """Field of a line that names where its prompt is from, such as source; the metrics come for each source, too."""
+
+    def check(self) -> None:
+        """Raises ValueError for a k above n, and for several samples that are all the same."""
+        if self.n < max(self.k, default=1):
+            raise ValueError(
+                f"--eval.k {max(self.k)} needs as many samples of a prompt, and --eval.n is {self.n}: raise it."
+            )
+        if self.n > 1 and not self.temperature:
+            raise ValueError(
+                f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
+            )
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What changes the distribution that is sampled from, which training may not do."""
+        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,116 @@
+"""What a run's folder holds of an earlier run: whether it is the same run, and where it continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import RunConfig, changed_options
+from lightrl.config.yaml_text import read_yaml
+
+
+def require_same(root: Path, config: RunConfig) -> None:
+    """Raises ValueError if a folder that is not empty holds anything but the run of these options."""
+    saved, metrics = root / "config.yaml", root / "metrics.jsonl"
+    if saved.exists() and not metrics.exists() and not (root / "checkpoints").exists():
+        return  # that run ended before its first step
+    if not saved.exists():
+        raise ValueError(
+            f"--output_dir {root} is not empty and is no run of lightrl (it has no config.yaml). Choose another folder."
+        )
+    if config.resume == "never":
+        raise ValueError(
+            f"--output_dir {root} already holds a run and --resume is never. Choose another folder, delete "
+            "this one, or continue it with --resume auto."
+        )
+    _require_rows(metrics)
+    _require_rows(root / "samples.jsonl")
+    different = changed_options(config, _read_config(saved))
+    if different:
+        listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
+        raise ValueError(
+            f"--output_dir {root} belongs to another run: {listed}. Choose another folder, or give the same "
+            "options to continue that run."
+        )
+
+
+def _require_rows(path: Path) -> None:
+    """Raises ValueError unless each line is a step's row; the last may be cut short."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if _step_of(line) is None and number < len(lines):
+            raise ValueError(
+                f"{path} is damaged: line {number} is no row of a step. Move the file away to continue without it."
+            )
+
+
+def _step_of(line: bytes | str) -> int | None:
+    """Returns the step of a row of metrics.jsonl or samples.jsonl; None for anything else."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = read_yaml(path, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error} Choose another --output_dir.") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path} is damaged: it holds no options. Choose another --output_dir.")
+    return content
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """Returns the newest complete checkpoint; raises ValueError if there are some and none is complete."""
+    found = CheckpointDirectory(checkpoints, keep=1).latest()
+    damaged = sorted(checkpoints.glob("step-*"))
+    if found is None and damaged:
+        raise ValueError(
+            f"{checkpoints} holds {damaged[-1].name}, and no checkpoint there is complete. Restore it, or delete "
+            "the folder to begin again."
+        )
+    return found
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Returns the checkpoint at a path, which may be a run's folder, its checkpoints/, or one checkpoint."""
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."
+        )
+    if path.name == "checkpoints" or (path / "checkpoints").is_dir():
+        root = path if path.name == "checkpoints" else path / "checkpoints"
+        found = CheckpointDirectory(root, keep=1).latest()
+        if found is None:
+            raise FileNotFoundError(f"--resume {path}: there is no complete checkpoint in {root}.")
+        return found
+    if not path.name.removeprefix("step-").isdigit():
+        raise ValueError(f"--resume {path} is no checkpoint: give a run's folder or one of its checkpoints/step-... .")
+    return CheckpointDirectory(path.parent, keep=1).path(int(path.name.removeprefix("step-")))
+
+
+def cut_after(path: Path, steps_done: int) -> None:
+    """Drops the rows after a step; a log of which no step counts is kept aside."""
+    if not steps_done:
+        path.rename(_unused_name(path))
+        return
+    kept = []
+    for line in path.read_bytes().splitlines():
+        step = _step_of(line)  # None: the line that a kill cut short
+        if step is not None and step <= steps_done:
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+    temporary.replace(path)
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
