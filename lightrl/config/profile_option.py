@@ -1,33 +1,8 @@
-"""The option that records where the time of a run goes."""
+"""The steps that the option --profile names."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-
-from lightrl.config.options import option
-
-
-@dataclass(kw_only=True)
-class ProfileConfig:
-    """What is recorded of the time that a run takes."""
-
-    __slots__ = ()
-
-    profile: str = option("", resume="free")
-    """Record where the time goes, in profile/ of the run's folder: timeline for the phases of every rank in
-    timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
-    memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that look on while it trains; none by default."""
-        return ("lightrl.trainers.profiling:profile",) if self.profile else ()
-
-    def check(self) -> None:
-        """Raises ValueError for a profile that names no steps."""
-        if self.profile:
-            profiled_steps(self.profile)
 
 
 def profiled_steps(text: str) -> range:

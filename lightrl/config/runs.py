@@ -9,7 +9,6 @@ from typing import Literal
 from lightrl.config.exact import check_exact
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
-from lightrl.config.profile_option import ProfileConfig
 from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -25,6 +24,7 @@ from lightrl.config.sections import (
     OverlongConfig,
     PairDataConfig,
     PPOAlgorithmConfig,
+    ProfileConfig,
     ResponseDataConfig,
     RolloutLogConfig,
     SharingConfig,

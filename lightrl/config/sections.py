@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.options import option
+from lightrl.config.profile_option import profiled_steps
 from lightrl.config.sharing import check_sharing
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
@@ -386,6 +387,31 @@ class RolloutLogConfig(LogConfig):
     def observers(self) -> tuple[str, ...]:
         """Import paths of functions of the trainer that write more; none by default."""
         return ("lightrl.trainers.token_log:log_tokens",) if self.tokens and self.samples_per_step else ()
+
+
+# ---- Looking on --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """What is recorded of the time that a run takes."""
+
+    __slots__ = ()
+
+    profile: str = option("", resume="free")
+    """Record where the time goes, in profile/ of the run's folder: timeline for the phases of every rank in
+    timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
+    memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""
+
+    @property
+    def observers(self) -> tuple[str, ...]:
+        """Import paths of functions of the trainer that look on while it trains; none by default."""
+        return ("lightrl.trainers.profiling:profile",) if self.profile else ()
+
+    def check(self) -> None:
+        """Raises ValueError for a profile that names no steps."""
+        if self.profile:
+            profiled_steps(self.profile)
 
 
 # ---- Sharing -----------------------------------------------------------------------------------------------------

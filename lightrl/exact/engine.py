@@ -35,7 +35,7 @@ class ExactCache(RowCache):
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
         """Grows to hold rows x positions."""
-        super().reserve(rows, max(positions, 2 * LEAST_KEYS), most_rows, max(most_positions, 2 * LEAST_KEYS))
+        super().reserve(rows, max(positions, LEAST_KEYS), most_rows, max(most_positions, LEAST_KEYS))
 
 
 class ExactModules(ModuleForward):
