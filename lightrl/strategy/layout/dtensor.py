@@ -78,9 +78,11 @@ class DTensorLayout(PlainLayout):
     def is_first_holder(self, parameter: Tensor) -> bool:
         if not isinstance(parameter, DTensor):
             return super().is_first_holder(parameter)
-        coordinate = parameter.device_mesh.get_coordinate() or ()
+        mesh = parameter.device_mesh
+        if not (mesh.mesh == 0).any():  # FSDP's mesh of another part: tensor parallelism does not cut this parameter
+            return False
         replicated = [place.is_replicate() for place in parameter.placements]
-        return not any(index for index, is_same in zip(coordinate, replicated, strict=True) if is_same)
+        return not any(index for index, is_same in zip(mesh.get_coordinate() or (), replicated, strict=True) if is_same)
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
