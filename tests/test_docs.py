@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from lightrl.config import GRPOConfig
+from lightrl.config.options import option_names
 from lightrl.testing import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +45,13 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in sorted(pages) if f" {page}\n" not in navigation] == []
+
+
+def test_options_in_place_of_those_of_other_trainers_exist() -> None:
+    rows = re.findall(r"^\| (?!---).+ \| (.+) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"--([a-z_.]+)", row)}
+    assert len(named) > 50
+    assert sorted(named - set(option_names(GRPOConfig))) == []
 
 
 def test_every_package_has_a_reference() -> None:
