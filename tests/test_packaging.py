@@ -122,6 +122,7 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
         "mcp",
         "openenv",
         "reasoning-gym",
+        "report",
         "serve",
         "sglang",
         "verifiers",
