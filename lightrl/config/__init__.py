@@ -7,6 +7,7 @@ read. runs.py, evaluate.py: the config of each kind of run.
 
 from lightrl.config.command_line import exit_with_user_error, parse_config, print_text, print_user_error
 from lightrl.config.evaluate import EvaluateConfig
+from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import (
     as_dict,
     changed_options,
@@ -44,13 +45,11 @@ from lightrl.config.sections import (
     DynamicSamplingConfig,
     ExampleDataConfig,
     JudgeConfig,
-    LogConfig,
     MarginPairDataConfig,
     OverlongConfig,
     PairDataConfig,
     PPOAlgorithmConfig,
     ResponseDataConfig,
-    RolloutLogConfig,
 )
 from lightrl.config.strategy import (
     CheckpointConfig,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightrl.config.exact import check_exact
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
+from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
 from lightrl.config.sections import (
@@ -19,14 +20,12 @@ from lightrl.config.sections import (
     DynamicSamplingConfig,
     ExampleDataConfig,
     JudgeConfig,
-    LogConfig,
     MarginPairDataConfig,
     OverlongConfig,
     PairDataConfig,
     PPOAlgorithmConfig,
     ProfileConfig,
     ResponseDataConfig,
-    RolloutLogConfig,
     SharingConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions

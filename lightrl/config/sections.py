@@ -320,7 +320,7 @@ class MarginPairDataConfig(PairDataConfig):
 # ---- Rollouts ----------------------------------------------------------------------------------------------------
 
 
-# ---- Rewards, logs -----------------------------------------------------------------------------------------------
+# ---- Rewards -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)
@@ -358,35 +358,6 @@ class CodeConfig:
     unsafe: bool = option(False, resume="free")
     """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
     SECURITY.md says what the sandbox promises."""
-
-
-@dataclass(kw_only=True, slots=True)
-class LogConfig:
-    """What a run logs besides metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write TensorBoard files beside metrics.jsonl."""
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that write more; none by default."""
-        return ()
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutLogConfig(LogConfig):
-    """What a run that samples responses logs besides metrics.jsonl."""
-
-    samples_per_step: int = option(4, at_least=0)
-    """Number of samples written to samples.jsonl at each step."""
-    tokens: bool = False
-    """Write each token of these samples with its advantage, ratio, mask, weight version, logprob and entropy, and each
-    reward of a sum, for `lightrl report`."""
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that write more; none by default."""
-        return ("lightrl.trainers.token_log:log_tokens",) if self.tokens and self.samples_per_step else ()
 
 
 # ---- Looking on --------------------------------------------------------------------------------------------------

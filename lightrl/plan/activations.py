@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightrl.models import logprobs
 from lightrl.plan.meter import StorageMeter
 from lightrl.plan.models import Model, fake, faked
+from lightrl.plan.split import split_over
 from lightrl.records import PackedBatch
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.fsdp import transformer_blocks
@@ -55,10 +56,11 @@ def needs_of(
     checkpointing: bool,
     trains: bool,
     tp_size: int = 1,
+    sp_size: int = 1,
     on_accelerator: bool = False,
 ) -> Pass:
-    """Returns what a pass needs, of this rank's part of the model."""
-    settings = (computation, checkpointing, trains, tp_size, on_accelerator)
+    """Returns what a pass needs, of this rank's part of the model and of the pack."""
+    settings = (computation, checkpointing, trains, tp_size, sp_size, on_accelerator)
     one, two = (_measured(model, pack, num_layers, *settings) for num_layers in (1, 2))
     return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
 
@@ -71,13 +73,14 @@ def _measured(
     checkpointing: bool,
     trains: bool,
     tp_size: int,
+    sp_size: int,
     on_accelerator: bool,
 ) -> Pass:
     """Runs the model of fewer layers. A mixture's experts run in bfloat16: their fake kernel takes nothing else."""
     is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
     in_half = computation == "bfloat16" or is_mixture
     module = model.smaller(num_layers, tp_size)
-    with fake(), _tiles_of(on_accelerator), torch.set_grad_enabled(trains):
+    with fake(), _tiles_of(on_accelerator), split_over(module, sp_size), torch.set_grad_enabled(trains):
         module = faked(module).train(trains)
         if checkpointing and trains:
             enable_gradient_checkpointing(getattr(module, "hf", module))

@@ -185,19 +185,15 @@ class _Step:
         return Phase(name=f"train {role}", parts={name: size for name, size in parts.items() if size})
 
     def _need(self, role: str, *, trains: bool) -> Pass:
-        config, batches = self._config, self._batches
-        pack = batches.pack
-        if config.sp_size > 1:  # a rank has its part of each sequence
-            pack = replace(
-                pack, length=-(-pack.length // config.sp_size), num_scored=-(-pack.num_scored // config.sp_size)
-            )
+        config = self._config
         return needs_of(
             self._used[role],
-            pack,
+            self._batches.pack,
             computation=self._computation,
             checkpointing=config.gradient_checkpointing,
             trains=trains,
             tp_size=config.tp_size,
+            sp_size=config.sp_size,
             on_accelerator=self._machine.is_accelerator,
         )
 

@@ -1,0 +1,140 @@
+"""One rank of benchmarks/plan.py: takes two updates on made-up samples under torch's profiler.
+
+The tensors that live at any time are the sum of the CPU allocator's events from the start of the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work  # noqa: TID251  (its messages are measured)
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from lightrl.builtin.model import builtin_model_path
+from lightrl.config import parse_config
+from lightrl.plan.peaks import Machine, plan_run
+from lightrl.plan.plan_program import models_of
+from lightrl.programs import TRAINERS
+from lightrl.records import Prompt, Sample, ScoredGroup
+
+PROMPT, RESPONSE = 6, 64  # tokens
+_LET_GO_S = 0.001
+
+
+def save_model(folder: Path, **changes: Any) -> None:
+    """Writes a Qwen3 of 5.2 M weights with the tokenizer of the built-in model."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3Config(**{**sizes, **changes})).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(builtin_model_path())).save_pretrained(folder)
+
+
+def groups_of_rank(trainer: Any) -> list[ScoredGroup]:
+    """Made-up groups of samples that are all as long as they can be."""
+    config, comm = trainer.config, trainer.strategy.comm
+    return [
+        ScoredGroup(
+            samples=tuple(_sample(position, number) for number in range(config.group_size)),
+            rewards=tuple(float(number % 2) for number in range(config.group_size)),
+            step=trainer.step_index,
+        )
+        for position in range(comm.rank, config.num_prompts, comm.world)
+    ]
+
+
+def _sample(position: int, number: int) -> Sample:
+    return Sample(
+        prompt=Prompt(index=position, text="", token_ids=tuple(range(1, PROMPT + 1))),
+        position=position,
+        sample_index=number,
+        response_ids=tuple(1 + (7 * index + number) % 12 for index in range(RESPONSE)),
+        sampler_logprobs=(-8.3,) * RESPONSE,
+        versions=(0,) * RESPONSE,
+        finish_reason="length",
+        text="",
+    )
+
+
+def free_on_this_thread() -> None:
+    """Keeps the tensors of a message until gloo's own thread has dropped them: the profiler sees no frees there."""
+    wait = Work.wait
+
+    def wait_longer(work: Any, *args: Any) -> Any:
+        result = wait(work, *args)
+        time.sleep(_LET_GO_S)
+        return result
+
+    Work.wait = wait_longer
+
+
+def measured(trainer_class: Any, config: Any) -> tuple[dict[str, float], int]:
+    """Bytes at the worst moment of the second update and of the sync behind it, and the number of ranks."""
+    from lightrl.trainers.policy_step import sync_engine
+
+    free_on_this_thread()
+    spans: dict[str, tuple[int, int]] = {}
+    ends: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer = trainer_class(config)
+        for _ in range(2):
+            started = time.time_ns()
+            trainer.learn_from(groups_of_rank(trainer))
+            learned = time.time_ns()
+            sync_engine(trainer)
+            ends.append(time.time_ns())
+            spans = {"learn": (started, learned), "sync": (learned, ends[-1])}
+            trainer.step_index += 1
+        world = trainer.strategy.comm.world
+        trainer.close()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.nbytes())
+    first, second = (sum(change for moment, change in changes if moment <= end) for end in ends)
+    found = {name: peak_between(changes, *span) for name, span in spans.items()}
+    return {**found, "drift": float(second - first)}, world
+
+
+def peak_between(changes: Sequence[tuple[int, int]], first: int, last: int) -> float:
+    """The most bytes at a time between two moments, from (moment, change in bytes)."""
+    live = peak = 0
+    for moment, change in changes:
+        live += change
+        if first <= moment <= last:
+            peak = max(peak, live, live - change)
+    return float(peak)
+
+
+def main() -> None:
+    """Prints predicted and measured bytes of a run as one line of JSON; the arguments are a trainer and its options."""
+    name, *options = sys.argv[1:]
+    program = TRAINERS[name]
+    config = parse_config(program.config, options)
+    module, _, kind = program.trainer.partition(":")
+    found, world = measured(getattr(importlib.import_module(module), kind), config)
+    machine = Machine(ranks=world, memory=0, prompt_tokens=PROMPT, response_tokens=0, is_accelerator=False)
+    phases = plan_run(config, models_of(config), machine).phases
+    learning = max((p for p in phases if p.name.startswith(("score", "train"))), key=lambda phase: phase.total)
+    sync = next(phase for phase in phases if phase.name == "weight sync")
+    result = {
+        "learn": [learning.total, found["learn"]],
+        "sync": [sync.total, found["sync"]],
+        "parts": learning.parts,
+        "drift": found["drift"],
+    }
+    if os.environ.get("RANK", "0") == "0":
+        print(f"RESULT {json.dumps(result)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

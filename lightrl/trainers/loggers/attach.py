@@ -1,0 +1,100 @@
+"""Attaches the loggers of --log.to to a trainer: rank 0 hands them the metrics that metrics.jsonl gets."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrl.config.command_line import flatten
+from lightrl.config.options import as_dict
+from lightrl.imports import load_object
+
+BUILTIN = {
+    "tensorboard": "lightrl.trainers.loggers.tensorboard:TensorBoardLogger",
+    "wandb": "lightrl.trainers.loggers.wandb:WandbLogger",
+    "trackio": "lightrl.trainers.loggers.trackio:TrackioLogger",
+    "mlflow": "lightrl.trainers.loggers.mlflow:MLflowLogger",
+    "swanlab": "lightrl.trainers.loggers.swanlab:SwanLabLogger",
+}
+PROJECT = "lightrl"  # unless the service's own environment variable names another
+_ID_FILE = "logger_id"  # keeps a run that is continued in one line of the service
+_SECRET = re.compile(r"(^|[._])(key|secret|token|password)$")
+_USER_OF_URL = re.compile(r"//[^/@\s]+@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """What a logger is told of the run that it logs."""
+
+    name: str  # of the run's folder
+    id: str  # the same whenever the run is continued
+    folder: Path
+    step: int  # steps done before
+    options: Mapping[str, Any]  # by their full names, without secrets
+
+
+class Logger(Protocol):
+    """A class of one's own is made with a LoggedRun, on rank 0 alone."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of a step; step 0 is the evaluation before any training."""
+
+    def close(self) -> None:
+        """Writes what has not been written yet."""
+
+
+def attach(trainer: Any) -> None:
+    """Attaches the loggers that the trainer's options name; every rank calls it."""
+    names = trainer.config.log.loggers
+    with trainer.strategy.comm.phase("loggers", local=True):
+        loggers = _start(names, trainer) if trainer.strategy.comm.is_main else []
+    if not loggers:
+        return
+    append, close = trainer.folder.append_metrics, trainer.close
+
+    def append_and_log(step: int, metrics: Mapping[str, float]) -> None:
+        append(step, metrics)
+        for logger in loggers:
+            logger.log(step, metrics)
+
+    def close_all() -> None:
+        for logger in loggers:
+            logger.close()
+        close()
+
+    trainer.folder.append_metrics, trainer.close = append_and_log, close_all
+
+
+def _start(names: tuple[str, ...], trainer: Any) -> list[Logger]:
+    folder = trainer.folder.root
+    run = LoggedRun(
+        name=folder.resolve().name,
+        id=_id_of(folder),
+        folder=folder,
+        step=trainer.step_index,
+        options=public_options(trainer.config),
+    )
+    kinds = [load_object(name, builtin=BUILTIN, what="logger", example="MyLogger") for name in names]
+    return [kind(run) for kind in kinds]
+
+
+def _id_of(folder: Path) -> str:
+    """Returns the name under which services know the run; a new folder gets a new one."""
+    path = folder / _ID_FILE
+    if not path.is_file():
+        path.write_text(f"{uuid.uuid4().hex[:8]}\n")
+    return path.read_text().strip()
+
+
+def public_options(config: Any) -> dict[str, Any]:
+    """Returns all options by name, without what may be a secret: keys and tokens, and users in URLs."""
+    found: dict[str, Any] = {}
+    for name, value in flatten(as_dict(config)):
+        if isinstance(value, str):
+            value = "***" if value and _SECRET.search(name) else _USER_OF_URL.sub("//***@", value)
+        found[name] = value
+    return found

@@ -1,0 +1,31 @@
+"""Logs to MLflow: to the server of MLFLOW_TRACKING_URI, or else to a database in the run's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lightrl.imports import import_extra
+from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
+
+_LONGEST = 500  # characters of a parameter
+
+
+class MLflowLogger:
+    """Logs to a run of MLflow; one that is continued gets a further run of the same name."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._mlflow = import_extra("mlflow", extra="mlflow", needed_by="--log.to mlflow")
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            self._mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
+        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        self._mlflow.start_run(run_name=run.name, tags={"lightrl.id": run.id})
+        self._mlflow.log_params({name: str(value)[:_LONGEST] for name, value in run.options.items()})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run of MLflow."""
+        self._mlflow.end_run()

@@ -1,0 +1,25 @@
+"""Logs to TensorBoard by name. --log.tensorboard True does so without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.utils.tensorboard import SummaryWriter
+
+from lightrl.trainers.loggers.attach import LoggedRun
+
+
+class TensorBoardLogger:
+    """Writes scalars to tensorboard/ in the run's folder."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the scalars of a step."""
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Flushes what is not written yet."""
+        self._board.close()  # type: ignore[no-untyped-call]

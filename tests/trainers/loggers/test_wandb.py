@@ -1,0 +1,29 @@
+"""The real wandb, offline."""
+
+from pathlib import Path
+
+import pytest
+
+from lightrl.trainers.loggers.attach import LoggedRun
+from lightrl.trainers.loggers.wandb import WandbLogger
+
+pytest.importorskip("wandb", reason='needs wandb: pip install "lightrl[wandb]"')
+
+
+def test_a_run_is_written_without_a_network(
+    logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2" * 6)
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    logger = WandbLogger(logged_run)
+    for step in (0, 1):
+        logger.log(step, {"reward/mean": 0.25 * step})
+    logger.close()
+    files = [path for path in logged_run.folder.rglob("*") if path.is_file()]
+    written = b"".join(path.read_bytes() for path in files)
+    assert any(path.suffix == ".wandb" and logged_run.id in path.name for path in files)
+    assert b"reward/mean" in written
+    assert b"hunter2" not in written
