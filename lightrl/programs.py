@@ -59,6 +59,9 @@ COMMANDS: dict[str, Run | Command] = {
     "report": Command(
         "Write one HTML file about runs, or watch a run: lightrl report RUN...", "lightrl.report.program:main"
     ),
+    "export": Command(
+        "Write the model of a run, or of a checkpoint, as a Hugging Face folder.", "lightrl.trainers.export_run:main"
+    ),
     "completion": Command(
         "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
     ),

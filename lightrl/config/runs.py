@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.config.exact import check_exact
+from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
@@ -24,7 +25,6 @@ from lightrl.config.sections import (
     OverlongConfig,
     PairDataConfig,
     PPOAlgorithmConfig,
-    ProfileConfig,
     ResponseDataConfig,
     SharingConfig,
 )
@@ -107,7 +107,7 @@ class LoraConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig(StrategyOptions, ProfileConfig, BasicConfig):
+class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
     """What every trainer needs: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")

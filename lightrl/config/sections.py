@@ -374,11 +374,6 @@ class ProfileConfig:
     timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
     memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""
 
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that look on while it trains; none by default."""
-        return ("lightrl.trainers.profiling:profile",) if self.profile else ()
-
     def check(self) -> None:
         """Raises ValueError for a profile that names no steps."""
         if self.profile:

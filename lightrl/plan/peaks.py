@@ -152,6 +152,7 @@ class _Step:
             parts[f"{label}master copies"] = kept.master
             parts[f"{label}optimizer"] = 0 if role == without else kept.optimizer
             parts[f"{label}average"] = kept.average
+            parts[f"{label}gradient buffers"] = kept.buffers
         return {name: size for name, size in parts.items() if size}
 
     def _generate(self, engine: Engine, resident: dict[str, float], is_beside: bool) -> Phase:

@@ -9,7 +9,9 @@ from lightrl.config import DeepSpeedConfig, RunConfig
 from lightrl.plan.models import Model, Weight
 
 _FLOAT = 4  # bytes: parameters, gradients and optimizer states are float32
-_BUCKET = 64 << 20  # of --strategy ddp
+# Elements that ZeRO-3 holds gathered before it lets go of a weight: the default of stage3_max_live_parameters and of
+# stage3_max_reuse_distance, which a run leaves alone. A smaller model stays whole from its first block to its last.
+_LIVE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Kept:
     gradients: float = 0  # at the end of a backward
     own_pass: float = 0  # whole weights, and gradients on their way, during the forward and backward
     forward: float = 0  # whole weights during a forward alone
+    buffers: float = 0  # of gradients, kept also where there are none
     host: float = 0  # in host memory, in place of the device
 
 
@@ -162,9 +165,11 @@ def _zero(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
     states, master = whole.optimizer / world, part
     weights, forward = whole.weights, 0.0
     if chosen.zero_stage == 3:
-        weights, forward, master = _partitioned(model, chosen, world), _gathered(model, chosen), 0.0
+        weights, forward, master = _partitioned(model, chosen, world), _gathered(model), 0.0
     host = (states + master if chosen.offload_optimizer else 0.0) + (weights if chosen.offload_param else 0.0)
-    gradients = trained if chosen.zero_stage == 1 else part
+    gradients, buffers = (trained if chosen.zero_stage == 1 else part), 0.0
+    if chosen.zero_stage == 3:
+        gradients, buffers = 0.0, part
     return Kept(
         weights=model.buffer_bytes if chosen.offload_param else weights,
         master=0 if chosen.offload_optimizer else master,
@@ -174,6 +179,7 @@ def _zero(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
         gradients=gradients,
         own_pass=forward + bucket,
         forward=forward,
+        buffers=buffers,
         host=host,
     )
 
@@ -185,8 +191,8 @@ def _partitioned(model: Model, chosen: DeepSpeedConfig, world: int) -> float:
     return _FLOAT * (shards + whole) + model.buffer_bytes
 
 
-def _gathered(model: Model, chosen: DeepSpeedConfig) -> float:
+def _gathered(model: Model) -> float:
     """Returns the bytes of the weights that stage 3 holds gathered at a time."""
     units = _units(model.weights, Ranks(world=1, replicas=1, tensors=1))
-    root = max((weight.numel for weight in model.weights if not weight.unit), default=0)
-    return _FLOAT * (root + 2 * max((size for unit, size in units.items() if unit), default=0.0))
+    largest = max(units.values(), default=0.0)
+    return _FLOAT * min(_numel(model.weights), _LIVE + largest)

@@ -1,0 +1,51 @@
+"""How a run hands its models on: exported folders and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lightrl.config.options import option, section
+from lightrl.config.sections import ProfileConfig
+
+_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """When the model is written for its users, besides final/ at the end."""
+
+    every: int = option(0, at_least=0)
+    """Steps between two exports, Hugging Face folders exports/step-N in the run's folder with a model card. 0: none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class HubConfig:
+    """Where the model is uploaded to."""
+
+    push: str = ""
+    """Repository of the Hugging Face hub, such as me/my-model, to which each export and the final model are uploaded.
+    The token is that of `hf auth login` or HF_TOKEN. Empty: upload nothing."""
+    private: bool = True
+    """Make the repository private if it does not exist yet."""
+
+    def check(self) -> None:
+        """Raises ValueError for what is no name of a repository."""
+        if self.push and not _NAME.fullmatch(self.push):
+            raise ValueError(f"--hub.push {self.push}: give the name of a repository, such as me/my-model.")
+
+
+@dataclass(kw_only=True)
+class ExportOptions(ProfileConfig):
+    """What a run hands on, and what is recorded of it."""
+
+    __slots__ = ()
+
+    export: ExportConfig = section(ExportConfig, resume="free")
+    hub: HubConfig = section(HubConfig, resume="free")
+
+    @property
+    def observers(self) -> tuple[str, ...]:
+        """Import paths of functions of the trainer that look on while it trains; none by default."""
+        recorded = ("lightrl.trainers.profiling:profile",) if self.profile else ()
+        return (*recorded, "lightrl.trainers.export:export") if self.export.every or self.hub.push else recorded

@@ -1,0 +1,105 @@
+"""The program `lightrl export`: writes the model of a run, or of one of its checkpoints, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.builtin.model import builtin_model_path
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import (
+    BUILTIN_MODEL,
+    DistributedConfig,
+    DPOConfig,
+    GRPOConfig,
+    LoraConfig,
+    PPOConfig,
+    RunConfig,
+    SFTConfig,
+    exit_with_user_error,
+    parse_config,
+    print_text,
+)
+from lightrl.config.yaml_text import read_yaml
+from lightrl.models.lora import add_adapters
+from lightrl.models.policy import load_policy, load_tokenizer
+from lightrl.strategy import create_strategy
+from lightrl.trainers.model_card import write_card
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exports the model of the run whose folder is named."""
+    asked = _parser().parse_args(arguments)
+    run = Path(asked.run)
+    try:
+        if not (run / "config.yaml").is_file():
+            raise ValueError(f"{run} is no folder of a run: give one.")
+        config = _config_of(run)
+        is_final = not asked.step and (run / "final").is_dir()
+        done = config.max_steps if is_final else _checkpoint_of(run, asked.step)
+        target = Path(asked.output) if asked.output else run / "exports" / ("final" if is_final else f"step-{done}")
+        if target.exists():
+            raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
+        if is_final:
+            shutil.copytree(run / "final", target)
+        else:
+            _write(config, run, done, target)
+        write_card(target, run, config, step=done)
+        print_text(f"model: {target}")
+        if asked.push:
+            from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
+
+            print_text(f"uploaded: {Repository(asked.push, is_private=True).upload(target, f'{done} steps')}")
+    except (ValueError, OSError) as error:
+        exit_with_user_error(error)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightrl export",
+        description="Write the model of a run as a Hugging Face folder with a model card: final/, or a checkpoint.",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    parser.add_argument("--step", type=int, default=0, help="a checkpoint's step (default: final/, or the newest)")
+    parser.add_argument("--output", metavar="DIR", help="folder to write (default: RUN/exports/step-N)")
+    parser.add_argument("--hub.push", dest="push", metavar="NAME", help="upload it to this repository of the hub")
+    return parser
+
+
+def _config_of(run: Path) -> RunConfig:
+    """Returns the options of a run that trained a language model."""
+    saved: Mapping[str, Any] = read_yaml(run / "config.yaml", "it")
+    kinds: list[type[RunConfig]] = [PPOConfig] if "critic" in saved else [GRPOConfig, SFTConfig, DPOConfig]
+    kind = next((kind for kind in kinds if set(saved) <= set(kind.__dataclass_fields__)), None)
+    if kind is None:
+        raise ValueError(f"{run} trained no language model: final/ holds its model.")
+    return parse_config(kind, ["--config", str(run / "config.yaml")])
+
+
+def _checkpoint_of(run: Path, step: int) -> int:
+    steps = CheckpointDirectory(run / "checkpoints", keep=1).steps()
+    if not steps or (step and step not in steps):
+        known = f"There are {', '.join(map(str, steps))}." if steps else "There is none: it was run without."
+        raise ValueError(f"{run} has no checkpoint{f' of step {step}' if step else ''}. {known}")
+    return step or steps[-1]
+
+
+def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
+    """Loads the weights of a checkpoint in this process, and writes them."""
+    own = SFTConfig(strategy="single", distributed=DistributedConfig(device="cpu"))
+    strategy = create_strategy(own)
+    strategy.setup_distributed()
+    path = str(builtin_model_path()) if config.model == BUILTIN_MODEL else config.model
+    policy = load_policy(path, materialize=True, trust_remote_code=config.trust_remote_code)
+    lora: LoraConfig = config.lora
+    if lora.is_on:
+        add_adapters(policy.hf, lora, seed=config.seed)
+    model = strategy.prepare_trained(policy).model
+    directory = CheckpointDirectory(run / "checkpoints", keep=1)
+    strategy.load_ckpt(model, str(run / "checkpoints"), tag=directory.path(step).name, load_module_only=True)
+    strategy.save_pretrained(model, target)
+    load_tokenizer(path, trust_remote_code=config.trust_remote_code).save_pretrained(target)

@@ -1,0 +1,41 @@
+"""Uploads exported models to the Hugging Face hub. The library reads the token itself; nothing here sees it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+_log = logging.getLogger(__name__)
+
+
+class Repository:
+    """A repository of models on the hub."""
+
+    def __init__(self, name: str, *, is_private: bool) -> None:
+        """Makes the repository if it is not there; raises ValueError if the hub refuses or is out of reach."""
+        self._name, self._api = name, HfApi()
+        try:
+            self._name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--hub.push {name}: the hub takes no upload ({_first_line(error)}). Log in by `hf auth login`, or set "
+                "HF_TOKEN to a token that may write."
+            ) from None
+
+    def upload(self, folder: Path, message: str) -> str:
+        """Uploads a folder as a commit, and returns the address of the repository."""
+        self._api.upload_folder(repo_id=self._name, folder_path=folder, commit_message=message)
+        return f"{self._api.endpoint}/{self._name}"
+
+    def upload_or_warn(self, folder: Path, message: str) -> None:
+        """Uploads a folder; a failure is no reason to end a run whose model is on the disk."""
+        try:
+            self.upload(folder, message)
+        except (OSError, ValueError) as error:
+            _log.warning("%s was not uploaded to %s: %s", folder, self._name, _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,66 @@
+"""Exports of a run, while it goes on and afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import running_hub
+from safetensors.torch import load_file
+
+from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig, LoraConfig, RolloutLogConfig
+from lightrl.config.export_sections import ExportConfig, HubConfig
+from lightrl.trainers.export_run import main
+from lightrl.trainers.fit import build_trainer
+from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.hash_run import main as hash_main
+
+
+@pytest.fixture
+def run(toy_options: dict[str, Any], tmp_path: Path) -> Any:
+    """Makes a run of two steps."""
+
+    def make(**options: Any) -> Path:
+        config = GRPOConfig(
+            **toy_options,
+            num_prompts=2,
+            max_steps=2,
+            lr=1e-2,
+            output_dir=str(tmp_path / "run"),
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=1),
+            log=RolloutLogConfig(tensorboard=False),
+            lora=LoraConfig(rank=2),
+            export=ExportConfig(every=1),
+            **options,
+        )
+        trainer = build_trainer(GRPOTrainer, config)
+        trainer.fit()
+        trainer.close()
+        return tmp_path / "run"
+
+    return make
+
+
+def test_a_run_exports_uploads_and_is_exported(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_hub(monkeypatch) as hub:
+        folder = run(hub=HubConfig(push="me/model"))
+        messages = [message for _, message, _ in hub.commits]
+        assert messages == ["step 1", "the model after 2 steps"]
+        assert {"README.md", "config.json", "model.safetensors", "weights.sha256"} <= set(hub.commits[1][2])
+        assert main([str(folder), "--hub.push", "me/model"]) == 0
+        assert len(hub.commits) == 3
+    assert [path.name for path in (folder / "exports").iterdir() if path.name.startswith(".")] == []
+    during = load_file(folder / "exports" / "step-1" / "model.safetensors")
+    final = load_file(folder / "final" / "model.safetensors")
+    assert any(not (during[name] == tensor).all() for name, tensor in final.items())
+    assert "lora.rank: 2" in (folder / "final" / "README.md").read_text()
+
+    # A checkpoint holds the adapters, and its export the merged model of that step.
+    assert main([str(folder), "--step", "1", "--output", str(folder / "again")]) == 0
+    again = load_file(folder / "again" / "model.safetensors")
+    assert all((again[name] == tensor).all() for name, tensor in during.items())
+    capsys.readouterr()
+    assert hash_main([str(folder / "again")]) == 0
+    assert capsys.readouterr().out.split()[0] in (folder / "again" / "README.md").read_text()

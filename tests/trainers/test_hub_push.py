@@ -1,0 +1,29 @@
+"""Uploads, to a hub on this machine."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from fake_hub import running_hub
+
+from lightrl.trainers.hub_push import Repository
+
+
+def test_a_folder_is_uploaded_and_the_token_is_never_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "README.md").write_text("---\ntags: [lightrl]\n---\n")
+    (tmp_path / "config.json").write_text("{}")
+    with running_hub(monkeypatch) as hub:
+        repository = Repository("me/model", is_private=True)
+        assert repository.upload(tmp_path, "step 3") == f"{hub.url}/me/model"
+        ((name, message, files),) = hub.commits
+        assert (name, message, sorted(files)) == ("me/model", "step 3", ["README.md", "config.json"])
+        assert hub.tokens == {"Bearer hf_hunter2"}
+        hub.refuses = True
+        repository.upload_or_warn(tmp_path, "step 4")
+        with pytest.raises(ValueError, match=r"--hub.push me/model: the hub takes no upload .* Log in by"):
+            Repository("me/model", is_private=True)
+    assert "was not uploaded to me/model" in caplog.text
+    assert "hunter2" not in caplog.text
