@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lightrl import config as config_module
 from lightrl.config import GRPOConfig, parse_config
@@ -168,3 +170,31 @@ def test_the_quickstart_recipe_is_the_defaults() -> None:
 def test_every_shell_script_parses_and_is_strict(script: Path) -> None:
     run_program(["bash", "-n", str(script)], timeout_s=30)
     assert "\nset -euo pipefail\n" in script.read_text()
+
+
+def test_the_base_installs_few_packages() -> None:
+    """With torch's CPU build; on a GPU machine CUDA's own libraries come on top."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in importlib.metadata.requires("lightrl") or [] if "extra ==" not in line]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        extras = ["", *wanted.extras]
+        if name in found:
+            continue
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        found.add(name)
+        needed = map(Requirement, lines)
+        waiting += [
+            item for item in needed if not item.marker or any(item.marker.evaluate({"extra": e}) for e in extras)
+        ]
+    assert len(found) <= 60, sorted(found)
+    assert "vllm" not in found
+
+
+def test_the_quickstart_installs_the_base_alone() -> None:
+    script = (ROOT / "scripts" / "quickstart.sh").read_text()
+    assert re.findall(r"setup_env\.sh.*", script) == ["setup_env.sh"]

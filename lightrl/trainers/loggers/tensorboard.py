@@ -13,13 +13,13 @@ class TensorBoardLogger:
     """Writes scalars to tensorboard/ in the run's folder."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the scalars of a step."""
         for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flushes what is not written yet."""
-        self._board.close()  # type: ignore[no-untyped-call]
+        self._board.close()
