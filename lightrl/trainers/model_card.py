@@ -67,7 +67,8 @@ def changed_options(config: Any) -> dict[str, Any]:
 
 def _metrics_of(root: Path, step: int) -> dict[str, float]:
     """Returns the newest value of each metric that a reader asks for."""
-    path, found = root / "metrics.jsonl", {}
+    path = root / "metrics.jsonl"
+    found: dict[str, float] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         row = json.loads(line)
         if row["step"] <= step:
