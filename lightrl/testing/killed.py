@@ -43,6 +43,8 @@ class Ending:
 class _Job(Protocol):
     """Ranks that run."""
 
+    def is_running(self, rank: int) -> bool: ...
+
     def send(self, rank: int, signum: int) -> None: ...
 
     def wait(self, seconds: float) -> bool:
