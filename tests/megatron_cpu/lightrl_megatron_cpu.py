@@ -10,7 +10,7 @@ import contextlib
 from datetime import timedelta
 from typing import Any
 
-import megatron.core.models.gpt.gpt_model  # before the replacements: it looks at torch.cuda
+import megatron.core.models.gpt.gpt_model  # noqa: F401  # before the replacements: it looks at torch.cuda
 import megatron.core.tensor_parallel.random as core_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher

@@ -61,12 +61,12 @@ def check_config(config: Any, sizes: Sizes, *, sequence_parallel: bool) -> None:
 def _unknown_part(config: Any) -> str:
     """Names the first part of a config that the layers do not have."""
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     is_sparse = num_experts(config) > 0
     uneven = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
     for is_there, name in (
         (bool(layers), f"layers of {', '.join(sorted(layers))}"),
-        (bool(window), f"the sliding window of {window} tokens"),
+        (window is not None, f"the sliding window of {window} tokens"),
         (config.hidden_act != "silu", f"the activation {config.hidden_act}"),
         (getattr(config, "mlp_bias", False), "the biases of the MLP"),
         (getattr(config, "attention_bias", False), "the bias of the attention's output"),

@@ -1,4 +1,4 @@
-"""Which part of each Hugging Face tensor a rank of a Megatron layout holds, and in which of its modules. Pure.
+"""Parts: what a rank of a Megatron layout holds of each Hugging Face tensor, and in which of its modules. Pure.
 
 A rank holds one rectangle of a tensor or nothing of it. An optimizer's moments have the shape of their parameter, so
 they are cut by the same rectangles.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROWS, COLUMNS, WHOLE, PER_HEAD, EXPERT_ROWS, EXPERT_COLUMNS = "rows", "columns", "whole", "per head", "er", "ec"
 
-# A parameter of a decoder layer under its Hugging Face name: where it is in a layer of megatron-core, and how it is cut.
+# A parameter of a layer under its Hugging Face name: where it is in a layer of megatron-core, and how it is cut.
 _IN_LAYER = {
     "self_attn.q_proj.weight": ("self_attention.linear_qkv.q_weight", ROWS),
     "self_attn.k_proj.weight": ("self_attention.linear_qkv.k_weight", ROWS),
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is in a layout, from 0 along each axis."""
+    """The place of a rank in a layout, from 0 along each axis."""
 
     tp: int = 0
     pp: int = 0

@@ -1,4 +1,4 @@
-"""Which ranks hold which part of a model: the groups of megatron-core, and one of ours."""
+"""Ranks: the groups of megatron-core that hold parts of a model, and one of ours."""
 
 from __future__ import annotations
 

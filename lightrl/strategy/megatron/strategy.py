@@ -79,9 +79,7 @@ class MegatronStrategy(TorchStrategy):
         self.ranks = join_groups(
             self.comm, self.sizes, sequence_parallel=self.options.megatron.sequence_parallel, seed=self.seed
         )
-        self.layout = MegatronLayout(
-            self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20
-        )
+        self.layout = MegatronLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
 
     def check_model_config(self, config: Any) -> None:
         """Raises ValueError for a model that this layout cannot spread."""
@@ -133,9 +131,7 @@ class MegatronStrategy(TorchStrategy):
         parts = self.comm.all_gather_object([item.to(host) for item in data], group)
         index = self.ranks.same_batches_ranks.index(self.comm.rank)
         start = sum(len(part) for part in parts[:index])
-        return GroupBatches(
-            [item.to(self.device) for part in parts for item in part], range(start, start + len(data))
-        )
+        return GroupBatches([item.to(self.device) for part in parts for item in part], range(start, start + len(data)))
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -147,7 +143,7 @@ class MegatronStrategy(TorchStrategy):
         *,
         model: nn.Module | None = None,
     ) -> TrainBatchResult:
-        """Takes one optimizer step over micro-batches, as StrategyBase.train_batch does; the last stage has the loss."""
+        """Takes one optimizer step over micro-batches, as every strategy does; the last stage computes the losses."""
         if isinstance(data, Mapping):
             raise _takes_packs("train_batch")
         trained = self.trained.entry(model)
@@ -170,7 +166,9 @@ class MegatronStrategy(TorchStrategy):
 
         trained.model.train()
         run_schedule(placed_of(trained.model), batches, scaled, trains=True)
-        loss_sum = self.comm.all_reduce(sum(losses) if self.ranks.reports else 0.0, "sum")
+        # The ranks of a replica have the same losses, of which one counts; but what is not finite on one shows on all.
+        own = sum(losses)
+        loss_sum = self.comm.all_reduce(own if self.ranks.reports or not math.isfinite(own) else 0.0, "sum")
         if math.isfinite(loss_sum):
             step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
         else:

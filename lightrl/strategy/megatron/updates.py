@@ -74,7 +74,11 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def gradient_norm(held_parts: Sequence[Held], comm: Comm) -> float:
     """Returns the norm over all ranks; of ranks with the same gradient one counts."""
     gradients = [held.local.grad for held in held_parts if held.is_first_holder and held.local.grad is not None]
-    own = torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2 if gradients else torch.zeros((), dtype=torch.double)
+    own = (
+        torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
+        if gradients
+        else torch.zeros((), dtype=torch.double)
+    )
     return float(comm.all_reduce(own, "sum").sqrt())
 
 
