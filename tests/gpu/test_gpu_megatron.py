@@ -10,9 +10,7 @@ from lightrl.testing import StrategyParity
 pytest.importorskip("megatron.core", reason="needs lightrl[megatron]")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: megatron-core puts its buffers there"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"),
 ]
 
 
