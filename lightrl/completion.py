@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from lightrl.config import exit_with_user_error, option_names, print_text
 from lightrl.programs import COMMANDS, TRAINERS, Run
 
+_HELP = """\
+usage: lightrl completion bash|zsh
+
+Print a script that completes the commands and options of lightrl. Add this line to ~/.bashrc, or with zsh to ~/.zshrc:
+    source <(lightrl completion bash)"""
 _BASH = """\
 _lightrl() {{
     local words current=${{COMP_WORDS[COMP_CWORD]}}
@@ -25,6 +30,9 @@ complete -F _lightrl lightrl"""
 def main(arguments: Sequence[str]) -> None:
     """Prints the script for the shell that the argument names."""
     shell = arguments[0] if arguments else ""
+    if shell in ("-h", "--help"):
+        print_text(_HELP)
+        return
     if shell not in ("bash", "zsh"):
         message = f"lightrl completion {shell}: choose bash or zsh, as in: source <(lightrl completion bash)."
         exit_with_user_error(ValueError(message))

@@ -60,6 +60,18 @@ def test_help_and_mistakes(words: list[str], code: int, wanted: str, capsys: pyt
     assert wanted in " ".join(f"{said.out} {said.err}".split()).replace("\u2502 ", "")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        ended = main([name, "--help"])
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    said = capsys.readouterr()
+    assert (ended, said.err) == (0, "")
+    assert said.out.startswith(f"usage: lightrl {name} ")
+    assert len(said.out.split()) > 20
+
+
 def test_every_program_says_what_it_does_and_can_be_loaded() -> None:
     for program in [*TRAINERS.values(), *COMMANDS.values()]:
         assert program.summary.endswith(".")

@@ -8,17 +8,25 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lightrl.config import exit_with_user_error
+from lightrl.config import exit_with_user_error, print_text
 from lightrl.strategy.saving.state_files import HASH_FILE, recompute
 
 _USAGE = "Usage: hash RUN, where RUN is the folder of a run, one of its checkpoints, or a folder with saved weights."
+_HELP = """\
+usage: lightrl hash RUN
+
+Recompute the hashes of saved weights and compare them with those written beside them. RUN is the folder of a run, one
+of its checkpoints, or a folder with saved weights. The exit code is 1 if a hash differs or a file cannot be read."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each folder with weights; returns 1 if a stored hash is not that of the files, else 0."""
+    if list(argv) in (["-h"], ["--help"]):
+        print_text(_HELP)
+        return 0
     if len(argv) != 1 or argv[0].startswith("-"):
-        sys.stdout.write(f"{_USAGE}\n")
-        return 0 if list(argv) in (["-h"], ["--help"]) else 2
+        print_text(_USAGE)
+        return 2
     root = Path(argv[0])
     folders = saved_folders(root)
     if not folders:

@@ -51,15 +51,14 @@ class ReplayedPPO(Replay, PPOTrainer):
 
 def replay(arguments: Sequence[str]) -> int:
     """Repeats the run whose folder comes first, or its step --step N; other arguments win over its config.yaml."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        _parser().parse_args(["--help"])
     recorded = Path(arguments[0] if arguments else "")
     if not (recorded / "config.yaml").is_file():
         exit_with_user_error(ValueError(f"{arguments[0] if arguments else 'Nothing'} is no folder of a run: give one."))
     is_ppo = "critic" in read_yaml(recorded / "config.yaml", "it")
     kind: type[RolloutConfig] = PPOConfig if is_ppo else GRPOConfig
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--step", type=int, default=0)
-    parser.add_argument("--debug", action="store_true")
-    own, options = parser.parse_known_args(arguments[1:])
+    own, options = _parser().parse_known_args(arguments)
 
     def read_options(added: Sequence[str]) -> RolloutConfig:
         return parse_config(kind, ["--config", str(recorded / "config.yaml"), *added, *options])
@@ -75,3 +74,17 @@ def replay(arguments: Sequence[str]) -> int:
     trainer: type[Any] = ReplayedPPO if is_ppo else ReplayedGRPO
     run_program(lambda options: trainer(options, recorded), config)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightrl replay",
+        usage="lightrl replay RUN --output_dir NEW [OPTIONS], or lightrl replay RUN --step N [--debug]",
+        description="Repeat a recorded asynchronous run into a folder of its own, or one step of any run.",
+        epilog="OPTIONS are those of `lightrl train grpo` or `ppo`; they win over the config.yaml of the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of the recorded run; it comes first")
+    parser.add_argument("--step", type=int, default=0, metavar="N", help="repeat this step and compare its numbers")
+    parser.add_argument("--debug", action="store_true", help="with --step: enter pdb before the step")
+    return parser
