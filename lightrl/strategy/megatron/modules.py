@@ -6,7 +6,7 @@ imported without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Columns(nn.Module):
         self._has_bias = bias
 
     def _interleaved(self, kind: str) -> Tensor:
-        parts = [self.get_parameter(f"{name}_{kind}") for name in self._names]
+        parts: list[Tensor] = [self.get_parameter(f"{name}_{kind}") for name in self._names]
         if self._groups == 1:
             return torch.cat(parts)
         grouped = [part.unflatten(0, (self._groups, -1)) for part in parts]
@@ -140,13 +140,13 @@ class PackedAttention(nn.Module):
     Where ranks split the tokens of a sequence, keys and values of all of them are gathered.
     """
 
-    def __init__(self, config: Any, layer_number: int, **ignored: Any) -> None:
+    def __init__(self, config: Any, **ignored: Any) -> None:
         super().__init__()
         from megatron.core import parallel_state
 
         self._scale = config.kv_channels**-0.5
         self._num_parts = config.context_parallel_size
-        self._group = parallel_state.get_context_parallel_group() if self._num_parts > 1 else None
+        self._group: Any = parallel_state.get_context_parallel_group() if self._num_parts > 1 else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Tensor:
         """Maps queries, keys and values of this rank's tokens, [t, heads, size], to [t, heads x size]."""
@@ -163,8 +163,9 @@ class PackedAttention(nn.Module):
 
     def _gathered(self, part: Tensor) -> Tensor:
         # torch.distributed.nn.functional.all_gather has a wrong backward in a group that is not the world.
-        gathered = functional.all_gather_tensor_autograd(part.contiguous(), 0, self._group)
-        return functional.wait_tensor(gathered) if isinstance(gathered, functional.AsyncCollectiveTensor) else gathered
+        gathered: Any = functional.all_gather_tensor_autograd(part.contiguous(), 0, self._group)
+        whole: Tensor = gathered.wait() if isinstance(gathered, functional.AsyncCollectiveTensor) else gathered
+        return whole
 
     def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> Tensor:
         lengths = [end - start for start, end in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False)]
@@ -172,9 +173,14 @@ class PackedAttention(nn.Module):
         outputs = []
         for own, q, k, v in zip(pack.own_positions, queries, key.split(lengths), value.split(lengths), strict=True):
             mask = own[:, None] >= torch.arange(k.shape[0], device=k.device)
-            heads: Iterable[Tensor] = (part.transpose(0, 1)[None] for part in (q, k, v))
+            heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
             output = F.scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=self._scale, enable_gqa=k.shape[1] != q.shape[1]
+                heads[0],
+                heads[1],
+                heads[2],
+                attn_mask=mask,
+                scale=self._scale,
+                enable_gqa=k.shape[1] != q.shape[1],
             )
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).reshape(query.shape[0], -1)
