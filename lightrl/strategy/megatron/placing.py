@@ -73,7 +73,7 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
     _tie(model, decoder, stages, shape, ranks, shards_states=shards_states)
     placed = Placed(stages=stages, ranks=ranks, model=model)
     model.__dict__[PLACED] = placed
-    model.forward = partial(_forward, placed)
+    model.__dict__["forward"] = partial(_forward, placed)  # in place of its class's
     return placed
 
 

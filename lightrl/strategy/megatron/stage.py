@@ -34,7 +34,7 @@ class Shape:
     @property
     def head_size(self) -> int:
         """Size of an attention head."""
-        return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads
+        return int(getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads)
 
 
 def core_config(shape: Shape, ranks: Ranks, *, recompute: bool) -> Any:
