@@ -123,6 +123,7 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
         "math",
         "mcp",
         "mlflow",
+        "megatron",
         "openenv",
         "reasoning-gym",
         "report",

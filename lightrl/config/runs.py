@@ -48,7 +48,8 @@ class BasicConfig:
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
     strategy: str = option("auto", resume="free")
-    """How the model is spread over ranks: single, ddp, fsdp, deepspeed, or your own class as package.module:MyStrategy.
+    """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
+    package.module:MyStrategy.
     auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
@@ -249,7 +250,7 @@ class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
             self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
         if self.rollout.is_recorded:
             self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
-        if self.exact:
+        if self.exact or self.exact_tile_tokens != ExactConfig.exact_tile_tokens:
             check_exact(self)
 
     @property
