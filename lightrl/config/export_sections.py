@@ -21,7 +21,7 @@ class ExportConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HubConfig:
-    """Where the model is uploaded to."""
+    """The repository that models are uploaded to."""
 
     push: str = ""
     """Repository of the Hugging Face hub, such as me/my-model, to which each export and the final model are uploaded.

@@ -11,7 +11,7 @@ def test_recipe_metrics_and_hash(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward/mean": 0.25, "time/step": 3}, {"step": 2, "reward/mean": 0.5}, {"step": 3, "loss": 7}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "weights.sha256").write_text("abc123  whole\n")
-    write_card(tmp_path, tmp_path, GRPOConfig(model="Org/Model", lr=0.5, output_dir="/home/me/run"), step=2)
+    write_card(tmp_path, tmp_path, GRPOConfig(model="Org/Model", lr=0.5, output_dir="/secret/run"), step=2)
     card = (tmp_path / "README.md").read_text()
     assert card.startswith(
         "---\nlibrary_name: transformers\ntags:\n- lightrl\n- reinforcement-learning\nbase_model: Org"
@@ -21,7 +21,7 @@ def test_recipe_metrics_and_hash(tmp_path: Path) -> None:
     assert "| `reward/mean` | 0.5 |" in card
     assert "lr: 0.5" in card
     assert "prints `abc123`" in card
-    assert "/home/me" not in card
+    assert "/secret" not in card
     assert "loss" not in card.partition("## Recipe")[0]  # of a later step
 
 
