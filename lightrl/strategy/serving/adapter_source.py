@@ -15,7 +15,10 @@ from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.layout.plain import NamedShard, has_adapters
 from lightrl.strategy.torch_native import TorchStrategy
 
-_BUILDERS = {"native": "lightrl.engines.native.adapted:build_adapted_engine"}
+_BUILDERS = {
+    "native": "lightrl.engines.native.adapted:build_adapted_engine",
+    "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
+}
 
 
 def serve_adapters(strategy: StrategyBase) -> None:
