@@ -65,8 +65,9 @@ class AdaptedForward(FusedForward):
 
     def _read_layer(self, index: int, module: Any, config: Any) -> Any:
         layer = super()._read_layer(index, module, config)
-        parts = ("qkv", "output", "gate_up", "down")
-        return replace(layer, **{part: AdaptedLinear(getattr(layer, part)._layers) for part in parts})
+        names = ("qkv", "output", "gate_up", "down")
+        parts: dict[str, Any] = {name: AdaptedLinear(getattr(layer, name)._layers) for name in names}
+        return replace(layer, **parts)
 
     def _run(
         self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None

@@ -7,7 +7,7 @@ A factor travels under the plain name of its layer: LAYER.lora_A.weight [rank, i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def layer_sizes(model: nn.Module, layers: Iterable[str]) -> Mapping[str, tuple[i
     """Returns (inputs, outputs) of linear layers by their names."""
     sizes = {}
     for name in layers:
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         shape = layer.weight.shape
         is_linear = isinstance(layer, nn.Linear)  # a Conv1D keeps its weight as [inputs, outputs]
         sizes[name] = (int(shape[1]), int(shape[0])) if is_linear else (int(shape[0]), int(shape[1]))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.config.adapters import sends_adapters
 from lightrl.engines.weights.adapters import DOWN, UP
 from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.models import lora
@@ -19,6 +20,18 @@ _BUILDERS = {
     "native": "lightrl.engines.native.adapted:build_adapted_engine",
     "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
 }
+
+
+def check_adapters(config: Any) -> None:
+    """Raises where peft is missing, or where the run's engine must apply adapters unmerged and cannot."""
+    lora.require_peft(config.lora)
+    sends_adapters(config)
+
+
+def serve_as_configured(strategy: StrategyBase, config: Any) -> None:
+    """Does what serve_adapters() does if the options of the run ask for it (--lora.engine)."""
+    if sends_adapters(config):
+        serve_adapters(strategy)
 
 
 def serve_adapters(strategy: StrategyBase) -> None:
@@ -81,9 +94,9 @@ class AdapterSource:
         """Returns the weights that the engine lacks: all at first, after a failed sync and after a sleep of level 2."""
         plain = _plain(unwrapped)
         engine = self._strategy.serving.require_engine()
-        is_needed = engine.needs_weights or any(parameter.requires_grad for _, parameter in plain)
+        lacks_some = engine.needs_weights or any(parameter.requires_grad for _, parameter in plain)
         # A sync may have failed on one rank alone, and every rank must gather the same tensors.
-        self._sends_all = self._strategy.comm.any(is_needed)
+        self._sends_all = self._strategy.comm.any(lacks_some)
         return plain if self._sends_all else []
 
     def _make_readable(self, model: nn.Module) -> None:
