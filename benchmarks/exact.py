@@ -2,7 +2,7 @@
 
     python benchmarks/exact.py [--rounds 3] [--steps 12] [--threads 1]
 
-built-in: a whole GRPO step of 16 prompts x 16 samples. 40 M: one update on 4 samples of 512 tokens. Each
+built-in: a whole GRPO step of 16 prompts x 16 samples. 40 M: one update on 8 samples of 512 tokens. Each
 run is a process of its own; a round has one of each, and the ratio of a round is that of its medians. Times are those
 of the CPU, which what else runs on the machine disturbs least.
 """
@@ -71,9 +71,10 @@ def large_updates(is_exact: bool, num_steps: int) -> list[float]:
     strategy = (exact_strategy if is_exact else create_strategy)(config)
     strategy.setup_distributed()
     trained = strategy.prepare_trained(Policy(model))
-    items = [_long(item) for item in samples(0, 4)]
-    # Tiles of 1024 tokens; without --exact all samples fit into one micro-batch.
-    batches = [make_batch(items[:2]), make_batch(items[2:])] if is_exact else [make_batch(items)]
+    items = [_long(item) for item in samples(0, 8)]
+    per_tile = config.exact_tile_tokens // 512
+    tiles = [make_batch(items[start : start + per_tile]) for start in range(0, len(items), per_tile)]
+    batches = tiles if is_exact else [make_batch(items)]  # without --exact all samples fit into one micro-batch
     seconds = []
     for _ in range(num_steps):
         started = time.process_time()

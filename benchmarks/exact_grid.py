@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = [
     *("--exact", "True", "--max_steps", "3", "--num_prompts", "8", "--group_size", "4", "--eval.every", "0"),
     *("--checkpoint.every", "0", "--log.tensorboard", "False", "--lr", "1e-3"),
+    *("--exact_tile_tokens", "32"),  # several tiles in each update, so that ranks share it
 ]
 UPDATES = ["--num_minibatches", "2", "--num_epochs", "2", "--algorithm.kl_coef", "0.01"]
 RECIPES = {  # script and flags

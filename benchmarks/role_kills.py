@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import sys
@@ -84,7 +85,8 @@ class Kill:
         """Who says which rank is gone. torchrun knows exit codes, while ranks that still connect know nobody."""
         if f"{self.kind.role_of(self.victim)} is gone" in self.ending.said:
             return "the ranks"
-        return "torchrun" if self.has_launcher else "NOBODY"
+        report = re.search(rf"rank +: {self.victim} \(local_rank.*\n +exitcode +: -9", self.ending.said)
+        return "torchrun" if self.has_launcher and report else "NOBODY"
 
     @property
     def is_good(self) -> bool:

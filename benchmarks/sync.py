@@ -47,12 +47,14 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
     """Returns the wall-clock and the CPU seconds of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def compare(strategy: Any, name: str, dtype: str, rounds: int) -> str:
     model = random_model(name, getattr(torch, dtype))
-    sources = [parameter.detach().clone() for parameter in model.parameters()]
+    sources = [parameter.detach().to(strategy.device, copy=True) for parameter in model.parameters()]
     targets = [torch.empty_like(source) for source in sources]
     num_bytes = sum(source.nbytes for source in sources)
     policy = strategy.prepare_model(model)

@@ -43,6 +43,8 @@ _FLAGS = {
 
 def check_exact(config: Any) -> None:
     """Raises ValueError for an option whose result would depend on the ranks or the micro-batches."""
+    if not config.exact:
+        raise ValueError("--exact_tile_tokens has no effect without --exact True: add that, or leave it out.")
     for name, is_refused, reason in _REASONS:
         value = _value(config, name)
         if value is not None and is_refused(value):

@@ -253,7 +253,7 @@ class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
             self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
         if self.rollout.is_recorded:
             self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
-        if self.exact:
+        if self.exact or self.exact_tile_tokens != ExactConfig.exact_tile_tokens:
             check_exact(self)
 
     @property

@@ -288,6 +288,9 @@ class ExactConfig:
     exact: bool = False
     """Give the same weights and metrics, bit for bit, at any number of ranks, by strategy single, ddp or fsdp, and at
     any size of micro-batches, which has no effect then (docs/exact.md). float32 on a CPU, native engine."""
+    exact_tile_tokens: int = option(2048, at_least=1)
+    """Tokens of the pieces in which a step with --exact is computed, each whole on one rank. Smaller ones let more
+    ranks share a step; larger ones add up fewer gradients."""
 
 
 # ---- All of them -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ TRAINER_ATTENTION = "lightrl_exact_packed"
 ENGINE_ATTENTION = "lightrl_exact_rows"
 LEAST_KEYS = 32
 KEY_BLOCK = 256
+ROW_BLOCK = 128  # tokens of a sequence that attend together, to no key behind the last of them
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -36,10 +37,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling:
     if rows == 1:
         queries = queries.expand(-1, 2, -1)
     weights = torch.baddbmm(mask, queries, keys, alpha=scaling).softmax(-1)
-    mixed = torch.bmm(weights[:, :, :KEY_BLOCK], values[:, :KEY_BLOCK])
-    for start in range(KEY_BLOCK, weights.shape[2], KEY_BLOCK):
-        block = slice(start, start + KEY_BLOCK)
-        mixed = torch.baddbmm(mixed, weights[:, :, block], values[:, block])
+    (first, first_values), *rest = zip(weights.split(KEY_BLOCK, dim=2), values.split(KEY_BLOCK, dim=1), strict=True)
+    mixed = torch.bmm(first, first_values)
+    for block, block_values in rest:
+        mixed = torch.baddbmm(mixed, block, block_values)
     return mixed[:, :rows]
 
 
@@ -58,9 +59,17 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
     if window is not None:
         sees = sees.triu(1 - window)
     mask = torch.zeros(sees.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~sees, float("-inf"))
-    grouped = queries.reshape(count * num_kv_heads, group * length, dim)
-    mixed = attend(grouped, keys.transpose(1, 2), values, mask.repeat(group, 1)[None], scaling)
-    return mixed.view(count, num_heads, length, values.shape[2]).transpose(1, 2)
+    grouped = queries.reshape(count * num_kv_heads, group, length, dim)
+    # Split and cat, because the backward of a slice fills a tensor of the whole size.
+    key_blocks, value_blocks = keys.split(ROW_BLOCK, dim=1), values.split(ROW_BLOCK, dim=1)
+    outputs = []
+    for index, rows in enumerate(grouped.split(ROW_BLOCK, dim=2)):
+        seen_keys, seen_values = (torch.cat(blocks[: index + 1], dim=1) for blocks in (key_blocks, value_blocks))
+        start, num_rows, num_keys = index * ROW_BLOCK, rows.shape[2], seen_keys.shape[1]
+        block_mask = mask[start : start + num_rows, :num_keys].repeat(group, 1)[None]
+        mixed = attend(rows.flatten(1, 2), seen_keys.transpose(1, 2), seen_values, block_mask, scaling)
+        outputs.append(mixed.view(count, num_heads, num_rows, values.shape[2]))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def packed_attention(

@@ -69,28 +69,38 @@ class GradientSum:
             self.is_empty = False
 
     def _add_chunk(self, values: Tensor, high: Tensor, low: Tensor) -> None:
-        if self.is_empty:
-            high.zero_()
-            low.zero_()
         smallest, largest = torch.aminmax(values)
         size = max(-float(smallest), float(largest))
         if not size < LARGEST:  # NaN too
             high.fill_(math.nan)
+            low.zero_()
             return
-        if size == 0:
-            return
-        wide, rounded = self._wide[: values.numel()], self._rounded[: values.numel()]
+        wide = self._wide[: values.numel()]
         wide.copy_(values)
-        if size > _HALF_HIGH_UNIT:  # else all are rounded to 0
-            torch.add(wide, _HIGH, out=rounded).sub_(_HIGH)
-            high += rounded
-            wide -= rounded
-        torch.add(wide, _LOW, out=rounded).sub_(_LOW)
-        low += rounded
+        has_high = size > _HALF_HIGH_UNIT  # else all are rounded to 0
+        if self.is_empty:
+            if has_high:
+                torch.add(wide, _HIGH, out=high).sub_(_HIGH)
+                wide -= high
+            else:
+                high.zero_()
+            torch.add(wide, _LOW, out=low).sub_(_LOW)
+        elif size > 0:
+            rounded = self._rounded[: values.numel()]
+            if has_high:
+                torch.add(wide, _HIGH, out=rounded).sub_(_HIGH)
+                high += rounded
+                wide -= rounded
+            torch.add(wide, _LOW, out=rounded).sub_(_LOW)
+            low += rounded
 
     def total(self) -> Tensor:
-        """Returns the sum, rounded once, as float32, and starts anew."""
-        total = torch.empty(self.high.shape)
+        """Returns the sum, rounded once, as float32, and starts anew.
+
+        It lies in the memory of high, which the next add() overwrites; a chunk goes where it or one before it was.
+        """
+        size = self.high.numel()
+        total = self.high.view(torch.float32)[:size]
         for part, high, low in zip(*(values.split(_CHUNK) for values in (total, self.high, self.low)), strict=True):
             part.copy_(torch.add(high, low, out=self._wide[: len(part)]))
         self.is_empty = True

@@ -1,6 +1,6 @@
 """Tiles: the pieces that a step is computed in, whatever the ranks and the micro-batches are.
 
-The samples of an update, in the order of their keys, are cut into runs of up to TILE_TOKENS tokens. The rule looks at
+The samples of an update, in the order of their keys, are cut into runs of up to --exact_tile_tokens. The rule looks at
 the samples alone. A tile is one micro-batch, on whichever rank it is.
 """
 
@@ -16,10 +16,8 @@ from lightrl.records import Experience, PackedBatch
 from lightrl.trainers.policy_step import Batch, PolicyUpdates
 from lightrl.trainers.run import RunContext
 
-TILE_TOKENS = 1024
 
-
-def cut_tiles(lengths: Sequence[tuple[Key, int]], max_tokens: int = TILE_TOKENS) -> list[list[Key]]:
+def cut_tiles(lengths: Sequence[tuple[Key, int]], max_tokens: int) -> list[list[Key]]:
     """Cuts samples, given as keys with numbers of tokens, into tiles; a longer sample is a tile of its own."""
     tiles: list[list[Key]] = []
     room = 0
@@ -61,7 +59,7 @@ class TiledUpdates(PolicyUpdates):
         comm = self._strategy.comm
         parts = comm.all_gather_object([(item.key, item.num_tokens) for item in mine])
         lengths = dict(pair for part in parts for pair in part)
-        tiles = cut_tiles(list(lengths.items()))
+        tiles = cut_tiles(list(lengths.items()), self._config.exact_tile_tokens)
         ranks = deal_tiles([sum(lengths[key] for key in tile) for tile in tiles], comm.world)
         rank_of = {key: rank for tile, rank in zip(tiles, ranks, strict=True) for key in tile}
         self._tile_of |= {key: tile[0] for tile in tiles for key in tile}

@@ -43,6 +43,8 @@ class Ending:
 class _Job(Protocol):
     """Ranks that run."""
 
+    def is_running(self, rank: int) -> bool: ...
+
     def send(self, rank: int, signum: int) -> None: ...
 
     def wait(self, seconds: float) -> bool:
@@ -85,7 +87,7 @@ def run_and_signal(
             started = time.monotonic()
             was_signalled = False
             while not (ended := job.wait(_POLL_S)) and time.monotonic() < started + timeout_s:
-                if when(time.monotonic() - started):
+                if when(time.monotonic() - started) and all(map(job.is_running, victims)):
                     was_signalled = True
                     break
             signalled = time.monotonic()
@@ -107,8 +109,11 @@ class _ForkedJob:
         self._ranks = ranks
         self._ends_all = ends_all
 
+    def is_running(self, rank: int) -> bool:
+        return self._ranks[rank].exit_code is None
+
     def send(self, rank: int, signum: int) -> None:
-        if self._ranks[rank].exit_code is None:
+        if self.is_running(rank):
             self._ranks[rank].send(signum)
 
     def wait(self, seconds: float) -> bool:
@@ -154,9 +159,12 @@ class _TorchrunJob:
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         self._launcher = launcher
 
+    def is_running(self, rank: int) -> bool:
+        return rank in self._pids()
+
     def send(self, rank: int, signum: int) -> None:
         pid = self._pids().get(rank)
-        with suppress(ProcessLookupError):  # it has ended meanwhile, or was not started yet
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             if pid is not None:
                 os.kill(pid, signum)
 

@@ -34,6 +34,12 @@ def test_an_option_that_depends_on_the_split_is_refused(options: dict[str, Any],
         GRPOConfig(exact=True, **options)
 
 
+def test_tiles_are_those_of_exact_runs() -> None:
+    assert GRPOConfig(exact=True, exact_tile_tokens=64).exact_tile_tokens == 64
+    with pytest.raises(ValueError, match="--exact_tile_tokens has no effect without --exact True"):
+        GRPOConfig(exact_tile_tokens=64)
+
+
 def test_plain_options_are_taken_and_other_trainers_have_no_such_option() -> None:
     assert GRPOConfig(exact=True, strategy="fsdp", micro_batch_size=3).exact
     assert PPOConfig(exact=True, strategy="ddp").exact

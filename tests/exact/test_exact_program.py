@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
 FLAGS = [
     "--exact", "True", "--num_prompts", "6", "--group_size", "4", "--eval.every", "0", "--max_steps", "4",
     "--checkpoint.every", "2", "--num_minibatches", "2", "--num_epochs", "2", "--algorithm.kl_coef", "0.01",
+    "--exact_tile_tokens", "32",  # a dozen samples of an update make several tiles
 ]  # fmt: skip
 VARYING = ("time/", "memory/", "tokens/per_second", "sync/")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.weights.fingerprint import Fingerprint, fingerprint, weighted_sum
+from lightrl.engines.weights.fingerprint import Fingerprint, Sums, fingerprint
 
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
@@ -262,7 +262,8 @@ class WeightProof:
         """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
         self._account = WeightAccount(dict.fromkeys(expected or ()))
-        self._sums: list[tuple[str, Tensor, int]] = []  # read at the end, so that no device waits for each
+        self._sums: Sums | None = None  # read at the end, so that no device waits for each
+        self._summed: list[tuple[str, int]] = []  # names and numbers of elements
         self.num_bytes = 0
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -272,18 +273,22 @@ class WeightProof:
         for name, tensor in weights:
             self.num_bytes += tensor.nbytes
             if expected is not None and accept(name, tensor) and not (is_own and is_own(name, tensor)):
-                self._sums.append((name, weighted_sum(tensor), tensor.numel()))
+                self._add(name, tensor)
             yield name, tensor
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self._sums = self._sums or Sums()
+        self._sums.add(tensor, is_lent=True)
+        self._summed.append((name, tensor.numel()))
 
     def finish(self, version: int) -> None:
         """Raises WeightSyncError that names every parameter that was lost, added, repeated or changed on the way."""
         if self._sums and self._expected is not None:
-            self._compare(self._expected)
+            self._compare(self._sums, self._expected)
         raise_problems(self._account.problems(), f"Weight sync to version {version}")
 
-    def _compare(self, expected: Mapping[str, Fingerprint]) -> None:
-        totals = torch.stack([total.cpu() for _, total, _ in self._sums]).tolist()
-        for (name, _, numel), total in zip(self._sums, totals, strict=True):
+    def _compare(self, sums: Sums, expected: Mapping[str, Fingerprint]) -> None:
+        for (name, numel), total in zip(self._summed, sums.totals().tolist(), strict=True):
             if (total, numel) != expected[name]:
                 self._account.add_problem(f"{name} differs from the trainer's")
-        self._sums = []
+        self._sums, self._summed = None, []

@@ -1,30 +1,35 @@
-"""Fingerprints of tensors: exact sums over their bits, which shards add up to and in which every position counts.
+"""Fingerprints of tensors: exact sums over their bytes, which shards add up to and in which every position counts.
 
-A tensor is read once, as whole numbers of 64 bits. Each is multiplied by an odd number that belongs to its position in
-the whole tensor, and all are added modulo 2**64. The order of the sum does not matter, so the fingerprints of shards
-add up to that of the whole tensor, whatever the device. One changed element always shows, and rows that changed places
-show but for a small chance. Two single elements that changed places may not: if both lie high in their words, the
-highest bits of the sum alone tell them apart, and a difference in the sign bit alone is lost.
+A tensor is read once, as rows of bytes. Each byte is multiplied by a number that belongs to its position in the whole
+tensor, and all are added modulo 2**64. The order of the sum does not matter, so the fingerprints of shards add up to
+that of the whole tensor, whatever the device. A changed byte always shows, and so do two bytes of a row that change
+places; other changes show but for a chance of about 1 in 2**50.
+
+The number of a position is that of its place in a row times that of the row. The first is a sum of eight products: rows
+of bytes times a matrix of small integers is what processors compute fastest, about as fast as they read.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 12  # words that share a factor; their other factors fit into a core's first cache
-_ON_DEVICE = 1 << 22  # words of a copy that an accelerator makes at a time
-_SLOWLY = 1 << 20  # elements that are taken one by one at a time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1 << 12  # bytes that are multiplied at once
+_NUM_SUMS = 8  # of each row
+_LARGEST = 63  # of the matrix: with 7 bits the products of processors without VNNI do not saturate
+_SMALL = 1 << 16  # bytes of a tensor that is read together with others
+_STAGED_BYTES = 1 << 18
+_WAITING_ROWS = 1 << 18  # whose products wait for the rest of the sum
+_ON_DEVICE = 1 << 10  # rows that an accelerator converts at a time
 
 
 class Fingerprint(NamedTuple):
-    """A sum over the bits of a whole tensor, modulo 2**64, and the number of its elements."""
+    """A sum over the bytes of a whole tensor, modulo 2**64, and the number of its elements."""
 
     total: int
     numel: int
@@ -53,98 +58,167 @@ def span_of(whole: Sequence[int], part: Sequence[int], offsets: Sequence[int]) -
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
     """Returns the fingerprint of a whole tensor."""
-    return Fingerprint(int(weighted_sum(tensor)), tensor.numel())
+    sums = Sums()
+    sums.add(tensor)
+    return Fingerprint(int(sums.totals()), tensor.numel())
 
 
-@torch.no_grad()
-def weighted_sum(tensor: Tensor, span: Span | None = None) -> Tensor:
-    """Returns a tensor's, or a shard's, share of the sum: int64, without dimensions, on its device."""
-    span = span or Span()
-    size = tensor.element_size()
-    bits = tensor.detach().reshape(-1).view(_BITS[size])
-    per_word = 8 // size
-    if span.width or span.start % per_word:
-        return _sum_one_by_one(bits, span)
-    if bits.storage_offset() % per_word:
-        bits = bits.clone()
-    num_words = bits.numel() // per_word
-    end = num_words * per_word
-    total = _sum_words(bits[:end].view(torch.int64), span.start // per_word)
-    if end < bits.numel():
-        total = total + _sum_one_by_one(bits[end:], Span(span.start + end))
-    return total
+class Sums:
+    """The sums of many tensors, or of shards of them; small ones are read together."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._products: list[Tensor] = []  # of rows with the matrix
+        self._places: list[_Rows] = []  # of these rows
+        self._num_waiting = 0  # rows
+        self._totals: list[tuple[Tensor, Tensor]] = []  # tensors, and parts of their sums
+        self._staged: list[Tensor] = []  # whole rows of small tensors
+        self._staged_places: list[_Rows] = []
+        self._num_bytes = 0  # staged
+
+    def add(self, tensor: Tensor, span: Span | None = None, *, is_lent: bool = False) -> None:
+        """Takes the next tensor's, or shard's, share of the sum. is_lent: its memory may be gone after the call."""
+        tensor, span = tensor.detach(), span or Span()
+        for part, start in _in_order(tensor, span) if span.width else ((tensor, span.start),):
+            content = part.reshape(-1).view(torch.int8)
+            size, first_byte = content.numel(), start * part.element_size()
+            if size <= _SMALL:
+                self._stage(content.clone() if is_lent else content, first_byte)
+            else:
+                self._read(content, first_byte)
+        self._count += 1
+
+    def totals(self) -> Tensor:
+        """Returns the sums in the order of the tensors, [n] int64 in host memory."""
+        self._read_staged()
+        self._sum_products()
+        totals = torch.zeros(self._count, dtype=torch.int64)
+        for owners, shares in self._totals:
+            totals.index_add_(0, owners, shares.cpu())
+        return totals
+
+    def _read(self, content: Tensor, start: int) -> None:
+        """Adds bytes that follow each other, from byte `start` of the whole tensor on."""
+        head = -start % _ROW  # up to the first whole row
+        num_rows = (content.numel() - head) // _ROW
+        end = head + num_rows * _ROW
+        self._multiply(content[head:end].view(num_rows, _ROW), [_Rows(self._count, (start + head) // _ROW, num_rows)])
+        if head or end < content.numel():
+            self._stage(content[:head].clone(), start)
+            self._stage(content[end:].clone(), start + end)
+
+    def _stage(self, content: Tensor, start: int) -> None:
+        """Keeps bytes that fill few rows, or a part of one, with zeros around them."""
+        size, lead = content.numel(), start % _ROW
+        if not size:
+            return
+        if self._num_bytes > _STAGED_BYTES or (self._staged and self._staged[0].device != content.device):
+            self._read_staged()
+        tail = -(lead + size) % _ROW
+        zeros = _zeros(content.device) if lead or tail else content
+        self._staged += [zeros[:lead], content, zeros[:tail]] if lead or tail else [content]
+        self._staged_places.append(_Rows(self._count, start // _ROW, (lead + size + tail) // _ROW))
+        self._num_bytes += lead + size + tail
+
+    def _read_staged(self) -> None:
+        if self._staged:
+            self._multiply(torch.cat(self._staged).view(-1, _ROW), self._staged_places)
+            self._staged, self._staged_places, self._num_bytes = [], [], 0
+
+    def _multiply(self, rows: Tensor, places: list[_Rows]) -> None:
+        if self._products and self._products[0].device != rows.device:
+            self._sum_products()
+        self._products.append(_product(rows))
+        self._places += places
+        self._num_waiting += len(rows)
+        if self._num_waiting > _WAITING_ROWS:
+            self._sum_products()
+
+    def _sum_products(self) -> None:
+        if not self._products:
+            return
+        owners, firsts, nums = np.array(self._places).T
+        ends = nums.cumsum()
+        indices = torch.from_numpy(np.arange(ends[-1]) + (firsts - ends + nums).repeat(nums))
+        products = torch.cat(self._products).to(torch.int64)
+        factors = _row_factors(products.device, int((firsts + nums).max()))[indices.to(products.device)]
+        shares = (products * _sum_factors(products.device)).sum(1) * factors
+        self._totals.append((torch.from_numpy(owners.repeat(nums)), shares))
+        self._products, self._places, self._num_waiting = [], [], 0
 
 
-def _sum_words(words: Tensor, first: int) -> Tensor:
-    """Sums words that follow each other, from word `first` of the whole tensor on."""
-    factors, num_words = _factors(words.device), words.numel()
-    ahead = min(-first % _BLOCK, num_words)  # up to the first whole block
-    num_blocks = (num_words - ahead) // _BLOCK
-    end, block = ahead + num_blocks * _BLOCK, (first + ahead) // _BLOCK
-    shares = []
-    if ahead:
-        shares.append(_dot(words[:ahead], factors[first % _BLOCK :][:ahead]) * _block_factor(first // _BLOCK))
-    if num_blocks:
-        blocks = words[ahead:end].view(num_blocks, _BLOCK)
-        shares.append(_dot(_times(blocks, factors), _block_factors(words.device, block + num_blocks)[block:]))
-    if end < num_words:
-        shares.append(_dot(words[end:], factors[: num_words - end]) * _block_factor(block + num_blocks))
-    return functools.reduce(torch.add, shares) if shares else words.new_zeros(())
+class _Rows(NamedTuple):
+    """Rows of bytes that follow each other in a whole tensor."""
+
+    owner: int
+    first: int
+    num: int
 
 
-def _times(blocks: Tensor, factors: Tensor) -> Tensor:
-    """Returns the product of a matrix and a vector, which has no kernel for whole numbers on accelerators."""
-    if blocks.device.type == "cpu":
-        return blocks.mv(factors)
-    return torch.cat([(part * factors).sum(1) for part in blocks.split(_ON_DEVICE // _BLOCK)])
+def _in_order(tensor: Tensor, span: Span) -> Iterator[tuple[Tensor, int]]:
+    """Lays what is cut by columns into whole rows of zeros, which add nothing; yields parts and their first places."""
+    column, runs = span.start % span.pitch, tensor.reshape(-1, span.width)
+    num_runs = max(1, _STAGED_BYTES // (span.pitch * tensor.element_size()))
+    for first in range(0, len(runs), num_runs):
+        some = runs[first : first + num_runs]
+        whole = some.new_zeros(len(some), span.pitch)
+        whole[:, column : column + span.width] = some
+        yield whole, span.start - column + first * span.pitch
 
 
-def _dot(first: Tensor, second: Tensor) -> Tensor:
-    return first.dot(second) if first.device.type == "cpu" else (first * second).sum()
-
-
-def _sum_one_by_one(bits: Tensor, span: Span) -> Tensor:
-    """Sums elements that lie in no whole words: each is shifted to its place in the word that holds it."""
-    size = bits.element_size()
-    per_word, mask = 8 // size, (1 << 8 * size) - 1
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    if not bits.numel():
-        return total
-    factors = _factors(bits.device)
-    for start in range(0, bits.numel(), _SLOWLY):
-        part = bits[start : start + _SLOWLY].to(torch.int64)
-        part = part & mask if size < 8 else part
-        place = torch.arange(start, start + part.numel(), device=bits.device)
-        if span.width:
-            place = place // span.width * span.pitch + place % span.width
-        place += span.start
-        word = place // per_word
-        blocks = _block_factors(bits.device, int(word[-1]) // _BLOCK + 1)  # places only grow
-        total += ((part << place % per_word * (8 * size)) * (factors[word % _BLOCK] * blocks[word // _BLOCK])).sum()
-    return total
-
-
-# ---- The factors -------------------------------------------------------------------------------------------------
+def _product(rows: Tensor) -> Tensor:
+    """Returns the product of rows of bytes and the matrix, [rows, _NUM_SUMS] integers."""
+    if rows.device.type == "cpu" and _has_exact_product():
+        return torch._int_mm(rows, _matrix(rows.device, torch.int8))
+    matrix = _matrix(rows.device, torch.float64)  # exact: a sum is below 2**31
+    return torch.cat([part.to(torch.float64).mm(matrix).to(torch.int32) for part in rows.split(_ON_DEVICE)])
 
 
 @functools.lru_cache
-def _factors(device: torch.device) -> Tensor:
-    """Returns a factor for each word of a block."""
-    return torch.from_numpy(_odd_numbers(1 << 32, _BLOCK)).to(device)
+def _has_exact_product() -> bool:
+    """Returns whether torch's product of 8-bit integers works on this processor, and does not saturate."""
+    signs = torch.from_numpy(_odd_numbers(2 << 32, 4 * _ROW)).view(4, _ROW) >> 63
+    rows, matrix = (signs ^ 127).to(torch.int8), _matrix(torch.device("cpu"), torch.int8)
+    worst = torch.where(matrix[:, 0] > 0, 127, -128).to(torch.int8)
+    rows = torch.cat([rows, worst.expand(28, -1)])
+    try:
+        got = torch._int_mm(rows, matrix)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return torch.equal(got.to(torch.float64), rows.to(torch.float64).mm(matrix.to(torch.float64)))
 
 
-def _block_factors(device: torch.device, count: int) -> Tensor:
-    """Returns a factor for each of the first blocks."""
-    return _many_block_factors(device, 1 << max(8, (count - 1).bit_length()))[:count]
+# ---- The numbers -------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache
-def _many_block_factors(device: torch.device, count: int) -> Tensor:
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(_ROW, dtype=torch.int8, device=device)
+
+
+@functools.lru_cache
+def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns [_ROW, _NUM_SUMS]: the first column is odd and the others are even, so every place's number is odd."""
+    values = _odd_numbers(1 << 32, _ROW * _NUM_SUMS).reshape(_ROW, _NUM_SUMS) >> 8
+    even = values % _LARGEST // 2 * 2  # from 0 to 62
+    even[:, 0] += 1
+    return torch.from_numpy(np.where(values >> 32 & 1, even, -even).astype(np.int8)).to(device, dtype)
+
+
+@functools.lru_cache
+def _sum_factors(device: torch.device) -> Tensor:
+    """Returns a factor for each of the sums of a row."""
+    return torch.from_numpy(_odd_numbers(3 << 32, _NUM_SUMS)).to(device)
+
+
+def _row_factors(device: torch.device, count: int) -> Tensor:
+    """Returns a factor for each of the first rows."""
+    return _many_row_factors(device, 1 << max(8, (count - 1).bit_length()))[:count]
+
+
+@functools.lru_cache
+def _many_row_factors(device: torch.device, count: int) -> Tensor:
     return torch.from_numpy(_odd_numbers(0, count)).to(device)
-
-
-def _block_factor(block: int) -> int:
-    return int(_block_factors(torch.device("cpu"), block + 1)[block])
 
 
 def _odd_numbers(start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

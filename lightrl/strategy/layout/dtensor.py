@@ -5,6 +5,7 @@ A sharded parameter is gathered in buckets: many tensors with one collective, an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -12,13 +13,15 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from lightrl.comm import Comm, all_gather_flat
 from lightrl.engines.weights.fingerprint import Span, span_of
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, Rows, pieces_of_shards
 
+_HOST_BUCKET_BYTES = 16 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
 
 
@@ -78,11 +81,7 @@ class DTensorLayout(PlainLayout):
     def is_first_holder(self, parameter: Tensor) -> bool:
         if not isinstance(parameter, DTensor):
             return super().is_first_holder(parameter)
-        mesh = parameter.device_mesh
-        if not (mesh.mesh == 0).any():  # FSDP's mesh of another part: tensor parallelism does not cut this parameter
-            return False
-        replicated = [place.is_replicate() for place in parameter.placements]
-        return not any(index for index, is_same in zip(mesh.get_coordinate() or (), replicated, strict=True) if is_same)
+        return _is_first_holder(parameter.device_mesh, parameter.placements)
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
@@ -100,6 +99,8 @@ class DTensorLayout(PlainLayout):
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         limit = self._bucket_bytes // 2  # the gathered bucket, and the reordered copy of a tensor of it
+        if self._device.type == "cpu":
+            limit = min(limit, _HOST_BUCKET_BYTES)
 
         def num_bytes(tensor: Tensor) -> int:
             return tensor.numel() * (dtype.itemsize if dtype else tensor.element_size())
@@ -183,10 +184,14 @@ class Sharding:
 
 def sharding_of(tensor: DTensor) -> Sharding | None:
     """Returns how FSDP and tensor parallelism cut the tensor, or None for another way, which is left to torch."""
-    mesh = tensor.device_mesh
+    return _sharding(tensor.device_mesh, tensor.placements)
+
+
+@functools.lru_cache(maxsize=64)
+def _sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding | None:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     fields: dict[str, int] = {}
-    for axis, placement in enumerate(tensor.placements):
+    for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         dim, size, rank = getattr(placement, "dim", None), mesh.size(axis), mesh.get_local_rank(axis)
@@ -197,6 +202,14 @@ def sharding_of(tensor: DTensor) -> Sharding | None:
         else:
             fields |= {"num_shards": size, "shard": rank}
     return Sharding(**{"num_shards": 1, "shard": 0, **fields}) if fields else None
+
+
+@functools.lru_cache(maxsize=64)
+def _is_first_holder(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+    if not (mesh.mesh == 0).any():  # FSDP's mesh of another part: tensor parallelism does not cut this parameter
+        return False
+    replicated = [place.is_replicate() for place in placements]
+    return not any(index for index, is_same in zip(mesh.get_coordinate() or (), replicated, strict=True) if is_same)
 
 
 def _offsets(tensor: DTensor) -> list[int]:
@@ -236,7 +249,8 @@ def _gather(
             whole: Tensor = cast(DTensor, tensor.to(dtype or tensor.dtype)).full_tensor()
             yield name, whole.to(device)
         return
-    flat = torch.cat([_padded_shard(tensor, sharding, dtype, device) for _, tensor in bucket])
+    shards = [_padded_shard(tensor, sharding, dtype, device) for _, tensor in bucket]
+    flat = torch.cat(shards) if len(shards) > 1 else shards[0]
     num_ranks = sharding.num_shards * sharding.num_parts
     gathered = flat.new_empty(num_ranks * flat.numel())
     group = replica if sharding.num_parts > 1 else first.device_mesh.get_group(_sharded_axis(first))

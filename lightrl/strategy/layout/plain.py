@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.engines.weights.account import OwnWeights, is_same_memory
-from lightrl.engines.weights.fingerprint import Fingerprint, Span, weighted_sum
+from lightrl.engines.weights.fingerprint import Fingerprint, Span, Sums
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -44,7 +44,6 @@ class Rows(NamedTuple):
 
 class _Share(NamedTuple):
     name: str
-    total: Tensor  # this rank's share of the fingerprint
     numel: int  # of the whole parameter
     is_first: bool  # false where another rank holds the same values
 
@@ -161,19 +160,20 @@ class PlainLayout:
         """
         held: dict[str, Tensor] = {}
         shares: list[_Share] = []
+        sums: Sums | None = None
         for name, parameter, shard in shards:
             values = shard.to(dtype) if dtype and shard.is_floating_point() else shard
             if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
                 held[name] = values
                 if self.comm.world == 1:
                     continue
-            share, numel = weighted_sum(values, self.span(parameter)), self.whole_shape(parameter).numel()
-            shares.append(_Share(name, share, numel, self.is_first_holder(parameter)))
-        return OwnWeights(dict.fromkeys(held), held) if not shares else self._summed(shares, held)
+            sums = sums or Sums()
+            sums.add(values, self.span(parameter))
+            shares.append(_Share(name, self.whole_shape(parameter).numel(), self.is_first_holder(parameter)))
+        return OwnWeights(dict.fromkeys(held), held) if sums is None else self._summed(shares, sums.totals(), held)
 
-    def _summed(self, shares: Sequence[_Share], held: dict[str, Tensor]) -> OwnWeights:
+    def _summed(self, shares: Sequence[_Share], own: Tensor, held: dict[str, Tensor]) -> OwnWeights:
         """Adds up the shares of the first holders; a tensor in which this rank differs from them proves nothing."""
-        own = torch.stack([share.total.cpu() for share in shares])
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
         sums: dict[str, Fingerprint | None] = dict.fromkeys(held)
         for share, total, mine in zip(shares, totals.tolist(), own.tolist(), strict=True):
@@ -267,7 +267,12 @@ class Weights:
 
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
-    return any(".lora_A." in name for name, _ in model.named_parameters())
+    return any_adapter(model.named_parameters())
+
+
+def any_adapter(named: Iterable[tuple[str, Any]]) -> bool:
+    """Returns whether a name is that of a parameter of a LoRA adapter."""
+    return any(".lora_A." in name for name, _ in named)
 
 
 def innermost(model: Any) -> nn.Module:

@@ -6,7 +6,6 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import WeightSyncError, skeleton
-from lightrl.engines.weights import account as account_module
 from lightrl.engines.weights.account import (
     OwnWeights,
     Place,
@@ -16,7 +15,7 @@ from lightrl.engines.weights.account import (
     raise_problems,
     sampled_indices,
 )
-from lightrl.engines.weights.fingerprint import fingerprint
+from lightrl.engines.weights.fingerprint import Sums, fingerprint
 
 TEXT = {
     "vocab_size": 32,
@@ -180,7 +179,7 @@ def test_a_tensor_in_the_trainers_own_memory_is_not_read(monkeypatch: pytest.Mon
     copied = WeightProof(own)
     list(copied.watched([(name, tensor.clone()) for name, tensor in WEIGHTS.items()]))
     copied.finish(1)
-    monkeypatch.setattr(account_module, "weighted_sum", None)
+    monkeypatch.setattr(Sums, "add", None)
     proof = WeightProof(own)
     list(proof.watched((name, tensor.view(3, 4)) for name, tensor in WEIGHTS.items()))
     proof.finish(1)

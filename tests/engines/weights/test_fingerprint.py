@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrl.engines.weights import fingerprint as module
-from lightrl.engines.weights.fingerprint import Span, fingerprint, span_of, weighted_sum
+from lightrl.engines.weights.fingerprint import Span, Sums, fingerprint, span_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
@@ -22,15 +22,38 @@ def wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def share_of(tensor: torch.Tensor, span: Span | None = None) -> int:
+    sums = Sums()
+    sums.add(tensor, span)
+    return int(sums.totals())
+
+
+@pytest.fixture(params=["integers", "float64"], autouse=True, name="_product")
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs every test with the product of integers, where there is one, and with the one of other devices."""
+    if request.param == "float64":
+        monkeypatch.setattr(module, "_has_exact_product", lambda: False)
+
+
+def numbers_of_places() -> list[int]:
+    matrix, factors = module._matrix(torch.device("cpu"), torch.int8).tolist(), module._odd_numbers(3 << 32, 8).tolist()
+    return [sum(value * factor for value, factor in zip(row, factors, strict=True)) for row in matrix]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_sum_of_words_times_the_factors_of_their_places(dtype: torch.dtype) -> None:
-    tensor = random(dtype, 3, 5000)
-    factors, blocks = module._odd_numbers(1 << 32, 4096).tolist(), module._odd_numbers(0, 8).tolist()
-    content = bytes(tensor.view(torch.uint8).numpy().tobytes())
-    words = [int.from_bytes(content[start : start + 8], "little") for start in range(0, len(content), 8)]
-    expected = sum(word * factors[i % 4096] * blocks[i // 4096] for i, word in enumerate(words) if i < 32768)
-    assert fingerprint(tensor) == (wrapped(expected), 15000)
-    assert all(number % 2 for number in (*factors, *blocks))
+def test_it_is_the_sum_of_bytes_times_the_numbers_of_their_places(dtype: torch.dtype) -> None:
+    tensor = random(dtype, 6, 5000)
+    places, rows = numbers_of_places(), module._odd_numbers(0, 300).tolist()
+    content = tensor.view(torch.int8).flatten().tolist()
+    expected = sum(byte * places[i % 4096] * rows[i // 4096] for i, byte in enumerate(content))
+    assert fingerprint(tensor) == (wrapped(expected), 30_000)
+
+
+def test_every_place_has_an_odd_number_of_its_own() -> None:
+    places = [number % (1 << 32) for number in numbers_of_places()]
+    assert all(number % 2 for number in places)
+    assert len(set(places)) == 4096  # so two bytes, of 8 bits each, cannot change places unseen
+    assert module._matrix(torch.device("cpu"), torch.int8).abs().max() <= 63
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +65,7 @@ def test_shards_add_up_however_they_are_cut(dtype: torch.dtype) -> None:
         part = whole[rows, columns]
         span = span_of(whole.shape, part.shape, (rows.start, columns.start))
         assert span.width == (0 if part.shape[1] == 141 else part.shape[1])
-        return int(weighted_sum(part, span))
+        return share_of(part, span)
 
     everything = slice(0, 141)
     assert wrapped(sum(share(rows, everything) for rows in (slice(0, 23), slice(23, 70), slice(70, 70)))) == total
@@ -52,7 +75,7 @@ def test_shards_add_up_however_they_are_cut(dtype: torch.dtype) -> None:
     assert wrapped(sum(share(*place) for place in grid)) == total
     flat = whole.reshape(-1)
     cuts = [0, 1, 5000, 5001, 9001, 9870]
-    pieces = [int(weighted_sum(flat[a:b], Span(a))) for a, b in pairwise(cuts)]
+    pieces = [share_of(flat[a:b], Span(a)) for a, b in pairwise(cuts)]
     assert wrapped(sum(pieces)) == total
     assert fingerprint(flat[3:9]) == fingerprint(flat[3:9].clone())  # a view that begins within a word
 
@@ -76,3 +99,36 @@ def test_the_bits_count() -> None:
     assert fingerprint(torch.zeros(5)) == (0, 5)
     assert fingerprint(torch.zeros(5)) != fingerprint(torch.zeros(6))
     assert fingerprint(torch.zeros(0)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_two_values_that_differ_in_the_sign_alone_do_not_change_places_unseen(dtype: torch.dtype) -> None:
+    tensor = torch.ones(64, 130, dtype=dtype)
+    tensor[3, 1] = -1.0
+    own = fingerprint(tensor)
+    for row, column in ((3, 3), (3, 129), (60, 1), (0, 0)):
+        moved = torch.ones(64, 130, dtype=dtype)
+        moved[row, column] = -1.0
+        assert fingerprint(moved) != own
+
+
+def test_many_tensors_are_summed_as_each_alone() -> None:
+    tensors = [random(dtype, *shape) for dtype in DTYPES for shape in ((3,), (70, 141), (5, 5), (300, 301), (0,))]
+    sums = Sums()
+    for tensor in tensors:
+        sums.add(tensor)
+    assert sums.totals().tolist() == [fingerprint(tensor).total for tensor in tensors]
+    lent, sums = tensors[0].clone(), Sums()
+    sums.add(lent, is_lent=True)
+    lent.zero_()
+    assert int(sums.totals()) == fingerprint(tensors[0]).total
+    assert Sums().totals().tolist() == []
+
+
+def test_the_product_of_integers_is_checked_before_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = module._has_exact_product.__wrapped__ if hasattr(module._has_exact_product, "__wrapped__") else None
+    if check is None:
+        return  # the parameter that replaces it
+    for broken in (lambda rows, matrix: (rows.int() @ matrix.int()).clamp_max(1 << 20), None):
+        monkeypatch.setattr(torch, "_int_mm", broken, raising=False)
+        assert not check()

@@ -1,0 +1,58 @@
+"""The command that compares benchmarks with their baselines."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OUTPUTS = {
+    "sync": (
+        "single    x1      3.2 MB float32 : sync   7.72 ms (7.73 of a core), memcpy  1.22 ms (1.23), ratio   9.0 (6.3)",
+        {"sync: 3.2 MB float32": 6.3},
+    ),
+    "packing": ("packed       0.120     0.118      1.90      2.10\n", {"packing: packed": 2.1}),
+    "shared_prompts": (
+        "    64     1024 ->   576       0.52 ->    0.31 =  1.66x      1.0 ->     0.5 =  2.00x   1e-7   2e-6",
+        {"shared_prompts: 64": 1.66},
+    ),
+    "learn_floor": ("toy       1.25     50.1   0.0250   0.0500   2.00    0.0400   1.60", {"learn_floor: toy": 2.0}),
+    "decode": (
+        "toy: equal lengths, 64 requests       4096      600.0     1200.0       6826       3413    2.00x    2.10x",
+        {"decode: toy: equal lengths, 64 requests": 2.1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "benchmarks" / "bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_ratio_of_cpu_seconds_is_read_from_each_program(bench: ModuleType) -> None:
+    assert set(OUTPUTS) == set(bench.BENCHMARKS)
+    for name, (output, expected) in OUTPUTS.items():
+        assert bench.ratios_in(name, f"some title\n{output}\n") == expected
+
+
+def test_slower_is_judged_in_the_direction_of_the_benchmark(bench: ModuleType) -> None:
+    known = {"sync: a": {"ratio": 2.0}, "decode: b": {"ratio": 2.0, "tolerance": 0.1}}
+    assert bench.verdict("sync: a", 2.5, known) == ""
+    assert bench.verdict("sync: a", 2.7, known) == "slower"  # above 2.0 x 1.3
+    assert bench.verdict("decode: b", 1.9, known) == ""
+    assert bench.verdict("decode: b", 1.8, known) == "slower"  # below 2.0 / 1.1
+    assert bench.verdict("decode: c", 9.0, known) == "new"
+
+
+def test_the_baselines_belong_to_benchmarks(bench: ModuleType) -> None:
+    names = json.loads(bench.BASELINES.read_text())
+    assert {name.partition(":")[0] for name in names} <= set(bench.BENCHMARKS)
