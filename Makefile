@@ -4,7 +4,7 @@ PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house bench gpu-report stalls resumes chaos recipes
+.PHONY: setup format check test test-gpu wheel smoke exact docs house bench gpu-report soak stalls resumes chaos recipes
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -45,6 +45,9 @@ bench:  ## run the benchmarks in short form and say what got slower than benchma
 
 gpu-report:  ## run what needs a GPU, and write docs/gpu_results.md
 	bash scripts/gpu_report.sh
+
+soak:  ## train for 500 steps and say how memory grew
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/soak.py
 
 stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read what the run says of it
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/stalls.py

@@ -12,7 +12,7 @@ import pytest
 import lightrl
 from lightrl.testing import run_program
 
-OPTIONAL = ("datasets", "deepspeed", "math_verify", "peft", "pyarrow", "sglang", "vllm")
+OPTIONAL = ("datasets", "deepspeed", "math_verify", "megatron", "peft", "pyarrow", "sglang", "vllm")
 MAX_SECONDS = 3.0
 PUBLIC_NAMES = [
     "DPOConfig",

@@ -49,7 +49,8 @@ class BasicConfig:
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
     strategy: str = option("auto", resume="free")
-    """How the model is spread over ranks: single, ddp, fsdp, deepspeed, or your own class as package.module:MyStrategy.
+    """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
+    package.module:MyStrategy.
     auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""

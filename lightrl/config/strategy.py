@@ -127,6 +127,30 @@ class DeepSpeedConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MegatronConfig:
+    """Options of --strategy megatron, beside --tp_size."""
+
+    pp_size: int = option(1, at_least=1)
+    """Number of pipeline stages, each with an equal part of the layers."""
+    vpp_size: int = option(1, at_least=1)
+    """Number of chunks of layers that a stage has, which take turns so that it waits less. Needs 3 stages or more."""
+    cp_size: int = option(1, at_least=1)
+    """Number of ranks that split the tokens of each sequence (context parallelism)."""
+    ep_size: int = option(1, at_least=1)
+    """Number of ranks that split the experts of a layer."""
+    etp_size: int = option(1, at_least=1)
+    """Number of ranks that split the matrices of each expert."""
+    sequence_parallel: bool = False
+    """Split the tokens between the split matrices over the ranks of --tp_size, which saves activations."""
+    distributed_optimizer: bool = False
+    """Keep the states of each parameter's optimizer on one of the ranks that hold it, and step it there."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations to compute again in the backward: none, or those of all layers."""
+    impl: Literal["local", "te"] = "local"
+    """Layers. local: plain torch. te: those of Transformer Engine."""
+
+
+@dataclass(kw_only=True, slots=True)
 class NativeEngineConfig:
     """Options of --engine native."""
 
@@ -223,12 +247,14 @@ class ParallelConfig:
     __slots__ = ()
 
     tp_size: int = option(1, at_least=1, resume="free")
-    """Number of consecutive ranks that split every weight matrix between them (tensor parallelism). Strategy fsdp."""
+    """Number of consecutive ranks that split every weight matrix between them (tensor parallelism). Strategies
+    fsdp and megatron."""
     sp_size: int = option(1, at_least=1, resume="free")
     """Number of ranks that split the tokens of every micro-batch between them (sequence parallelism), for long
     contexts. Strategy fsdp."""
     fsdp: FSDPConfig = section(FSDPConfig, resume="free")
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, resume="free")
+    megatron: MegatronConfig = section(MegatronConfig, resume="free")
     distributed: DistributedConfig = section(DistributedConfig, resume="free")
 
 

@@ -55,6 +55,7 @@ BUILTIN_STRATEGIES = {
     "ddp": "lightrl.strategy.ddp:DDPStrategy",
     "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
     "deepspeed": "lightrl.strategy.deepspeed:DeepSpeedStrategy",
+    "megatron": "lightrl.strategy.megatron.strategy:MegatronStrategy",
 }
 
 

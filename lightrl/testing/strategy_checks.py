@@ -435,3 +435,7 @@ CHECKS: list[Callable[[StrategyBase], None]] = [
     check_engine_weights,
     check_small_members,
 ]
+
+# Those that never call the model itself, which a rank with some of its layers cannot run.
+_CALLS = (check_updates_that_are_not_made, check_accumulation_by_calls, check_offloaded_gradients)
+CHECKS_BY_BATCHES = [check for check in CHECKS if check not in _CALLS]

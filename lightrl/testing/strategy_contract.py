@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +22,10 @@ from lightrl.testing.strategy_parity import VARIANTS
 from lightrl.testing.tiny_training import Trained, plain_training, same
 
 reference = cache(plain_training)
+
+
+def _names(checks: Iterable[Callable[..., None]]) -> list[str]:
+    return [check.__name__.removeprefix("check_") for check in checks]
 
 
 class Run(NamedTuple):
@@ -60,6 +64,7 @@ class StrategyParity:
     flags: ClassVar[tuple[str, ...]] = ()  # more options of the command line, such as ("--fsdp.replicate_size", "2")
     world_sizes: ClassVar[tuple[int, ...]] = (1, 3)  # 3 divides few sizes, so shards are uneven
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
+    runs_by_calls: ClassVar[bool] = True  # False where no rank can run the model by itself, as in a pipeline
     variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)  # the ways to train, by name
     timeout_s: ClassVar[float] = 280
     cwd: ClassVar[Path | None] = None  # the folder where the strategy is importable; None: where pytest runs
@@ -84,6 +89,7 @@ class StrategyParity:
         arguments += ["--variants", *self.variants]
         arguments += ["--only_parity"] if self._only_parity else []
         arguments += [] if self.reduces_once else ["--reduces_often"]
+        arguments += [] if self.runs_by_calls else ["--only_by_batches"]
         output = ""
         try:
             if world == 1:
@@ -126,9 +132,11 @@ class StrategyContract(StrategyParity):
 
     _only_parity = False
 
-    @pytest.mark.parametrize("check", [item.__name__.removeprefix("check_") for item in strategy_checks.CHECKS])
+    @pytest.mark.parametrize("check", _names(strategy_checks.CHECKS))
     def test_check(self, runs: list[Run], check: str) -> None:
         """Runs one of lightrl.testing.strategy_checks."""
+        if not self.runs_by_calls and check not in _names(strategy_checks.CHECKS_BY_BATCHES):
+            pytest.skip("no rank can run the model of this strategy by itself")
         for run in runs:
             run.require(check)
 

@@ -1,7 +1,7 @@
 """The program that StrategyContract starts on every rank: trains each variant, runs each check, writes a report.
 
 python -m lightrl.testing.strategy_program FOLDER [--continue_from FOLDER] [--only_parity] [--reduces_often]
-    [--variants NAME ...] [--steps N] --strategy NAME [options of train_grpo.py]
+    [--only_by_batches] [--variants NAME ...] [--steps N] --strategy NAME [options of train_grpo.py]
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ def run_parity(strategy: StrategyBase, report: Report, folder: Path, names: list
             torch.save(trained.parameters, folder / f"variant{index}.pt")
 
 
-def run_checks(strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None) -> None:
+def run_checks(
+    strategy: StrategyBase, report: Report, folder: Path, continue_from: Path | None, *, by_calls: bool
+) -> None:
     """Runs every check of StrategyContract and reports each by name."""
-    for check in strategy_checks.CHECKS:
+    for check in strategy_checks.CHECKS if by_calls else strategy_checks.CHECKS_BY_BATCHES:
         report.run(check.__name__.removeprefix("check_"), partial(check, strategy))
     report.run("export", partial(strategy_checks.check_export, strategy, folder))
     report.run("save_for_others", partial(strategy_checks.check_save_for_others, strategy, folder))
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--continue_from", type=Path)
     parser.add_argument("--only_parity", action="store_true")
     parser.add_argument("--reduces_often", action="store_true")
+    parser.add_argument("--only_by_batches", action="store_true")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments, flags = parser.parse_known_args()
@@ -92,7 +95,8 @@ def main() -> None:
             if not arguments.reduces_often:
                 reduced_once = strategy_checks.check_one_reduction_per_update
                 report.run("one_reduction_per_update", partial(reduced_once, strategy))
-            run_checks(strategy, report, arguments.folder, arguments.continue_from)
+            by_calls = not arguments.only_by_batches
+            run_checks(strategy, report, arguments.folder, arguments.continue_from, by_calls=by_calls)
     except Exception:
         sys.stderr.write(f"rank {strategy.comm.rank}:\n{traceback.format_exc()}\n")
         sys.stderr.flush()

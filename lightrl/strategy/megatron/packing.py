@@ -1,0 +1,73 @@
+"""How a pack is laid out for Megatron: padded so that ranks can split it, and this rank's tokens of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightrl.records import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """This rank's tokens of a micro-batch, with what attention and the output head need."""
+
+    cu_seqlens: tuple[int, ...]  # of the whole pack, padding included
+    source: Tensor  # [t] int64: which token of the micro-batch each of this rank's is; 0 for padding
+    where: Tensor  # [T] int64: where this rank holds each token of the micro-batch; -1: another rank holds it
+    own_positions: tuple[Tensor, ...]  # per sequence: the positions of this rank's tokens in it
+    joined: Tensor | None  # order of all ranks' tokens, gathered, that is the pack's; None: this rank holds all
+    angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of the rotary embedding, [t, 1, head size]
+
+
+def lay_out(batch: PackedBatch, *, num_parts: int, part: int, multiple: int) -> Pack:
+    """Pads each sequence so that it divides into 2 x num_parts pieces, of which a rank takes one from each end.
+
+    Early tokens attend to few others and late ones to many, so both ends together are the same work for each rank.
+
+    Args:
+        num_parts: ranks that split the tokens of each sequence.
+        multiple: what each rank's number of tokens must divide by (sequence parallelism).
+    """
+    lengths = [end - start for start, end in pairwise(batch.cu_seqlens)]
+    piece = 2 * num_parts if num_parts > 1 else 1
+    padded = [-(-length // piece) * piece for length in lengths]
+    while sum(padded) // num_parts % multiple:
+        padded[-1] += piece
+    device = batch.input_ids.device
+    starts = [0]
+    for length in padded:
+        starts.append(starts[-1] + length)
+    owned = [own_positions(length, num_parts, part, device) for length in padded]
+    first_tokens = batch.cu_seqlens[:-1]
+    is_real = torch.cat([own < length for own, length in zip(owned, lengths, strict=True)])
+    source = torch.cat([own + first for own, first in zip(owned, first_tokens, strict=True)]) * is_real
+    where = torch.full((batch.cu_seqlens[-1],), -1, device=device)
+    where[source[is_real]] = torch.arange(source.shape[0], device=device)[is_real]
+    return Pack(
+        cu_seqlens=tuple(starts),
+        source=source,
+        where=where,
+        own_positions=tuple(owned),
+        joined=_joined(starts, padded, num_parts, device) if num_parts > 1 else None,
+    )
+
+
+def own_positions(length: int, num_parts: int, part: int, device: torch.device) -> Tensor:
+    """Returns the positions of a sequence that a rank holds: piece `part` from its beginning and from its end."""
+    if num_parts == 1:
+        return torch.arange(length, device=device)
+    pieces = torch.arange(length, device=device).chunk(2 * num_parts)
+    return torch.cat([pieces[part], pieces[2 * num_parts - 1 - part]])
+
+
+def _joined(starts: list[int], lengths: list[int], num_parts: int, device: torch.device) -> Tensor:
+    """Returns the order in which the tokens of all ranks, one rank after the other, are the pack."""
+    held = [
+        torch.cat([own_positions(n, num_parts, part, device) + s for s, n in zip(starts, lengths, strict=False)])
+        for part in range(num_parts)
+    ]
+    return torch.cat(held).argsort()

@@ -1,0 +1,54 @@
+"""Runs micro-batches through the stages of a model by megatron-core's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.records import PackedBatch
+from lightrl.strategy.megatron.placing import Placed
+from lightrl.strategy.megatron.stage import Stage
+
+
+def run_schedule(
+    placed: Placed,
+    batches: Sequence[PackedBatch],
+    consume: Callable[[int, Any], Any],
+    *,
+    trains: bool,
+) -> list[Any]:
+    """Runs megatron-core's schedule over the micro-batches; only the last stage calls consume(index, outputs).
+
+    Returns what consume returned in forward passes. In training it returns the scaled loss, whose backward is run.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(indices: Any, stage: Stage) -> tuple[Tensor, Callable[..., Any]]:
+        index = next(indices)
+        batch = batches[index]
+        pack = stage.pack(batch)
+
+        def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            result = consume(index, placed.outputs(stage, hidden, batch, pack))
+            return result if non_loss_data else (result, torch.ones((), dtype=torch.int), {})
+
+        return stage(batch, pack), finish
+
+    for stage in placed.stages:
+        stage.train(trains)
+    run: Any = get_forward_backward_func()
+    iterators = [iter(range(len(batches))) for _ in placed.stages]
+    found: list[Any] = run(
+        forward_step_func=step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=[*placed.stages],
+        num_microbatches=len(batches),
+        seq_length=placed.ranks.sizes.tp * placed.ranks.sizes.cp,  # of no effect: every message begins with its shape
+        micro_batch_size=1,
+        forward_only=not trains,
+        collect_non_loss_data=not trains,
+    )
+    return found

@@ -1,0 +1,247 @@
+"""MegatronStrategy: trains by megatron-core, whose layouts split matrices, layers, sequences and experts.
+
+The trainer keeps its model, whose parameters are names and shapes on the meta device; the values lie in the stages that
+megatron-core runs. Optimizers, checkpoints, weight syncs and averages see Hugging Face tensors, as everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightrl.strategy.base import _equal_count
+from lightrl.strategy.layout.meshes import ensure_process_group
+from lightrl.strategy.megatron import checks, updates
+from lightrl.strategy.megatron.layout import MegatronLayout
+from lightrl.strategy.megatron.parts import Sizes
+from lightrl.strategy.megatron.placing import Placed, place, placed_of
+from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
+from lightrl.strategy.megatron.schedule import run_schedule
+from lightrl.strategy.optim.accumulation import accumulation_steps
+from lightrl.strategy.results import GroupBatches, TrainBatchResult
+from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.torch_native import TorchStrategy
+
+
+class MegatronStrategy(TorchStrategy):
+    """Overrides the passes over a model, since a pipeline takes all micro-batches at once, and the update."""
+
+    steps_whole_matrices = False
+    splits_models = True
+    needs_gpu: ClassVar[bool] = True  # megatron-core creates its buffers on a GPU
+    ranks: Ranks
+
+    def __init__(
+        self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
+    ) -> None:
+        super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
+        checks.check_options(self.options)
+        if importlib.util.find_spec("megatron") is None:
+            raise ImportError('--strategy megatron needs megatron-core. Install it: pip install "lightrl[megatron]"')
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the options ask for."""
+        chosen = self.options.megatron
+        return Sizes(
+            tp=self.options.tp_size,
+            pp=chosen.pp_size,
+            vpp=chosen.vpp_size,
+            cp=chosen.cp_size,
+            ep=chosen.ep_size,
+            etp=chosen.etp_size,
+        )
+
+    def _accumulation_steps(self, world: int) -> int:
+        if self.options.exact_batches:
+            return 1
+        sizes = self.sizes
+        ranks_apart = max(1, world // (sizes.tp * sizes.pp * sizes.cp))
+        return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
+
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Joins the world that torchrun describes and builds the groups of the layout."""
+        super().setup_distributed(timeout, num_gpu_per_node)
+        if self.needs_gpu and self.device.type != "cuda":
+            raise ValueError(
+                "--strategy megatron needs GPUs: megatron-core puts its buffers there. Use --strategy fsdp on a CPU."
+            )
+        check_sizes(self.comm.world, self.sizes)
+        self.comm = ensure_process_group(self.comm, self.device)
+        self.ranks = join_groups(
+            self.comm, self.sizes, sequence_parallel=self.options.megatron.sequence_parallel, seed=self.seed
+        )
+        self.layout = MegatronLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
+
+    def check_model_config(self, config: Any) -> None:
+        """Raises ValueError for a model that this layout cannot spread."""
+        checks.check_config(config, self.sizes, sequence_parallel=self.options.megatron.sequence_parallel)
+
+    @property
+    def averaging_ranks(self) -> int:
+        """Replicas of the model: gradients are summed over them and divided by their number."""
+        sizes = self.sizes
+        return self.comm.world // (sizes.tp * sizes.pp * sizes.cp)
+
+    @property
+    def materializes_weights(self) -> bool:
+        """Only rank 0 loads weights; the others receive their parts."""
+        return self.comm.is_main
+
+    # ---- Placing a model ---------------------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Spreads rank 0's weights over the layout; the other ranks' model may be on the meta device."""
+        source = {name: item.detach() for name, item in model.named_parameters()} if self.comm.is_main else {}
+        chosen = self.options.megatron
+        place(
+            model,
+            self.ranks,
+            device=self.device,
+            recompute=chosen.recompute == "full",
+            shards_states=chosen.distributed_optimizer,
+        )
+        for name, parameter in sorted(model.named_parameters()):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+            if self.comm.is_main:
+                whole.copy_(source.pop(name))
+            self.comm.broadcast_tensor(whole)
+            self.layout.write_whole(parameter, whole)
+        return model
+
+    def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+        """Makes the optimizer step this rank's parts of the parameters that it was given."""
+        updates.give_local_parameters(optimizer)
+        super().register(model, optimizer, scheduler)
+
+    def group_batches(self, data: Sequence[Any]) -> GroupBatches:
+        """Exchanges micro-batches with the ranks that hold other parts of the same replica."""
+        group = self.ranks.same_batches
+        if group is None:
+            return super().group_batches(data)
+        host = torch.device("cpu")
+        parts = self.comm.all_gather_object([item.to(host) for item in data], group)
+        index = self.ranks.same_batches_ranks.index(self.comm.rank)
+        start = sum(len(part) for part in parts[:index])
+        return GroupBatches([item.to(self.device) for part in parts for item in part], range(start, start + len(data)))
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        data: Sequence[Any] | Mapping[str, Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        loss_weight_fn: Callable[[Any], float | Tensor],
+        *,
+        model: nn.Module | None = None,
+    ) -> TrainBatchResult:
+        """Takes one optimizer step over micro-batches, as every strategy does; the last stage computes the losses."""
+        if isinstance(data, Mapping):
+            raise _takes_packs("train_batch")
+        trained = self.trained.entry(model)
+        if self.saver.pending is not None:
+            self.saver.poll()
+        self.trained.require_on_device(trained.model, trained.optimizer)
+        batches, mine = self.group_batches(data)
+        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
+        total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
+        batches, weights = self._equal(batches, weights)
+        if not 0 < total < math.inf:
+            return nothing_to_train(self, trained, total)
+        losses: list[float] = []
+
+        def scaled(index: int, outputs: Any) -> Tensor:
+            loss = loss_fn(outputs, batches[index])
+            weight = weights[index] / total
+            losses.append(float(loss.detach()) * weight if weight else 0.0)
+            return self.scale_loss(loss, weight, trained.optimizer)
+
+        trained.model.train()
+        run_schedule(placed_of(trained.model), batches, scaled, trains=True)
+        # The ranks of a replica have the same losses, of which one counts; but what is not finite on one shows on all.
+        own = sum(losses)
+        loss_sum = self.comm.all_reduce(own if self.ranks.reports or not math.isfinite(own) else 0.0, "sum")
+        if math.isfinite(loss_sum):
+            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+        else:
+            step = drop_update(self, trained.optimizer, trained.model)
+        result = TrainBatchResult(
+            loss=loss_sum,
+            grad_norm=step.grad_norm,
+            lr=step.lr_list[0],
+            skipped=step.skipped,
+            total_weight=total,
+            num_micro_batches=len(batches),
+        )
+        return explained(self, result, trained.model, data) if result.skipped else result
+
+    def _equal(self, batches: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
+        """Repeats the last micro-batch at weight 0 until all ranks, and all chunks of a pipeline, have as many."""
+        count = _equal_count(self.comm, len(batches))
+        if self.sizes.vpp > 1:
+            count = -(-count // self.sizes.pp) * self.sizes.pp
+        missing = count - len(batches)
+        return [*batches, *batches[-1:] * missing], [*weights, *[0.0] * missing]
+
+    @torch.no_grad()
+    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
+        """Returns model(mb) for each micro-batch, without gradients, in order, on the rank that brought it."""
+        if isinstance(data, Mapping):
+            raise _takes_packs("forward")
+        chosen = model if model is not None else self.trained.entry(None).model
+        self.trained.require_on_device(chosen)
+        placed = placed_of(chosen)
+        batches, mine = self.group_batches(data)
+        batches, _ = self._equal(batches, [0.0] * len(batches))
+        was_training = chosen.training
+        chosen.eval()
+        outputs = run_schedule(placed, batches, lambda _, outputs: outputs, trains=False)
+        chosen.train(was_training)
+        return self._outputs_of_last_stage(placed, outputs)[mine.start : mine.stop]
+
+    def _outputs_of_last_stage(self, placed: Placed, outputs: list[Any]) -> list[Any]:
+        """Returns the outputs on every stage."""
+        if placed.ranks.sizes.pp == 1:
+            return outputs
+        host = [_moved(item, torch.device("cpu")) for item in outputs] if self.ranks.reports else None
+        found = self.comm.all_gather_object(host, self.ranks.same_batches)
+        (whole,) = (items for items in found if items is not None)
+        return [_moved(item, self.device) for item in whole]
+
+    def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
+        """Sums, divides and clips the gradients, steps if their norm is finite, and drops them."""
+        held = updates.stepped_parts(optimizer)
+        updates.sum_gradients(held, divisor * self.averaging_ranks)
+        for hook in self.trained.hooks_of(optimizer):
+            hook.before_clip(optimizer)
+        grad_norm = updates.gradient_norm(held, self.comm)
+        is_finite = math.isfinite(grad_norm)  # the same number on all ranks
+        if is_finite:
+            if self.max_norm:
+                parameters = [item.local for item in held if item.local.grad is not None]
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, torch.tensor(grad_norm))
+            updates.step_own(optimizer, held)
+        updates.clear_gradients(item.local for item in held)
+        return grad_norm, is_finite
+
+
+def _moved(outputs: Any, device: torch.device) -> Any:
+    """Returns a record of tensors on another device."""
+    names = outputs.__dataclass_fields__
+    moved = {name: getattr(outputs, name) for name in names}
+    return replace(outputs, **{name: value.to(device) for name, value in moved.items() if torch.is_tensor(value)})
+
+
+def _takes_packs(method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"--strategy megatron: {method}() takes a list of PackedBatch, not a dictionary of tensors. Pack them by "
+        "lightrl.data.packing.pack, or use --strategy fsdp."
+    )

@@ -1,0 +1,114 @@
+"""Log-probabilities of chosen tokens where ranks split the vocabulary; no rank ever holds whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrl.models.logprobs import _ChosenLogprobs, _LogitTransform, _RowSummary, _slices, _tile
+
+
+def split_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    first_row: int,
+    group: dist.ProcessGroup,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns each target's log-probability and the entropy, as chosen_logprobs() does for a whole vocabulary.
+
+    The gradient for hidden is this rank's share: the caller sums it over the group.
+
+    Args:
+        hidden: [N, H], the same on all ranks.
+        weight: [V / ranks, H], this rank's rows of the output matrix.
+        targets: [N] int64 in [0, V).
+        first_row: the token of this rank's first row.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}: log-probabilities need one above 0.")
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    transform = _LogitTransform(scale=1.0, softcap=None, temperature=temperature)
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden.to(dtype), weight.to(dtype), targets - first_row, transform, with_entropy, group
+        )
+    return scores
+
+
+class _SplitLogprobs(torch.autograd.Function):
+    """Summarizes this rank's columns of the logits, then joins the summaries; the backward needs no collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        transform: _LogitTransform,
+        with_entropy: bool,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        summary = torch.zeros(4, hidden.shape[0], dtype=dtype, device=hidden.device)  # maximum, total, moment, chosen
+        num_rows, num_columns = _tile(hidden)
+        for rows in _slices(hidden.shape[0], num_rows):
+            part = _RowSummary(targets[rows], dtype, with_entropy)
+            for columns in _slices(weight.shape[0], num_columns):
+                part.add(transform.logits(hidden[rows], weight, None, columns, dtype), columns.start)
+            summary[:, rows] = torch.stack([part.maximum, part.total, part.moment, part.chosen])
+        own_maximum, total, moment, chosen = summary
+        maximum = own_maximum.clone()
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        shift = own_maximum - maximum
+        sums = torch.stack([total * shift.exp(), (moment + shift * total) * shift.exp(), chosen])
+        dist.all_reduce(sums, group=group)
+        logsumexp = maximum + sums[0].log()
+        entropy = sums[0].log() - sums[1] / sums[0]
+        if not with_entropy:
+            entropy = torch.full_like(entropy, float("nan"))
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, None, targets, logsumexp, entropy)
+        ctx.transform = transform
+        ctx.set_materialize_grads(False)
+        return sums[2] - logsumexp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The gradient of a column depends on its own logits and the joined sums alone.
+        grad_hidden, grad_weight, *_ = _ChosenLogprobs.backward(_Columns(ctx), *grads)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+class _Columns:
+    """What _ChosenLogprobs.backward() reads of its context; it takes a bias, and this head has none."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.saved_tensors = ctx.saved_tensors
+        self.transform = ctx.transform
+        self.needs_input_grad = (*ctx.needs_input_grad[:2], False)
+
+
+class SumOfParts(torch.autograd.Function):
+    """Sums over ranks that each computed some entries and have zeros in the others; a gradient stays as it is.
+
+    Every rank then computes the same loss, and its backward continues with the entries that are its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
