@@ -85,8 +85,7 @@ class LoraConfig:
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
-    """How the engine applies adapters. merged: added to its weights. unmerged: beside them, so that a weight sync sends
-    adapters alone and bfloat16 rounds nothing away. auto: unmerged with --dtype bfloat16 where the engine can."""
+    """How the engine applies adapters: merged into its weights or beside them. auto: beside with --dtype bfloat16."""
 
     @property
     def is_on(self) -> bool:
