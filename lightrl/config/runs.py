@@ -83,6 +83,8 @@ class LoraConfig:
     """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all but the head."""
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
+    engine: Literal["auto", "merged", "unmerged"] = "auto"
+    """How the engine applies adapters: merged into its weights or beside them. auto: beside with --dtype bfloat16."""
 
     @property
     def is_on(self) -> bool:
@@ -96,10 +98,10 @@ class LoraConfig:
         if "all-linear" in self.target_modules and len(self.target_modules) > 1:
             raise ValueError("--lora.target_modules: all-linear stands alone, since it takes in every other name.")
         shape = LoraConfig(alpha=self.alpha, use_rslora=self.use_rslora, target_modules=self.target_modules)
-        if shape != LoraConfig() and not self.rank:
+        if (shape != LoraConfig() or (self.engine != "auto" and not self.path)) and not self.rank:
             raise ValueError(
-                "--lora.alpha, --lora.use_rslora and --lora.target_modules describe new adapters: give --lora.rank "
-                "too. An adapter of --lora.path has its own."
+                "--lora.alpha, --lora.use_rslora, --lora.target_modules and --lora.engine describe new adapters: give "
+                "--lora.rank too. An adapter of --lora.path has its own, and takes --lora.engine alone."
             )
         if self.path and self.rank:
             raise ValueError(

@@ -187,6 +187,13 @@ def host_of(model: nn.Module) -> nn.Module | None:
     return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
 
 
+def largest_rank(model: nn.Module) -> int:
+    """Returns the largest rank that any adapter of the model may have, however its parameters are sharded."""
+    host: Any = host_of(model)
+    config = host.peft_config[_ADAPTER]
+    return int(max([config.r, *config.rank_pattern.values()]))
+
+
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters by the plain name of the weight that each is added to."""
     adapters = {}

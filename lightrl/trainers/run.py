@@ -30,7 +30,7 @@ from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfi
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
-from lightrl.models.lora import WithoutAdapters, add_adapters, require_peft
+from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import (
@@ -46,6 +46,7 @@ from lightrl.models.score_check import check_scores
 from lightrl.records import Experience
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
 from lightrl.trainers import earlier_run
 from lightrl.trainers.sound_checkpoint import newest_sound
 
@@ -84,7 +85,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         strategy: the caller's own strategy; None creates the one that the config names.
     """
     if config.lora.is_on:
-        require_peft(config.lora)
+        check_adapters(config)
     workflow = load_workflow(config.rollout) if isinstance(config, RolloutConfig) and config.rollout.workflow else None
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
@@ -166,6 +167,7 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
         fix_for_run(run, policy)
     if run.config.lora.is_on and not is_reference:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
+        serve_as_configured(run.strategy, run.config)
     if run.config.routing.is_on and not is_reference:
         attach_replay(policy, keeps_logits=run.config.routing.has_losses)
     if materialize and not is_reference and needs_score_check(policy.hf):

@@ -17,6 +17,7 @@ from lightrl.config import GRPOConfig, LoraConfig, parse_config
 from lightrl.models import lora
 from lightrl.models.policy import Policy, response_batch
 from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy.serving.adapter_source import serve_adapters
 from lightrl.strategy.torch_native import TorchStrategy
 from lightrl.testing.tiny_training import (
     STEPS,
@@ -83,6 +84,22 @@ def check_engine(strategy: TorchStrategy, policy: Policy) -> None:
     strategy.serving.engine = None
 
 
+def check_unmerged(strategy: TorchStrategy, policy: Policy) -> None:
+    """The engine gets the weights once and the adapters at every sync, from whatever shards, and they are proven."""
+    source, factories = strategy.serving.source, strategy.serving.factories
+    serve_adapters(strategy)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    assert largest_difference(strategy, policy) < 1e-5
+    train(strategy, policy, STEPS)
+    strategy.update_engine_weights(policy)
+    assert largest_difference(strategy, policy) < 1e-5
+    assert strategy.serving.last_sync is not None
+    adapters = sum(4 * OPTIONS.rank * (item.down.shape[1] + item.up.shape[0]) for item in whole_shapes().values())
+    assert strategy.serving.last_sync.num_bytes == adapters
+    strategy.serving.close()
+    strategy.serving.source, strategy.serving.factories = source, factories
+
+
 def check_reference(strategy: StrategyBase, policy: Policy) -> None:
     """The policy without its adapters scores as a model that never had any, and goes on training as before."""
     batch = make_batch([]) if strategy.comm.rank else response_batch([([5, 9], [33, 2]), ([7], [8, 1, 0])])
@@ -119,6 +136,7 @@ def run(strategy: TorchStrategy, folder: Path) -> None:
     found = {case: trained_by(strategy, case)[1] for case in list(CASES)[1:]}
     policy, found["adamw"] = trained_by(strategy, "adamw")
     check_engine(strategy, policy)
+    check_unmerged(strategy, policy)
     check_reference(strategy, policy)
     check_resume(strategy, policy, folder / "checkpoints")
     strategy.save_pretrained(policy, folder)

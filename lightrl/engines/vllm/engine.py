@@ -121,6 +121,7 @@ class VLLMEngine(InferenceEngine):
         self._next_request_id = 0
         self._version = 0
         self._num_loads = 0
+        self._asked_for: dict[str, Any] = {}  # of vLLM with every request, besides what the request says
         self._asleep: set[EnginePart] = set()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages of the weights and their bytes
         self._is_closed = False
@@ -153,7 +154,7 @@ class VLLMEngine(InferenceEngine):
         # Blocks of keys and values are shared only among requests of one load: older ones may still be in use by
         # requests under way, and no reset of the prefix cache frees those.
         salted = {**rendered, "cache_salt": f"load {self._num_loads}"}
-        self._engine.add_request(sample.key, salted, self._sampling_params(sample))
+        self._engine.add_request(sample.key, salted, self._sampling_params(sample), **self._asked_for)
         self._samples[sample.key] = sample
 
     def _sampling_params(self, sample: _Sample) -> Any:
@@ -274,11 +275,15 @@ class VLLMEngine(InferenceEngine):
         if "weights" in self._asleep:
             raise RuntimeError("load_weights() while the weights sleep: call wake('weights') first.")
         (problems,) = self._llm.apply_model(lambda model: self._deliver(model, weights))
+        self._finish_load(version)
+        raise_problems(problems, f"Weight sync to version {version}")
+
+    def _finish_load(self, version: int) -> None:
+        """Lets nothing that older weights filled be used again."""
         self._num_loads += 1
         self._version = version
         self._reset_caches()
         self._start_again()
-        raise_problems(problems, f"Weight sync to version {version}")
 
     def _deliver(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         packs = self._packs_experts

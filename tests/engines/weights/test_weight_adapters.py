@@ -1,0 +1,39 @@
+"""Adapters on their way to an engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
+
+DOWN, UP = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)  # rank 2, 3 inputs, 4 outputs
+
+
+def test_the_stream_is_divided_and_every_fault_is_named() -> None:
+    arriving = ArrivingAdapters(["a", "b"])
+    weights = [("w", UP), ("a.lora_A.weight", DOWN), ("a.lora_B.weight", UP), ("b.lora_B.weight", UP)]
+    rest = list(arriving.taken_from([*weights, ("b.lora_B.weight", UP), ("c.lora_A.weight", DOWN)]))
+    assert [name for name, _ in rest] == ["w"]
+    assert list(arriving.factors()) == ["a"]
+    assert arriving.account.problems() == [
+        "b.lora_B.weight came twice",
+        "unknown c.lora_A.weight",
+        "missing b.lora_A.weight",
+    ]
+
+
+def test_what_an_engine_holds_is_compared_in_its_own_type() -> None:
+    arriving, given = ArrivingAdapters([]), Factors(DOWN, UP)
+    arriving.compare("a", given, Factors(DOWN.bfloat16(), UP.bfloat16()))
+    assert not arriving.account.problems()
+    arriving.compare("a", given, Factors(DOWN, 2 * UP))
+    assert arriving.account.problems() == ["the engine does not hold a.lora_B.weight as it was given"]
+
+
+def test_an_adapter_fits_a_layer_of_its_size() -> None:
+    (size,) = layer_sizes(nn.Sequential(nn.Linear(3, 4)), ["0"]).values()
+    assert size == (3, 4)
+    assert fits(Factors(DOWN, UP), *size)
+    assert not fits(Factors(DOWN, UP[:3]), *size)
+    assert not fits(Factors(DOWN[:1], UP), *size)
