@@ -3,7 +3,7 @@
 # Ends with 3 on a machine without a CUDA device, and with 1 if a test or a benchmark failed; the page is then written too.
 #
 #     bash scripts/gpu_report.sh [PAGE]
-set -uo pipefail
+set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=python3
