@@ -5,6 +5,7 @@ Nothing of it is entered by a run without these options: export() puts itself ar
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,13 @@ def export(trainer: Any) -> None:
     def export_step(number: int) -> None:
         target = root / "exports" / f"step-{number}"
         partial = target.with_name(f".{target.name}")
+        with comm.phase("export", local=True):
+            if comm.is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
         save(partial, number)
         with comm.phase("export", local=True):
             if comm.is_main:
+                shutil.rmtree(target, ignore_errors=True)  # there if the run goes on from a step before it
                 partial.rename(target)
         if upload is not None:
             upload(target, f"step {number}")

@@ -1,5 +1,6 @@
 """Exports of a run, while it goes on and afterwards."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,17 @@ def test_a_run_exports_uploads_and_is_exported(
     capsys.readouterr()
     assert hash_main([str(folder / "again")]) == 0
     assert capsys.readouterr().out.split()[0] in (folder / "again" / "README.md").read_text()
+
+
+def test_a_step_that_is_trained_again_replaces_its_export(run: Any) -> None:
+    exports = run() / "exports"
+    shutil.rmtree(exports.parent / "checkpoints")  # as if the run was killed before the first one
+    shutil.rmtree(exports.parent / "final")
+    (exports / ".step-1").mkdir()  # and while it wrote
+    for name in ("step-1", ".step-1"):
+        (exports / name / "model-00001-of-00002.safetensors").write_text("stale")
+    run()
+    assert [path.name for path in exports.iterdir()] == ["step-1"]
+    exported = {path.name for path in (exports / "step-1").iterdir()}
+    assert "model.safetensors" in exported
+    assert "model-00001-of-00002.safetensors" not in exported
