@@ -87,7 +87,7 @@ class StallWatch:
     # ---- The main thread of a rank whose collective broke --------------------------------------------------------
 
     def why_lost(self, text: str) -> str:
-        """Returns the errors that the others left with; else the report, or on all ranks but one where it stands."""
+        """Returns the errors that the others left with; else where the report stands, which one rank has written."""
         with self._ended_without_store(text):
             errors = self._board.errors_of_others()
             if errors:
@@ -100,11 +100,13 @@ class StallWatch:
                 self._wait_for([_TOLD], _REPORT_S)
                 return f"rank {self._rank} waited for another rank in vain; the rank that asked first says for which."
             self._wait_for([_answer_of(rank) for rank in range(self._world)], _ANSWER_S + 2 * _STACK_S)
-            report = "\n".join([text, *self._describe_others()])
+            # Written before the others hear of it: the first of them to end has torchrun kill this rank.
+            sys.stderr.write("\n".join([f"[rank {self._rank}] {text}", *self._describe_others()]) + "\n")
+            sys.stderr.flush()
             self._board.post_error(RuntimeError(f"other ranks did not come; rank {self._rank} has reported them"))
             self._store.set(_TOLD, "")
             self._thread.join(_ANSWER_S)  # it may have processes to kill
-            return report
+            return f"rank {self._rank} waited for another rank in vain; its report on standard error says which."
 
     @contextmanager
     def _ended_without_store(self, text: str) -> Iterator[None]:
