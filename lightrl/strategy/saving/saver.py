@@ -24,7 +24,7 @@ from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import StateWriter, write_state_hash
-from lightrl.strategy.saving.state_reader import TensorReader, load_object
+from lightrl.strategy.saving.state_reader import TensorReader, load_object, load_without_code
 
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
@@ -274,7 +274,7 @@ def _check_loadable(values: Mapping[str, Any], name: str) -> None:
         try:
             torch.save(value, buffer)
             buffer.seek(0)
-            torch.load(buffer, weights_only=True, map_location="cpu")
+            load_without_code(buffer)
         except (pickle.PickleError, AttributeError, TypeError) as error:  # the last two: of what cannot be pickled
             raise _not_loadable(name.format(key), value) from error
 

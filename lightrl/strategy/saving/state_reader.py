@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals, safe_globals
 
 from lightrl.checkpoint import load_json
 from lightrl.strategy.saving.state_files import block_checksums
@@ -113,6 +114,27 @@ def _damaged(path: Path, reason: object) -> ValueError:
 def load_object(path: Path) -> Any:
     """Reads what add_object wrote; raises ValueError for anything else."""
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return load_without_code(path)
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(path, " ".join(str(error).split())[:200]) from error
+
+
+def load_without_code(file: Path | BinaryIO) -> Any:
+    """Reads what torch.save wrote if loading it runs no code but torch's, whatever other packages have declared safe.
+
+    Megatron, for one, declares paths and namespaces safe for the whole process when it is imported, so that what a
+    checkpoint may hold would depend on what else the program uses.
+    """
+    declared = get_safe_globals()
+    clear_safe_globals()
+    try:
+        with safe_globals([item for item in declared if _is_of_torch(item)]):
+            return torch.load(file, weights_only=True, map_location="cpu")
+    finally:
+        add_safe_globals(declared)
+
+
+def _is_of_torch(declared: Any) -> bool:
+    """Whether torch defines it; some are declared as (object, name)."""
+    thing = declared[0] if isinstance(declared, tuple) else declared
+    return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
+from torch.serialization import get_safe_globals, safe_globals
 
+from lightrl.strategy.saving.state_reader import load_object
 from lightrl.strategy.single import SingleStrategy
 
 NUM_BEFORE, NUM_AFTER = 4, 5
@@ -157,3 +159,15 @@ def test_a_schedule_that_could_not_be_loaded_again_is_refused_at_the_save(tmp_pa
     run = Run(Odd, momentum_sgd)
     with pytest.raises(ValueError, match=r"Odd.folder is a PosixPath, which cannot be loaded safely"):
         run.strategy.save_ckpt(run.model, str(tmp_path))
+
+
+def test_what_another_package_declared_safe_is_refused_too(tmp_path: Path) -> None:
+    run = Run(Odd, momentum_sgd)
+    with safe_globals([PosixPath]):  # as Megatron does when it is imported
+        with pytest.raises(ValueError, match=r"Odd.folder is a PosixPath, which cannot be loaded safely"):
+            run.strategy.save_ckpt(run.model, str(tmp_path / "saved"))
+        torch.save(Path("nowhere"), tmp_path / "object.pt")
+        assert torch.load(tmp_path / "object.pt", weights_only=True) == Path("nowhere")
+        with pytest.raises(ValueError, match=r"object.pt is damaged"):
+            load_object(tmp_path / "object.pt")
+        assert PosixPath in get_safe_globals()  # it stays declared for whoever did so
