@@ -29,6 +29,7 @@ from lightrl.config.sections import (
     SharingConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
+from lightrl.config.truncation import TruncationConfig
 
 BUILTIN_MODEL = "builtin:addition"
 
@@ -235,7 +236,7 @@ def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig(SharingConfig, SamplingConfig, RewardConfig, RunConfig):
+class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfig, RunConfig):
     """What a trainer needs that generates and scores what it learns from."""
 
     rollout_ranks: int = option(0, at_least=0, resume="free")
