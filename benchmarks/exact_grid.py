@@ -1,6 +1,6 @@
 """Prints the hashes of runs with `--exact` that differ in how they are spread only: the grid of docs/exact.md.
 
-    python benchmarks/exact_grid.py                      # every recipe at every setting: 45 runs, about 20 minutes
+    python benchmarks/exact_grid.py                      # every recipe at every setting: 54 runs, about 25 minutes
     python benchmarks/exact_grid.py --recipes ppo --settings "1 single" "8 fsdp"
 
 A hash is that of all saved weights (the first line of weights.sha256) and of metrics.jsonl without times and memory. It
@@ -30,6 +30,7 @@ RECIPES = {  # script and flags
     "grpo, KL, 2 mini-batches x 2 epochs": ("grpo", [*UPDATES, "--optim.max_norm", "0.1"]),
     "grpo, LoRA": ("grpo", ["--lora.rank", "4", *UPDATES]),
     "grpo, dynamic sampling": ("grpo", ["--dynamic_sampling.enabled", "True", "--eval.every", "2"]),
+    "grpo, top-p 0.9, top-k 8": ("grpo", ["--top_p", "0.9", "--top_k", "8", "--temperature", "0.8", *UPDATES]),
     "ppo": ("ppo", [*UPDATES, "--algorithm.reward_normalization", "running"]),
 }
 SETTINGS = {

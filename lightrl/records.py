@@ -99,6 +99,9 @@ class Sample:
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)
     """[tokens, layers, k] of a mixture of experts: the k experts that the engine chose for each token of prompt and
     response, in each layer that has a router. None unless --routing.replay asks for them."""
+    allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+    """[m, 2] of an index in the response and a token: what --top_p and --top_k left to draw from there, the drawn token
+    among it. None, or an index without a pair: the whole vocabulary."""
     turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
     reward: float | None = None  # that the workflow gave; --reward episode reads it
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
@@ -310,6 +313,7 @@ class PackedBatch:
     selected: Tensor | None = None  # [N] bool, tokens that the loss treats differently; None: no token
     in_policy_loss: Tensor | None = None  # [N] bool, tokens whose policy loss counts; None: all trained tokens
     routing: Tensor | None = None  # [T, layers, k] int16: the experts to use for each token, -1 for the router's own
+    allowed: Tensor | None = None  # [m, 2] int32, (n, token) that the n-th response token was drawn from; see Sample
 
     def to(self, device: torch.device) -> PackedBatch:
         """Copies the tensors to a device."""

@@ -18,5 +18,7 @@ class EvaluateConfig(RolloutConfig):
     """Does nothing in an evaluation."""
 
     def check(self) -> None:
-        """Takes the data to evaluate on for those that are read first."""
+        """Takes the data to evaluate on for those that are read first; refuses settings of training's responses."""
+        if self.is_truncated:
+            raise ValueError("--top_p and --top_k are of training: an evaluation takes --eval.top_p and --eval.top_k.")
         self.train_data = self.eval_data or self.train_data

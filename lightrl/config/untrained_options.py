@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 _CHANGES = {
-    "top_p": "top_p",
-    "top_k": "top_k",
     "min_p": "",  # no engine setting of ours
     "min_tokens": "min_new_tokens",
     "min_new_tokens": "min_new_tokens",

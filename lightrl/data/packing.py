@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import torch
@@ -101,7 +102,20 @@ def pack(
     }
     if any(sample.routing is not None for sample in samples):
         tensors["routing"] = join_routing(samples)
+    if any(sample.allowed is not None for sample in samples):
+        tensors["allowed"] = _join_allowed(samples)
     return replace(batch, **(tensors | given))
+
+
+def _join_allowed(samples: Sequence[Sample]) -> Tensor:
+    """Returns the tokens that those of the pack were drawn from, [m, 2] of an index among the targets and a token."""
+    starts = accumulate((len(sample.response_ids) for sample in samples), initial=0)
+    pairs = [
+        torch.from_numpy(sample.allowed) + torch.tensor([start, 0], dtype=torch.int32)
+        for sample, start in zip(samples, starts, strict=False)
+        if sample.allowed is not None
+    ]
+    return torch.cat(pairs)
 
 
 def _young_tokens(ordered: Sequence[Experience]) -> Tensor:

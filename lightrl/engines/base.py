@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -129,14 +129,18 @@ class SamplingParams:
         """Whether a trainer, which knows only a temperature, computes the same logprobs for the tokens."""
         return not self._changes()
 
-    def require_trainable(self) -> None:
-        """Raises ValueError for settings that make a trainer compute other logprobs for the tokens."""
-        if changes := self._changes():
+    def require_trainable(self, *, reports_allowed: bool = False) -> None:
+        """Raises ValueError for settings that make a trainer compute other logprobs for the tokens.
+
+        reports_allowed: the engine says which tokens top-p and top-k left, so that a trainer can follow these two.
+        """
+        if changes := self._changes(skipped=("top_p", "top_k") if reports_allowed else ()):
             raise _not_trainable(changes)
 
-    def _changes(self) -> list[str]:
+    def _changes(self, skipped: Collection[str] = ()) -> list[str]:
         """Returns the settings, as name=value, that change the distribution besides the temperature."""
-        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        changing = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        names = [name for name in changing if name not in skipped]
         fields = type(self).__dataclass_fields__
         return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != fields[name].default]
 
@@ -168,6 +172,7 @@ class Completion:
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
+    allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)  # as Sample.allowed
 
 
 class InferenceEngine(ABC):
@@ -183,6 +188,7 @@ class InferenceEngine(ABC):
     video_token_id: int | None = None
     sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
     returns_routing = False  # True: completions of a mixture of experts have the experts that were chosen
+    reports_allowed = False  # True: completions have the tokens that top-p and top-k left to draw from
     wake_hint: str = ""  # the option to lower when there is no memory to wake up
 
     @abstractmethod

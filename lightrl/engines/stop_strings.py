@@ -37,6 +37,7 @@ def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
         logprobs=item.logprobs[:length],
         versions=item.versions[:length],
         routing=None if item.routing is None else item.routing[:num_run],
+        allowed=None if item.allowed is None else item.allowed[item.allowed[:, 0] < length],
         finish_reason=reason,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,15 @@ from torch.nn import functional as F
 _CPU_TILE = (1024, 4096)
 _ACCELERATOR_TILE = (2048, 16384)
 
-_LOWEST_BIAS = -1e20  # e to this is 0 as well, but an excluded token's -inf would make p log p and its gradient NaN
+LOWEST = -1e20  # e to this is 0 as well, but an excluded token's -inf would make p log p and its gradient NaN
+
+
+class Support(Protocol):
+    """The tokens that each row's distribution is of."""
+
+    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> None:
+        """Overwrites the logits [rows, columns] of all other tokens by LOWEST."""
+        ...
 
 
 def chosen_logprobs(
@@ -32,6 +40,7 @@ def chosen_logprobs(
     logit_scale: float = 1.0,
     with_entropy: bool = True,
     in_steps: bool = False,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns each target's log-probability, and the entropy, under softmax of the logits hidden @ weight.T + bias.
 
@@ -46,6 +55,7 @@ def chosen_logprobs(
         softcap: largest absolute logit; None: no cap.
         with_entropy: False leaves the entropy NaN, so that nothing can take it for a value.
         in_steps: compute the logits by final_logits(), bit for bit, and not as fast as can be.
+        support: the tokens that the softmax is of; None: all.
 
     Returns:
         The log-probabilities, [N], and the entropies, [N].
@@ -60,9 +70,9 @@ def chosen_logprobs(
     kind = _LogitSteps if in_steps else _LogitTransform
     transform = kind(scale=logit_scale, softcap=softcap, temperature=temperature)
     with torch.autocast(hidden.device.type, enabled=False):
-        held = None if bias is None else bias.to(dtype).clamp(min=_LOWEST_BIAS)
+        held = None if bias is None else bias.to(dtype).clamp(min=LOWEST)
         logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden.to(dtype), weight.to(dtype), held, targets, transform, with_entropy
+            hidden.to(dtype), weight.to(dtype), held, targets, transform, with_entropy, support
         )
     if bias is not None and softcap is None:  # a capped logit excludes no token
         logprobs = logprobs.masked_fill(bias[targets].isneginf(), float("-inf"))
@@ -118,7 +128,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the log-probabilities [N] of targets, from whole logits [N, V]: the bits of chosen_logprobs(in_steps)."""
     summary = _RowSummary(targets, logits.dtype, with_entropy=False)
     for columns in _slices(logits.shape[1], _tile(logits)[1]):
-        summary.add(logits[:, columns].clone(), columns.start)
+        summary.add(logits[:, columns].clamp(min=LOWEST), columns.start)
     return summary.chosen - (summary.maximum + summary.total.log())
 
 
@@ -132,6 +142,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         targets: Tensor,
         transform: _LogitTransform,
         with_entropy: bool,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logsumexp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
@@ -141,12 +152,15 @@ class _ChosenLogprobs(torch.autograd.Function):
         for rows in _slices(hidden.shape[0], num_rows):
             summary = _RowSummary(targets[rows], dtype, with_entropy)
             for columns in _slices(weight.shape[0], num_columns):
-                summary.add(transform.logits(hidden[rows], weight, bias, columns, dtype), columns.start)
+                logits = transform.logits(hidden[rows], weight, bias, columns, dtype)
+                if support is not None:
+                    support.hide_others(logits, rows, columns)
+                summary.add(logits, columns.start)
             logsumexp[rows], chosen[rows] = summary.maximum + summary.total.log(), summary.chosen
             if with_entropy:
                 entropy[rows] = summary.total.log() - summary.moment / summary.total
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
-        ctx.transform = transform
+        ctx.transform, ctx.support = transform, support
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -156,7 +170,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return (None,) * 6
+            return (None,) * 7
         slope, dtype = ctx.transform.slope_at_zero, logsumexp.dtype
         per_row = [targets, logsumexp, entropy, *(None if grad is None else grad * slope for grad in grads)]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -170,6 +184,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             for rows in _slices(hidden.shape[0], num_rows):
                 logits = ctx.transform.logits(hidden[rows], weight, bias, columns, dtype)
                 slope_of_cap = None if ctx.transform.softcap is None else ctx.transform.slope_of_cap(logits)
+                if ctx.support is not None:
+                    ctx.support.hide_others(logits, rows, columns)
                 parts: list[Any] = [None if part is None else part[rows] for part in per_row]
                 grad = _logit_gradient(logits, columns.start, *parts)
                 grad = (grad if slope_of_cap is None else grad.mul_(slope_of_cap)).to(hidden.dtype)
@@ -185,7 +201,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_bias[columns] = bias_sum
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 class _RowSummary:

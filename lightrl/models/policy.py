@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from lightrl.models.allowed_tokens import AllowedTokens
 from lightrl.models.hub import require_reachable
 from lightrl.models.logprobs import chosen_logprobs
 from lightrl.models.multimodal import (
@@ -142,7 +143,8 @@ class Policy(nn.Module):
         """Returns the scores of the response tokens from hidden_states()."""
         if self.sequence_group is not None:
             return self._scores_of_split(hidden, batch, self.sequence_group)
-        logprobs, entropy = self._score(hidden[batch.score_index], batch.targets, batch.temperature)
+        support = None if batch.allowed is None else AllowedTokens(batch.allowed, len(batch.targets))
+        logprobs, entropy = self._score(hidden[batch.score_index], batch.targets, batch.temperature, support)
         return TokenScores(logprobs=logprobs, entropy=entropy)
 
     def _scores_of_split(self, hidden: Tensor, batch: PackedBatch, group: SequenceGroup) -> TokenScores:
@@ -152,7 +154,9 @@ class Policy(nn.Module):
         logprobs, entropy = apply_to_split(score, hidden, batch.score_index, group)
         return TokenScores(logprobs=logprobs, entropy=entropy)
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, support: AllowedTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
         head: Any = self.hf.get_output_embeddings()
         return self.chosen_logprobs(
             hidden,
@@ -163,6 +167,7 @@ class Policy(nn.Module):
             softcap=self._softcap,
             logit_scale=self._logit_scale,
             with_entropy=self.entropy,
+            support=support,
         )
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:

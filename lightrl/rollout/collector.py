@@ -82,7 +82,7 @@ class Scorer:
 
 def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
     """Returns what the requests of a run ask for, as arguments of Collector."""
-    sampling = SamplingParams(stop=config.stop)
+    sampling = SamplingParams(stop=config.stop, top_p=config.top_p, top_k=config.top_k)
     return {"sampling": sampling, "evaluation": replace(sampling, **config.eval.sampling)}  # type: ignore[arg-type]
 
 
@@ -110,7 +110,9 @@ class Collector(Scorer):
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
         self._seed = seed
-        sampling.require_trainable()
+        if not sampling.is_trainable:
+            engine = strategy.serving.engine
+            sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self._evaluation = replace(evaluation or sampling, max_new_tokens=max_new_tokens)
 
@@ -151,6 +153,7 @@ class Collector(Scorer):
             text=tokenizer.decode(list(token_ids), skip_special_tokens=True),
             prompt_ids=completion.prompt_token_ids,
             routing=completion.routing,
+            allowed=completion.allowed,
         )
 
     def evaluate(

@@ -92,6 +92,8 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors[f"{name}.{field}"] = torch.tensor(getattr(sample, field), dtype=dtype)
     if sample.routing is not None:
         tensors[f"{name}.routing"] = torch.from_numpy(sample.routing).contiguous()
+    if sample.allowed is not None:
+        tensors[f"{name}.allowed"] = torch.from_numpy(sample.allowed).contiguous()
     return {
         "tensors": name,
         "sample_index": sample.sample_index,
@@ -130,7 +132,7 @@ def _groups_of(path: Path, prompts: Sequence[Prompt]) -> Iterator[ScoredGroup]:
 def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapping[str, Tensor]) -> Sample:
     name = row["tensors"]
     per_token: dict[str, Any] = {field: tuple(tensors[f"{name}.{field}"].tolist()) for field in _PER_TOKEN}
-    routing = tensors.get(f"{name}.routing")
+    routing, allowed = tensors.get(f"{name}.routing"), tensors.get(f"{name}.allowed")
     return Sample(
         prompt=prompt,
         position=position,
@@ -139,6 +141,7 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         text=row["text"],
         prompt_ids=tuple(row["prompt_ids"]),
         routing=None if routing is None else routing.numpy(),
+        allowed=None if allowed is None else allowed.numpy(),
         turns=tuple(row["turns"]),
         reward=row["reward"],
         numbers=row["numbers"],

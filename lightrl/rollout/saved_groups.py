@@ -33,6 +33,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "own": list(sample.own),
         "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
+        "allowed": None if sample.allowed is None else torch.from_numpy(sample.allowed),
         "turns": list(sample.turns),
         "reward": sample.reward,
         "numbers": dict(sample.numbers),
@@ -76,4 +77,5 @@ def _sample_from(item: Mapping[str, Any], group: Mapping[str, Any], prompt: Prom
         prompt_ids=tuple(item.get("prompt_ids", group["prompt_ids"]).tolist()),
         branches=tuple(_sample_from(branch, group, prompt) for branch in item.get("branches", ())),
         routing=None if item.get("routing") is None else item["routing"].numpy(),
+        allowed=None if item.get("allowed") is None else item["allowed"].numpy(),
     )

@@ -310,7 +310,7 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
         return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
     with strategy.comm.phase("set-up"):
         rewards.prepare(strategy)
-        strategy.serving.start(config.engine, model=policy, tokenizer=strategy.tokenizer, options=config)
+        strategy.serving.start(config.engine_path, model=policy, tokenizer=strategy.tokenizer, options=config)
         strategy.sleep_engine()
     if run.workflow is not None:
         return collector_of_episodes(run.workflow, strategy, rewards, config)

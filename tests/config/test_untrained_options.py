@@ -18,7 +18,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, kind: type[RunConfig
 @pytest.mark.parametrize(
     ("flag", "advice"),
     [
-        ("--top_p", "For evaluation there is --eval.top_p."),
         ("--min-tokens", "For evaluation there is --eval.min_new_tokens."),
         ("--rollout.repetition_penalty", "For evaluation there is --eval.repetition_penalty."),
         ("--min_p", "Leave it out."),
@@ -39,7 +38,7 @@ def test_settings_that_cannot_be_trained_are_refused_with_the_reason(
 
 def test_only_flags_that_are_no_options_have_a_reason() -> None:
     known = ["eval.top_p", "temperature"]
-    assert reasons_against(["--eval.top_p", "1", "--temperature=1", "top_k", "--lr"], known) == []
-    assert len(reasons_against(["--top_p=1", "--top-k", "2"], known)) == 2
+    assert reasons_against(["--eval.top_p", "1", "--temperature=1", "min_p", "--lr"], known) == []
+    assert len(reasons_against(["--min_p=1", "--min-tokens", "2"], known)) == 2
     assert reason_against("lr", known) == ""
-    assert reason_against("top_p", ["temperature"]) == ""
+    assert reason_against("min_p", ["temperature"]) == ""

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -80,6 +81,18 @@ def test_what_a_tool_wrote_is_read_and_not_trained() -> None:
     assert masked.loss_mask.tolist() == [True, False, False, True]
     with pytest.raises(ValueError, match="own has 2 values for a response of 3 tokens"):
         replace(a.sample, own=(True, False))
+
+
+def test_what_a_token_could_have_been_follows_it_into_the_pack() -> None:
+    # The pack has B before C before A. B has the target 0, C the target 1 with the whole vocabulary, A 2 and 3.
+    a, b, c = experience(0, 0, [1, 2, 3], [4, 5]), experience(1, 0, [6], [7]), experience(2, 0, [6, 6], [8])
+    a = replace(a, sample=replace(a.sample, allowed=np.array([[0, 4], [1, 5], [1, 9]], np.int32)))
+    b = replace(b, sample=replace(b.sample, allowed=np.array([[0, 7], [0, 3]], np.int32)))
+    batch = pack([a, b, c], temperature=1.0)
+    assert batch.targets.tolist() == [7, 8, 4, 5]
+    assert batch.allowed is not None
+    assert batch.allowed.tolist() == [[0, 7], [0, 3], [2, 4], [3, 5], [3, 9]]
+    assert pack([c], temperature=1.0).allowed is None
 
 
 def test_dtypes() -> None:

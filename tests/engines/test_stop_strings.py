@@ -39,10 +39,13 @@ def test_the_experts_of_tokens_that_are_cut_off_go_with_them() -> None:
     item = Completion(
         request_id=0, sample_index=0, prompt_token_ids=(0, 0), output_token_ids=(0, 1, 2, 3),
         logprobs=(0.0,) * 4, versions=(1,) * 4, finish_reason="length", routing=np.zeros((5, 1, 2), np.int16),
+        allowed=np.array([[0, 4], [2, 5], [2, 6], [3, 7]], np.int32),
     )  # fmt: skip
     cut = cut_after_stop(item, ("\n\n",), Syllables())
     assert cut.routing is not None
     assert (len(cut.output_token_ids), len(cut.routing)) == (3, 4)
+    assert cut.allowed is not None
+    assert cut.allowed.tolist() == [[0, 4], [2, 5], [2, 6]]
 
 
 def test_a_stop_string_within_the_minimum_of_tokens_does_not_count() -> None:

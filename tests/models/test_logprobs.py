@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightrl.models import logprobs as module
-from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.logprobs import chosen_logprobs, logprobs_of_logits
 
 
 @pytest.fixture(params=[(1024, 4096), (3, 4)], ids=["one_tile", "many_tiles"])
@@ -229,3 +229,10 @@ def test_bad_options_are_errors() -> None:
         chosen_logprobs(hidden, weight, targets, temperature=0)
     with pytest.raises(ValueError, match="softcap is -1"):
         chosen_logprobs(hidden, weight, targets, softcap=-1)
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_a_first_tile_without_a_token_to_draw_is_no_nan() -> None:
+    # Of the weights 1 and 3 behind it the target has 3/4: ln 0.75 = -0.287682.
+    logits = torch.tensor([[-math.inf] * 4 + [0.0, math.log(3.0)]])
+    assert_close(logprobs_of_logits(logits, torch.tensor([5])), torch.tensor([-0.287682]), atol=1e-6, rtol=0)

@@ -46,13 +46,16 @@ def test_all_that_a_group_holds_comes_back(tmp_path: Path) -> None:
         branches=(branch,),
     )
     failed = sample(0, 1, response_ids=(), sampler_logprobs=(), versions=(), status=Status.FAILED, turns=())
-    routed = sample(0, 2, routing=np.arange(8, dtype=np.int16).reshape(4, 2, 1))
+    routed = sample(
+        0, 2, routing=np.arange(8, dtype=np.int16).reshape(4, 2, 1), allowed=np.array([[0, 5], [0, 9]], np.int32)
+    )
     wanted = group(0, samples=(odd, failed, routed), rewards=(0.1, math.nan, 1.0), baseline=math.nan)
     write_groups(tmp_path, 0, [wanted, group(1)], rank=0, world=1)
     found, other = read_groups(tmp_path, 0, PROMPTS, rank=0, world=1)
     assert found.samples == wanted.samples
     assert found.samples[2].routing is not None
     assert np.array_equal(found.samples[2].routing, routed.routing)
+    assert np.array_equal(found.samples[2].allowed, routed.allowed)
     assert (found.rewards[0], found.rewards[2], found.step) == (0.1, 1.0, 7)
     assert math.isnan(found.rewards[1])
     assert found.baseline is not None

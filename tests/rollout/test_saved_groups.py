@@ -24,6 +24,7 @@ def sample(index: int) -> Sample:
         prompt_ids=(1, 9, 9),
         own=(True, True, False),
         routing=np.full((6, 1, 2), 3 + index, np.int16),
+        allowed=np.full((3, 2), index, np.int32),
         turns=(0, 1),
         reward=0.25,
         numbers={"calls": 2.0},
@@ -45,11 +46,12 @@ def test_a_group_comes_back_equal() -> None:
     read = group_from_state(saved_and_read(group_state(group)), PROMPTS)
     assert read == group
     assert (read.samples[1].routing == 4).all()
+    assert (read.samples[1].allowed == 1).all()
 
 
 def test_a_state_of_an_older_version_has_no_tickets() -> None:
     state = group_state(ScoredGroup(samples=(sample(0),), rewards=(0.5,), step=3))
-    for name in ("own", "turns", "reward", "numbers", "status", "ticket", "start_version", "routing"):
+    for name in ("own", "turns", "reward", "numbers", "status", "ticket", "start_version", "routing", "allowed"):
         del state["samples"][0][name]
     read = group_from_state(state, PROMPTS).samples[0]
     assert (read.own, read.turns, read.status, read.ticket, read.start_version) == ((), (0,), Status.COMPLETED, -1, -1)

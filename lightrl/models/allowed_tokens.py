@@ -1,0 +1,31 @@
+"""The tokens that top-p and top-k left to draw from: the support of the distribution that a token came from.
+
+A truncated distribution is the whole one divided by the mass of its support. Which tokens those are was decided by the
+weights that sampled. An update computes both of its probabilities on that support, or their ratio would compare two
+different sets (DeepSeek-V3.2, arXiv:2512.02556, calls it keeping the sampling mask).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrl.models.logprobs import LOWEST
+
+
+class AllowedTokens:
+    """Hides, in tiles of logits, the tokens that a row could not have drawn."""
+
+    def __init__(self, pairs: Tensor, num_rows: int) -> None:
+        """Takes pairs of a row and a token that it could draw, [m, 2] int; a row without one could draw any."""
+        self._rows, self._tokens = pairs.long().unbind(1)
+        self._is_limited = torch.zeros(num_rows, dtype=torch.bool, device=pairs.device)
+        self._is_limited[self._rows] = True
+
+    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> None:
+        """Overwrites the logits [rows, columns] of the tokens that are not allowed."""
+        in_rows = (self._rows >= rows.start) & (self._rows < rows.stop)
+        inside = in_rows & (self._tokens >= columns.start) & (self._tokens < columns.stop)
+        is_hidden = self._is_limited[rows, None].repeat(1, logits.shape[1])
+        is_hidden[self._rows[inside] - rows.start, self._tokens[inside] - columns.start] = False
+        logits.masked_fill_(is_hidden, LOWEST)
