@@ -89,7 +89,9 @@ class _SplitLogprobs(torch.autograd.Function):
 
 
 class _Columns:
-    """What _ChosenLogprobs.backward() reads of its context; it takes a bias, and this head has none."""
+    """What _ChosenLogprobs.backward() reads of its context; it takes a bias and a support, and this head has none."""
+
+    support = None
 
     def __init__(self, ctx: Any) -> None:
         self.saved_tensors = ctx.saved_tensors
