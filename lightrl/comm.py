@@ -243,7 +243,7 @@ class Comm:
             return self._weighted_mean(data, op, weight)
         if isinstance(data, Mapping):
             return cast(T, self._reduce_tree(data, op))
-        return cast(T, self._reduce_alike([data], op)[0])
+        return data if self.world == 1 and type(data) is float else cast(T, self._reduce_alike([data], op)[0])
 
     def _weighted_mean(self, data: T, op: str, weight: float | Tensor) -> T:
         if op != "mean":

@@ -43,9 +43,3 @@ class ExportOptions(ProfileConfig):
 
     export: ExportConfig = section(ExportConfig, resume="free")
     hub: HubConfig = section(HubConfig, resume="free")
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that look on while it trains; none by default."""
-        recorded = ("lightrl.trainers.profiling:profile",) if self.profile else ()
-        return (*recorded, "lightrl.trainers.export:export") if self.export.every or self.hub.push else recorded

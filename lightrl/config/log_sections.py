@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from lightrl.config.options import option
 
 LOGGERS = ("wandb", "trackio", "mlflow", "swanlab")  # each the name of a package, and of the extra that installs it
-_ATTACH = "lightrl.trainers.loggers.attach:attach"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,11 +27,6 @@ class LogConfig:
         names = [name.strip() for name in self.to.split(",") if name.strip()]
         return tuple(name for name in dict.fromkeys(names) if name != "tensorboard" or not self.tensorboard)
 
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that write more; none by default."""
-        return (_ATTACH,) if self.loggers else ()
-
     def check(self) -> None:
         """Raises ValueError for a logger that is unknown or not installed."""
         check_loggers(self.loggers)
@@ -47,12 +41,6 @@ class RolloutLogConfig(LogConfig):
     tokens: bool = False
     """Write each token of these samples with its advantage, ratio, mask, weight version, logprob and entropy, and each
     reward of a sum, for `lightrl report`."""
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """Import paths of functions of the trainer that write more; none by default."""
-        tokens = ("lightrl.trainers.token_log:log_tokens",) if self.tokens and self.samples_per_step else ()
-        return (*tokens, _ATTACH) if self.loggers else tokens
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT")
 Resume = Literal["fixed", "free"]
+Check = Callable[[Any], object]  # of a config; raises ValueError
 
 # ---- Declaring an option -----------------------------------------------------------------------------------------
 
@@ -38,21 +39,23 @@ class Range(TypedDict, total=False):
     wanted: str  # replaces "it must be ..." in the error
 
 
-def option(default: T, *, resume: Resume = "fixed", **allowed: Unpack[Range]) -> T:
+def option(default: T, *, resume: Resume = "fixed", check: Check | None = None, **allowed: Unpack[Range]) -> T:
     """Declares an option by its default, its range, and whether a resumed run may change it.
 
     Args:
         resume: "free" lets a resumed run change the option, because no step's result depends on it.
+        check: Takes the config and raises ValueError if the option does not go with the others. It is called only
+            where the option is not at its default.
         allowed: The range, by the names of Range.
     """
     if not allowed.keys() <= Range.__annotations__.keys():
         raise TypeError(f"option() takes {', '.join(Range.__annotations__)}, not {', '.join(allowed)}.")
-    return dataclasses.field(default=default, metadata={"resume": resume, "allowed": allowed})
+    return dataclasses.field(default=default, metadata={"resume": resume, "check": check, "allowed": allowed})
 
 
-def section(kind: Callable[[], T], *, resume: Resume = "fixed") -> T:
-    """Declares a group of options; resume="free" holds for all of them."""
-    return dataclasses.field(default_factory=kind, metadata={"resume": resume})
+def section(kind: Callable[[], T], *, resume: Resume = "fixed", check: Check | None = None) -> T:
+    """Declares a group of options; resume="free" holds for all of them, and check is called if one was given."""
+    return dataclasses.field(default_factory=kind, metadata={"resume": resume, "check": check})
 
 
 def constant(make: Callable[[], T]) -> T:
@@ -103,9 +106,11 @@ def option_names(config_class: type[Any]) -> list[str]:
 def check_options(config: Any, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a value of the wrong type or out of range, here or in a section.
 
-    A text where several are expected becomes one of them. Then the `check` methods of the class and of all its bases
-    run, so that a subclass adds checks and repeats none. A section that was left at its defaults needs no check.
+    A text where several are expected becomes one of them. Then the checks of the options that are not at their defaults
+    run, and the `check` methods of the class and of all its bases, so that a subclass adds checks and repeats none. A
+    section that was left at its defaults needs no check.
     """
+    checks: list[Check | None] = []
     for name, (item, hint) in own_fields(type(config)).items():
         value = getattr(config, name)
         is_section = dataclasses.is_dataclass(hint)
@@ -119,6 +124,10 @@ def check_options(config: Any, prefix: str = "") -> None:
             raise TypeError(f"{prefix}{name} must be a {hint.__name__}, not {value!r}.")
         elif value != hint():
             check_options(value, f"{prefix}{name}.")
+        if value != (hint() if is_section else item.default):
+            checks.append(item.metadata.get("check"))
+    for check in filter(None, checks):
+        check(config)
     for kind in reversed(type(config).__mro__):
         if "check" in vars(kind):
             vars(kind)["check"](config)

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from lightrl.config.exact import check_exact
 from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
@@ -117,18 +116,13 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
     """Share that an exponential moving average of the weights keeps at each update, such as 0.99; final_ema/ holds the
     average at the end. 0: keep none."""
-    lora: LoraConfig = section(LoraConfig)
+    lora: LoraConfig = section(LoraConfig, check=lambda config: _check_adapters(config))
     log: LogConfig = section(LogConfig, resume="free")
     health: HealthConfig = section(HealthConfig, resume="free")
     exact_batches: bool = constant(lambda: True)
 
     def __post_init__(self) -> None:
         check_options(self)
-
-    def check(self) -> None:
-        """Raises ValueError for options that do not go together. The checks of a subclass run after these."""
-        if self.lora.is_on and self.tp_size > 1:
-            raise ValueError(f"--tp_size {self.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
 
     @property
     def samples_per_update(self) -> int:
@@ -145,6 +139,11 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
         """Length of the learning-rate schedule, in units of --optim.schedule_unit."""
         per_step = 1 if self.optim.schedule_unit == "rl_step" else self.optimizer_steps_per_step
         return self.max_steps * per_step
+
+
+def _check_adapters(config: RunConfig) -> None:
+    if config.tp_size > 1:
+        raise ValueError(f"--tp_size {config.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
 
 
 # ---- Runs that sample their own responses ------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class RewardConfig:
     max_reward_failures: int = option(0, at_least=0, resume="free")
     """Number of failed rewards that a run tolerates, over all ranks, in one scoring: of a step's samples, of a round of
     dynamic sampling, or of an evaluation. One more stops the run."""
-    reward_failure_value: str = "exclude"
+    reward_failure_value: str = option("exclude", check=lambda config: _check_failure_value(config))
     """Value of a failed reward if the run goes on: a number, or exclude, which leaves the sample out of advantages,
     loss and evaluation."""
     reward_concurrency: int = option(32, at_least=1, resume="free")
@@ -179,18 +178,15 @@ class RewardConfig:
     judge: JudgeConfig = section(JudgeConfig)
     code: CodeConfig = section(CodeConfig)
 
-    def check(self) -> None:
-        """Raises ValueError for a bad reward_failure_value."""
-        value = self.reward_failure_value
-        if value != "exclude" and not _is_finite_number(value):
-            raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")
 
-
-def _is_finite_number(text: str) -> bool:
+def _check_failure_value(config: RewardConfig) -> None:
+    value = config.reward_failure_value
     try:
-        return abs(float(text)) <= 1e30  # neither NaN nor infinity is
+        is_number = abs(float(value)) <= 1e30  # neither NaN nor infinity is
     except ValueError:
-        return False
+        is_number = False
+    if not is_number:
+        raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")
 
 
 _GREEDY = (
@@ -209,7 +205,7 @@ class SamplingConfig:
     """Prompts per step, over all ranks."""
     group_size: int = option(16, at_least=1, at_most=1_000_000)
     """Samples per prompt."""
-    num_minibatches: int = option(1, at_least=1)
+    num_minibatches: int = option(1, at_least=1, check=lambda config: _check_minibatches(config))
     """Optimizer steps per pass over a step's samples. The prompts are split evenly among them."""
     num_epochs: int = option(1, at_least=1)
     """Passes over a step's samples."""
@@ -217,22 +213,22 @@ class SamplingConfig:
     """Maximum length of a response, in tokens."""
     temperature: float = option(1.0, above=0, wanted=_GREEDY)
     """Sampling temperature. The training logprobs are those of the same distribution."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = option((), check=lambda config: _check_stop(config.stop))
     """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
     one that completes such a text are trained on, and rewards read the text with it."""
 
-    def check(self) -> None:
-        """Raises ValueError for an empty stop string, and if the prompts cannot be split evenly."""
-        if "" in self.stop:
-            raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
-        if self.num_prompts % self.num_minibatches:
-            raise _uneven_minibatches(self.num_prompts, self.num_minibatches)
+
+def _check_stop(texts: tuple[str, ...]) -> None:
+    if "" in texts:
+        raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
 
 
-def _uneven_minibatches(num_prompts: int, num_minibatches: int) -> ValueError:
-    hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
-    uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
-    return ValueError(f"{uneven} {hint}")
+def _check_minibatches(config: SamplingConfig) -> None:
+    num_prompts, num_minibatches = config.num_prompts, config.num_minibatches
+    if num_prompts % num_minibatches:
+        hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
+        uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
+        raise ValueError(f"{uneven} {hint}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,20 +237,11 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
     rollout_ranks: int = option(0, at_least=0, resume="free")
     """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
-    data: DataConfig = section(DataConfig)
-    rollout: WorkflowConfig = section(WorkflowConfig)
+    data: DataConfig = section(DataConfig, check=lambda config: _check_data(config))
+    rollout: WorkflowConfig = section(WorkflowConfig, check=lambda config: _check_rollout(config))
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
     health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
-
-    def check(self) -> None:
-        """Raises ValueError for options that a record of samples, or --exact, does not go with."""
-        if self.data.curriculum:
-            self.data.check_curriculum(has_own_ranks=self.rollout_ranks > 0, is_recorded=self.rollout.is_recorded)
-        if self.rollout.is_recorded:
-            self.rollout.check_record(has_own_ranks=self.rollout_ranks > 0 or self.rollout.is_scheduled)
-        if self.exact or self.exact_tile_tokens != ExactConfig.exact_tile_tokens:
-            check_exact(self)
 
     @property
     def samples_can_be_older(self) -> bool:
@@ -282,6 +269,18 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
         return self.num_epochs * self.num_minibatches
 
 
+def _check_data(config: RolloutConfig) -> None:
+    if config.data.curriculum:
+        config.data.check_curriculum(has_own_ranks=config.rollout_ranks > 0, is_recorded=config.rollout.is_recorded)
+
+
+def _check_rollout(config: RolloutConfig) -> None:
+    if config.rollout.is_recorded:
+        config.rollout.check_record(has_own_ranks=config.rollout_ranks > 0 or config.rollout.is_scheduled)
+    if config.rollout.samples_can_be_older and isinstance(config, GRPOConfig | PPOConfig):
+        _decouple_from_older(config)
+
+
 def _decouple_from_older(config: GRPOConfig | PPOConfig) -> None:
     """Resolves --algorithm.proximal auto, so that config.yaml says what the run computes."""
     algorithm = config.algorithm
@@ -289,8 +288,9 @@ def _decouple_from_older(config: GRPOConfig | PPOConfig) -> None:
         config.algorithm = dataclasses.replace(algorithm, proximal="recompute")
 
 
-def _check_horizon(algorithm: AlgorithmConfig, samples_per_step: int) -> None:
-    if algorithm.kl_horizon < samples_per_step:
+def _check_horizon(config: GRPOConfig | PPOConfig) -> None:
+    algorithm, samples_per_step = config.algorithm, config.samples_per_step
+    if algorithm.kl_target and algorithm.kl_horizon < samples_per_step:
         raise ValueError(
             f"--algorithm.kl_horizon {algorithm.kl_horizon} is less than the {samples_per_step} samples of a step: the "
             f"coefficient would jump. Use at least {10 * samples_per_step}."
@@ -305,23 +305,12 @@ class GRPOConfig(RolloutConfig):
     teacher_model: str = ""
     """Hugging Face folder or name of a model with the same tokenizer that judges the policy's own samples token by
     token (on-policy distillation). Empty: no teacher."""
-    algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
-    overlong: OverlongConfig = section(OverlongConfig)
-    distillation: DistillationConfig = section(DistillationConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for options that do not go together, or do nothing."""
-        if self.rollout.samples_can_be_older:
-            _decouple_from_older(self)
-        if self.algorithm.kl_target:
-            _check_horizon(self.algorithm, self.samples_per_step)
-        if self.dynamic_sampling.enabled and self.group_size < 2:
-            raise _nothing_to_compare(self.group_size)
-        if self.overlong.buffer:
-            self.overlong.check_buffer(self.max_new_tokens, has_episodes=bool(self.rollout.workflow))
-        if not self.teacher_model and self.distillation != DistillationConfig():
-            raise ValueError("The options --distillation... do nothing without --teacher_model.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, check=_check_horizon)
+    dynamic_sampling: DynamicSamplingConfig = section(
+        DynamicSamplingConfig, check=lambda config: _check_dynamic_sampling(config)
+    )
+    overlong: OverlongConfig = section(OverlongConfig, check=lambda config: _check_overlong(config))
+    distillation: DistillationConfig = section(DistillationConfig, check=lambda config: _check_teacher(config))
 
     @property
     def samples_can_be_older(self) -> bool:
@@ -329,9 +318,20 @@ class GRPOConfig(RolloutConfig):
         return self.dynamic_sampling.enabled or self.rollout.samples_can_be_older
 
 
-def _nothing_to_compare(group_size: int) -> ValueError:
-    text = "--dynamic_sampling.enabled compares the rewards of a group, but --group_size is"
-    return ValueError(f"{text} {group_size}: give at least 2.")
+def _check_dynamic_sampling(config: GRPOConfig) -> None:
+    if config.dynamic_sampling.enabled and config.group_size < 2:
+        text = "--dynamic_sampling.enabled compares the rewards of a group, but --group_size is"
+        raise ValueError(f"{text} {config.group_size}: give at least 2.")
+
+
+def _check_overlong(config: GRPOConfig) -> None:
+    if config.overlong.buffer:
+        config.overlong.check_buffer(config.max_new_tokens, has_episodes=bool(config.rollout.workflow))
+
+
+def _check_teacher(config: GRPOConfig) -> None:
+    if not config.teacher_model:
+        raise ValueError("The options --distillation... do nothing without --teacher_model.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -342,14 +342,10 @@ class PPOConfig(RolloutConfig):
     """Model that the critic starts from: a language model, a reward model, or the final_critic/ of a run, with the
     policy's tokenizer. Empty: --model."""
     critic: CriticConfig = section(CriticConfig)
-    algorithm: PPOAlgorithmConfig = section(PPOAlgorithmConfig)
+    algorithm: PPOAlgorithmConfig = section(PPOAlgorithmConfig, check=_check_horizon)
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
-        if self.rollout.samples_can_be_older:
-            _decouple_from_older(self)
-        if self.algorithm.kl_target:
-            _check_horizon(self.algorithm, self.samples_per_step)
         if self.optim.min_lr > self.critic_lr:
             raise ValueError(
                 f"--optim.min_lr {self.optim.min_lr} is above --critic_lr {self.critic_lr}, and the critic's "

@@ -369,15 +369,10 @@ class ProfileConfig:
 
     __slots__ = ()
 
-    profile: str = option("", resume="free")
+    profile: str = option("", resume="free", check=lambda config: profiled_steps(config.profile))
     """Record where the time goes, in profile/ of the run's folder: timeline for the phases of every rank in
     timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
     memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""
-
-    def check(self) -> None:
-        """Raises ValueError for a profile that names no steps."""
-        if self.profile:
-            profiled_steps(self.profile)
 
 
 # ---- Sharing -----------------------------------------------------------------------------------------------------
@@ -389,11 +384,6 @@ class SharingConfig:
 
     __slots__ = ()
 
-    share_prompts: bool = option(False, resume="free")
+    share_prompts: bool = option(False, resume="free", check=check_sharing)
     """Compute the tokens that samples begin with alike, such as the prompt of a group, once for all of a micro-batch.
     It saves time and memory, and changes results by rounding alone (docs/shared_prompts.md)."""
-
-    def check(self) -> None:
-        """Raises ValueError for options that prompts cannot be shared with."""
-        if self.share_prompts:
-            check_sharing(self)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightrl.config.exact import check_exact
 from lightrl.config.foreign_options import native_options
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
@@ -231,12 +232,12 @@ class TrainingConfig:
     """Type of the computation in trainer and engine. Parameters and optimizer states stay float32."""
     gradient_checkpointing: bool = option(False, resume="free")
     """Recompute activations in the backward to save memory."""
-    compile: bool = option(False, resume="free")
+    compile: bool = option(False, resume="free", check=lambda options: _check_compile(options))
     """Compile each block of a trained model with torch.compile; the first step then takes minutes. Strategies single,
     ddp and fsdp."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    optim: OptimConfig = section(OptimConfig)
+    optim: OptimConfig = section(OptimConfig, check=lambda options: _check_rates(options))
     checkpoint: CheckpointConfig = section(CheckpointConfig, resume="free")
 
 
@@ -270,7 +271,7 @@ class EngineConfig:
     """Number of consecutive ranks that share one engine by tensor parallelism."""
     engine_mem_fraction: float = option(0.4, above=0, below=1, wanted="it must be between 0 and 1", resume="free")
     """Share of a GPU's memory for the engine's weights and KV cache while it is awake. Engines vllm and sglang."""
-    engine_args: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = option((), check=engine_arguments)
     """Further arguments of the engine as name=value: those of LLM() for vllm, of Engine() for sglang."""
     engine_sleep_level: Literal[0, 1, 2] = option(1, resume="free")
     """What the engine gives up while the model trains. 0: nothing, it never sleeps. 1: the KV cache; vllm also moves
@@ -284,12 +285,7 @@ class EngineConfig:
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
     native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
-    routing: RoutingConfig = section(RoutingConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for engine_args that cannot be read."""
-        if self.engine_args:
-            engine_arguments(self)
+    routing: RoutingConfig = section(RoutingConfig, check=lambda options: _check_routing(options))
 
 
 @dataclass(kw_only=True)
@@ -311,10 +307,10 @@ class ExactConfig:
 
     __slots__ = ()
 
-    exact: bool = False
+    exact: bool = option(False, check=check_exact)
     """Give the same weights and metrics, bit for bit, at any number of ranks, by strategy single, ddp or fsdp, and at
     any size of micro-batches, which has no effect then (docs/exact.md). float32 on a CPU, native engine."""
-    exact_tile_tokens: int = option(2048, at_least=1)
+    exact_tile_tokens: int = option(2048, at_least=1, check=check_exact)
     """Tokens of the pieces in which a step with --exact is computed, each whole on one rank. Smaller ones let more
     ranks share a step; larger ones add up fewer gradients."""
 
@@ -334,14 +330,17 @@ class StrategyOptions(CriticTrainingConfig, ExactConfig, EngineConfig, ParallelC
         """Returns a run's config itself; of a Namespace or dict it takes the known names and warns about the rest."""
         return args if isinstance(args, StrategyOptions) else _from_foreign(args)
 
-    def check(self) -> None:
-        """Raises ValueError for options that do not go together."""
-        if self.routing.is_on:
-            _check_routing(self)
-        if self.compile and self.tp_size > 1:
-            raise ValueError(f"--compile does not go with --tp_size {self.tp_size}. Use --tp_size 1, or leave it out.")
-        if self.optim.min_lr > self.lr:
-            raise ValueError(f"--optim.min_lr {self.optim.min_lr} is above --lr {self.lr}, where the schedule begins.")
+
+def _check_compile(options: StrategyOptions) -> None:
+    if options.tp_size > 1:
+        raise ValueError(f"--compile does not go with --tp_size {options.tp_size}. Use --tp_size 1, or leave it out.")
+
+
+def _check_rates(options: StrategyOptions) -> None:
+    if options.optim.min_lr > options.lr:
+        raise ValueError(
+            f"--optim.min_lr {options.optim.min_lr} is above --lr {options.lr}, where the schedule begins."
+        )
 
 
 def _check_routing(options: StrategyOptions) -> None:

@@ -108,6 +108,7 @@ class ExactForward(FusedForward):
 class ExactRunner(ModelRunner):
     """Runs the fused forward where it was found to give the bits of the modules, and else the modules."""
 
+    trusts_tests = False
     make_cache = ExactCache
     make_modules = ExactModules
     make_fused = ExactForward

@@ -39,7 +39,7 @@ class RewardModel(nn.Module):
         """Returns [S] float32 in the order of batch.keys."""
         group = self.sequence_group
         hidden = packed_hidden_states(self.hf.get_decoder(), batch, group=group)
-        positions = _last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
+        positions = last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
         if group is None:
             return self._score(hidden[positions])
         (scores,) = apply_to_split(lambda rows, _: (self._score(rows),), hidden, positions, group)
@@ -51,7 +51,7 @@ class RewardModel(nn.Module):
         return scores[:, 0]
 
 
-def _last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
+def last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
     """Returns [S], the last token of each sequence that is not padding; the first token if all are padding."""
     device = input_ids.device
     starts = torch.tensor(cu_seqlens[:-1], device=device)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -48,12 +47,22 @@ logger = logging.getLogger(__name__)
 
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
+_OBSERVERS = {  # functions of the trainer that look on while it trains, by the options that ask for them
+    "profile": "lightrl.trainers.profiling:profile",
+    "export.every": "lightrl.trainers.export:export",
+    "hub.push": "lightrl.trainers.export:export",
+    "log.tokens": "lightrl.trainers.token_log:log_tokens",
+    "log.to": "lightrl.trainers.loggers.attach:attach",
+}
 _PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
     "exact": "lightrl.exact.run:exact",
     "rollout_ranks": "lightrl.trainers.separate:in_role",
-    "rollout.is_recorded": "lightrl.trainers.recorded:recorded",
+    "rollout.record": "lightrl.trainers.recorded:recorded",
+    "rollout.from_": "lightrl.trainers.recorded:recorded",
     "data.curriculum": "lightrl.trainers.curriculum:with_curriculum",
-    "rollout.is_scheduled": "lightrl.trainers.scheduled:scheduled",
+    "rollout.over_issue": "lightrl.trainers.scheduled:scheduled",
+    "rollout.max_staleness": "lightrl.trainers.scheduled:scheduled",
+    "rollout.filter": "lightrl.trainers.scheduled:scheduled",
 }
 
 
@@ -222,7 +231,17 @@ def _shares_prompts(config: RunConfig) -> bool:
 def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
     parts = _PARTS.items() if isinstance(config, RolloutConfig) else ()
-    return next((part for option, part in parts if attrgetter(option)(config)), "")
+    return next((part for option, part in parts if _is_on(option, config)), "")
+
+
+def observers(config: RunConfig) -> tuple[str, ...]:
+    """Returns the import paths of what looks on while the trainer trains; none by default."""
+    return tuple(dict.fromkeys(part for option, part in _OBSERVERS.items() if _is_on(option, config)))
+
+
+def _is_on(option: str, config: RunConfig) -> bool:
+    section, _, name = option.rpartition(".")
+    return bool(getattr(getattr(config, section) if section else config, name, False))
 
 
 def _unheard_options(trainer: Trainer) -> ValueError:
@@ -272,7 +291,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
     with comm.phase("set-up", local=True):
         if comm.is_main:
             folder.open(config, trainer.step_index)
-    for part in (*config.observers, *config.log.observers):
+    for part in observers(config):
         load_object(part, builtin={}, what="function", example="profile")(trainer)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     with console.progress, closing(_open_log(trainer)) as log, ended_by_signals(trainer) as goes_on:

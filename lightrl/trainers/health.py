@@ -19,6 +19,7 @@ from lightrl.rollout.record import write_groups
 logger = logging.getLogger(__name__)
 
 _FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
+_SKIPPED = ("skipped_updates", "critic/skipped_updates")
 
 
 class Limit(NamedTuple):
@@ -78,24 +79,18 @@ class UnhealthyRunError(RankError):
 def findings(metrics: Mapping[str, float], limits: HealthConfig) -> dict[str, str]:
     """Returns what is bad about a step, by metric: a sentence with the number and a remedy."""
     found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
-    for name in ("skipped_updates", "critic/skipped_updates"):
-        if metrics.get(name, 0.0) > 0:
-            found[name] = _skipped(metrics[name])
+    found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
     if isinstance(limits, RolloutHealthConfig):
-        found |= _beyond_limits(metrics, limits)
+        reached = [limit for limit in LIMITS if limit.metric in metrics and limit.is_bad(metrics[limit.metric], limits)]
+        found |= {limit.metric: _beyond(limit, metrics[limit.metric], limits) for limit in reached}
     if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
         found["reward/failures"] = _without_reward(metrics["reward/failures"])
     return found
 
 
-def _beyond_limits(metrics: Mapping[str, float], limits: RolloutHealthConfig) -> dict[str, str]:
-    found = {}
-    for limit in LIMITS:
-        value = metrics.get(limit.metric)
-        if value is not None and limit.is_bad(value, limits):
-            told = limit.text.format(value=value)
-            found[limit.metric] = f"{told} (--health.{limit.option} {getattr(limits, limit.option):g}). {limit.remedy}"
-    return found
+def _beyond(limit: Limit, value: float, limits: HealthConfig) -> str:
+    told = limit.text.format(value=value)
+    return f"{told} (--health.{limit.option} {getattr(limits, limit.option):g}). {limit.remedy}"
 
 
 def _not_finite(name: str) -> str:

@@ -12,13 +12,12 @@ import json
 import math
 import os
 import socket
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -212,8 +211,7 @@ class RunFolder:
 
     def check(self, config: RunConfig) -> None:
         """Raises ValueError if the folder holds anything but this run; changes nothing."""
-        _require_writable(self.root)
-        if self.root.exists() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
+        if self.root.is_dir() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
             earlier_run.require_same(self.root, config)
 
     def open(self, config: RunConfig, steps_done: int) -> None:
@@ -243,21 +241,15 @@ class RunFolder:
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
 
 
-def _require_writable(folder: Path) -> None:
-    """Raises ValueError unless the folder can be written, or made; leaves nothing behind."""
+def _refuse_folder(folder: Path, error: OSError) -> NoReturn:
+    if not error.filename:  # not the folder but the lock
+        raise error
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not nearest.is_dir():
-        raise _no_folder(folder, nearest)
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".lightrl-", dir=nearest))
-    except OSError as error:
+    if nearest.is_dir():
         why = f"{nearest} takes no files ({error.strerror})"
         raise ValueError(f"--output_dir {folder} cannot be written: {why}.") from error
-
-
-def _no_folder(folder: Path, nearest: Path) -> ValueError:
     where = "is a file" if nearest == folder else f"is below the file {nearest}"
-    return ValueError(f"--output_dir {folder} {where}. Name a folder.")
+    raise ValueError(f"--output_dir {folder} {where}. Name a folder.") from error
 
 
 def new_run_path(kind: str) -> Path:
@@ -344,15 +336,19 @@ _owned: dict[Path, _Owned] = {}  # by folder
 
 
 def own(root: Path) -> None:
-    """Makes this process the only one that writes a run's folder; raises ValueError if another one does.
+    """Makes this process the only one that writes a run's folder.
 
-    A process that owns a folder may open it again.
+    Raises ValueError if another process does, and if the folder cannot be written. A process may open a folder
+    again that it owns.
     """
     if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
         return
     made = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(root)
+    except OSError as error:
+        _refuse_folder(root, error)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     pid = os.getpid()
     record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})

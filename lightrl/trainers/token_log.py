@@ -28,6 +28,8 @@ def log_tokens(trainer: Any) -> None:
             f"{type(trainer).__name__} has none."
         )
     comm, folder, first = trainer.strategy.comm, trainer.folder, trainer.config.log.samples_per_step
+    if not first:
+        return
     log = TokenLog(first)
     loss, step, sample_row = trainer.loss, trainer.step, folder.sample_row
 

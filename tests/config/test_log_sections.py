@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
+from lightrl.config import GRPOConfig, LogConfig, RolloutLogConfig
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +17,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_separated_by_commas_and_tensorboard_is_on_anyway() -> None:
     assert LogConfig(to="wandb, my.own:Logger,tensorboard,wandb").loggers == ("wandb", "my.own:Logger")
     assert LogConfig(to="tensorboard", tensorboard=False).loggers == ("tensorboard",)
-
-
-def test_only_a_run_that_asks_for_loggers_enters_them() -> None:
-    attach = "lightrl.trainers.loggers.attach:attach"
-    tokens = "lightrl.trainers.token_log:log_tokens"
-    assert SFTConfig(log=LogConfig()).log.observers == ()
-    assert SFTConfig(log=LogConfig(to="wandb")).log.observers == (attach,)
-    assert GRPOConfig(log=RolloutLogConfig(to="wandb", tokens=True)).log.observers == (tokens, attach)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,3 @@ def test_steps_count_from_1() -> None:
 def test_anything_else_is_a_mistake(text: str) -> None:
     with pytest.raises(ValueError, match="--profile is .* give a step such as 3"):
         GRPOConfig(profile=text)
-
-
-def test_a_plain_run_has_no_observers() -> None:
-    config = GRPOConfig()
-    assert (config.observers, config.log.observers) == ((), ())

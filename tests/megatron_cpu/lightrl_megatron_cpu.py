@@ -23,12 +23,16 @@ _HOST = torch.device("cpu")
 
 
 class _Event:
+    def __init__(self, *args: Any, **settings: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
     def wait(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__()
+
     def wait_stream(self, *args: Any) -> None: ...
     def wait_event(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -60,9 +64,9 @@ def replace_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _HOST
     cuda.synchronize = lambda *args, **settings: None
-    cuda.current_stream = cuda.Stream = lambda *args, **settings: _Stream()
+    cuda.Stream, cuda.Event = _Stream, _Event  # classes, since engines name them in types
+    cuda.current_stream = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Event = lambda *args, **settings: _Event()
     cuda.get_rng_state = core_random._get_cuda_rng_state = lambda *args, **settings: torch.get_rng_state()
     cuda.set_rng_state = core_random._set_cuda_rng_state = lambda state, *args, **settings: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed

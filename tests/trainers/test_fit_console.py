@@ -1,6 +1,8 @@
 import pytest
 
-from lightrl.trainers.fit import RunConsole, Shown
+from lightrl.config import GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
+from lightrl.config.export_sections import ExportConfig, HubConfig
+from lightrl.trainers.fit import RunConsole, Shown, observers
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
 
@@ -32,3 +34,13 @@ def test_an_evaluation_may_lack_a_metric(capsys: pytest.CaptureFixture[str]) -> 
     with console.progress:
         console.evaluated(1, {"eval/reward": 0.5, "eval/response_tokens": 3.0})
     assert "step 1  eval/reward 0.500" in capsys.readouterr().out
+
+
+def test_only_what_is_asked_for_looks_on() -> None:
+    attach, tokens = "lightrl.trainers.loggers.attach:attach", "lightrl.trainers.token_log:log_tokens"
+    exporting = "lightrl.trainers.export:export"
+    assert observers(GRPOConfig()) == observers(SFTConfig()) == ()
+    assert observers(SFTConfig(log=LogConfig(to="tensorboard"))) == (attach,)
+    assert observers(GRPOConfig(log=RolloutLogConfig(to="tensorboard", tokens=True))) == (tokens, attach)
+    assert observers(GRPOConfig(export=ExportConfig(every=2), profile="3"))[1] == exporting
+    assert observers(GRPOConfig(hub=HubConfig(push="me/model"))) == (exporting,)

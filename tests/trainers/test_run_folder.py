@@ -8,7 +8,7 @@ import yaml
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.run import RunFolder, find_checkpoint, new_run_path
+from lightrl.trainers.run import RunFolder, find_checkpoint, new_run_path, own
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:
@@ -41,7 +41,7 @@ def test_a_damaged_config_and_a_file_are_told(tmp_path: Path) -> None:
         folder.check(GRPOConfig())
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file. Name a folder"):
-        RunFolder(tmp_path / "file").check(GRPOConfig())
+        own(tmp_path / "file")
 
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
-from lightrl.trainers.run import RunFolder, _open_folder
+from lightrl.trainers.run import RunFolder, _open_folder, own
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Damage = Callable[[Path], object]
@@ -417,7 +417,7 @@ def test_a_read_only_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "mkdir", refuse)  # root may write everywhere
     with refused("cannot be written", "Read-only file system"):
-        RunFolder(tmp_path / "a" / "b").check(GRPOConfig())
+        own(tmp_path / "a" / "b")
 
 
 # ---- The world -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lightrl.engines.native.forward import ModelRunner, SampleState
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
-from lightrl.engines.weights.storage import copy_weight, drop_weights
+from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -41,6 +41,9 @@ from lightrl.seeding import uniform_array
 
 logger = logging.getLogger(__name__)
 
+_NUM_ROWS = 128  # of a matrix that is turned at a time: they fit into a core's second cache
+_GAP = 16  # elements between rows, so that the values of a column do not compete for one place in the cache
+_WORTH_TURNING = 1 << 16  # elements from which on copy_() is slower
 _ROOM_AHEAD = 64  # positions reserved for new tokens when a prompt enters; a longer answer grows the cache
 
 
@@ -377,6 +380,17 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
     assert encoded.token_ids == request.prompt, "an image has another size than its pixels"
     request.rope_delta = encoded.rope_delta
     return encoded
+
+
+def copy_weight(target: Tensor, source: Tensor) -> None:
+    """Copies a tensor; on a CPU into a matrix that lies transposed, several times as fast as copy_() does."""
+    is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
+    if not is_turned or target.numel() < _WORTH_TURNING or target.device.type != "cpu":
+        target.copy_(source)
+        return
+    rows = torch.empty(_NUM_ROWS, target.shape[1] + _GAP, dtype=target.dtype)[:, : target.shape[1]]
+    for some, given in zip(target.split(_NUM_ROWS), source.split(_NUM_ROWS), strict=True):
+        some.copy_(rows[: len(given)].copy_(given))
 
 
 def _describe_unfinished(scheduler: Scheduler) -> str:

@@ -24,6 +24,8 @@ from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
+from lightrl.models.packed_attention import visible
+from lightrl.models.policy import needs_score_check
 from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ SampleState: TypeAlias = RowCache | SampleCaches  # whichever the forward in use
 class ModelRunner:
     """Runs prompts and single tokens, by the fused forward or by modules; compares either with the plain model once."""
 
+    trusts_tests = True  # a fused forward that they compare on a CPU is not compared again there
     make_cache: Callable[[], RowCache] = RowCache
     make_modules: Callable[..., ModuleForward] = ModuleForward
     make_fused: Callable[..., FusedForward] = staticmethod(lambda model: FusedForward(model))
@@ -53,7 +56,8 @@ class ModelRunner:
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
         self._fused = self.make_fused(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when something needs it
-        self._verified: Forward | None = None  # the one that is used
+        is_tested = self.trusts_tests and device.type == "cpu" and not needs_score_check(model)
+        self._verified: Forward | None = self._fused if is_tested else None  # the one that is used
 
     @property
     def uses_fused_forward(self) -> bool:
@@ -313,7 +317,10 @@ class FusedForward:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
         rows, width = ids.shape
         positions = torch.arange(width, device=ids.device)
-        masks = {window: None if window is None else _window_mask(positions, window) for window in self._ramps}
+        masks = {
+            window: visible(width, width, window, ids.device) if window is not None and width > window else None
+            for window in self._ramps
+        }
 
         def attend(layer: _Layer, *parts: Tensor) -> Tensor:
             queries, keys, values = (part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in parts)
@@ -415,14 +422,6 @@ class FusedForward:
             down=FusedLinear([mlp.down_proj]),
             window=getattr(config if config.model_type == "mistral" else attention, "sliding_window", None),
         )
-
-
-def _window_mask(positions: Tensor, window: int) -> Tensor | None:
-    """Returns [t, t], True where a query may look; None where that is the plain causal rule."""
-    if len(positions) <= window:
-        return None
-    distance = positions[:, None] - positions
-    return (distance >= 0) & (distance < window)
 
 
 def is_supported(model: PreTrainedModel) -> bool:

@@ -22,6 +22,7 @@ Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
 
 _NUM_SHOWN = 20  # problems named in an error
 _NUM_SAMPLED = 32  # values compared of a tensor, or of each part of it
+_FEWEST_SAMPLED = 8  # of a matrix from its diagonal; one with fewer rows or columns is sampled all over
 _STRIDE = 2_654_435_761  # a prime, so that the sampled values lie in every row and column of a matrix
 
 
@@ -164,12 +165,11 @@ def sampled_indices(shape: Shape, window: Window = (), device: torch.device | No
 def few_values(tensor: Tensor) -> Tensor | None:
     """Returns a view of values from all over a vector, or a matrix of some size: a few rows, each at another column."""
     shape, strides = tensor.shape, tensor.stride()
-    if not 0 < len(shape) < 3 or min(shape) < _NUM_SAMPLED:
+    if not 0 < len(shape) < 3 or min(shape) < _FEWEST_SAMPLED:
         return None
-    step = shape[0] // _NUM_SAMPLED * strides[0]
-    if len(shape) == 2:
-        step += shape[1] // _NUM_SAMPLED * strides[1]
-    return tensor.detach().as_strided((_NUM_SAMPLED,), (step,))
+    count = min(_NUM_SAMPLED, *shape)
+    step = sum(size // count * stride for size, stride in zip(shape, strides, strict=True))
+    return tensor.detach().as_strided((count,), (step,))
 
 
 def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:

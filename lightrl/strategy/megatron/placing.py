@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightrl.models.critic import ActorCritic, Critic, ValueHead
 from lightrl.models.policy import Policy
+from lightrl.models.reward_model import HEAD_NAME, RewardModel, last_positions
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues, TokenScores
 from lightrl.strategy.layout.materialize import to_meta
 from lightrl.strategy.megatron import parts
@@ -39,6 +40,9 @@ class Placed:
         if isinstance(model, Critic):
             values, final = _values(stage, hidden, batch, pack)
             return StateValues(values=values, final_values=final)
+        if isinstance(model, RewardModel):
+            positions = last_positions(batch.input_ids, batch.cu_seqlens, model.hf.config.pad_token_id)
+            return stage.values_at(hidden, positions, pack)
         assert isinstance(model, Policy)
         logprobs, entropy = stage.token_scores(hidden, batch, pack, with_entropy=model.entropy)
         if isinstance(model, ActorCritic):
@@ -57,17 +61,17 @@ def placed_of(model: nn.Module) -> Placed:
 
 def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bool, shards_states: bool) -> Placed:
     """Builds this rank's stages, whose weights are not set yet, and moves the model itself to the meta device."""
-    if not isinstance(model, Policy | Critic):
+    if not isinstance(model, Policy | Critic | RewardModel):
         raise ValueError(
-            f"--strategy megatron trains lightrl's Policy, ActorCritic and Critic, not {type(model).__name__}. Use "
-            "--strategy fsdp."
+            "--strategy megatron trains lightrl's Policy, ActorCritic, Critic and RewardModel, not "
+            f"{type(model).__name__}. Use --strategy fsdp."
         )
-    inner: Any = model.hf if isinstance(model, Policy) else model.body
+    inner: Any = model.body if isinstance(model, Critic) else model.hf
     decoder = inner.get_decoder()
     check_model(model, decoder.config, ranks.sizes, sequence_parallel=ranks.sequence_parallel)
     shape = _shape_of(inner, decoder, device)
     to_meta(model)
-    head = ValueHead(shape.text.hidden_size) if hasattr(model, "value_head") else None
+    head = _head(model, shape.text.hidden_size)
     config = core_config(shape, ranks, recompute=recompute)
     stages = [Stage(config, shape, ranks, chunk, head).to(device) for chunk in range(ranks.sizes.vpp)]
     _tie(model, decoder, stages, shape, ranks, shards_states=shards_states)
@@ -75,6 +79,13 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
     model.__dict__[PLACED] = placed
     model.__dict__["forward"] = partial(_forward, placed)  # in place of its class's
     return placed
+
+
+def _head(model: nn.Module, hidden_size: int) -> nn.Linear | None:
+    """Returns the last stage's own head of one number per token, without its weights."""
+    if isinstance(model, RewardModel):
+        return nn.Linear(hidden_size, 1, bias=False)
+    return ValueHead(hidden_size) if hasattr(model, "value_head") else None
 
 
 def _shape_of(inner: Any, decoder: Any, device: torch.device) -> Shape:
@@ -88,6 +99,7 @@ def _shape_of(inner: Any, decoder: Any, device: torch.device) -> Shape:
         has_query_norm=any("q_norm" in name for name in names),
         has_bias=any("q_proj.bias" in name for name in names),
         num_experts=num_experts(decoder.config),
+        padding_id=decoder.embed_tokens.padding_idx,
     )
 
 
@@ -112,6 +124,8 @@ def _slot(name: str | None, outer_name: str, shape: Shape, ranks: Ranks) -> part
     last = ranks.sizes.vpp - 1
     if outer_name.startswith("value_head."):
         return parts.Slot(chunk=last, path=outer_name, cut=parts.WHOLE)
+    if outer_name.endswith(f".{HEAD_NAME}.weight"):
+        return parts.Slot(chunk=last, path="value_head.weight", cut=parts.WHOLE)
     assert outer_name.endswith("lm_head.weight"), outer_name
     return parts.Slot(chunk=last, path="output_weight", cut=parts.ROWS)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightrl.models.critic import ValueHead
 from lightrl.records import PackedBatch
 from lightrl.strategy.megatron import modules
 from lightrl.strategy.megatron.packing import Pack, lay_out
@@ -30,6 +29,7 @@ class Shape:
     has_query_norm: bool
     has_bias: bool
     num_experts: int
+    padding_id: int | None  # a token whose embedding takes no gradient from the input, as in transformers
 
     @property
     def head_size(self) -> int:
@@ -123,7 +123,7 @@ def _layer_spec(shape: Shape) -> Any:
 class Stage(nn.Module):
     """One chunk of layers. megatron-core's schedule reads config, model_type and vp_stage, and sets the input."""
 
-    def __init__(self, config: Any, shape: Shape, ranks: Ranks, chunk: int, value_head: ValueHead | None) -> None:
+    def __init__(self, config: Any, shape: Shape, ranks: Ranks, chunk: int, value_head: nn.Linear | None) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
         from megatron.core.tensor_parallel import VocabParallelEmbedding
@@ -175,12 +175,22 @@ class Stage(nn.Module):
 
         hidden: Any = None
         if self.is_first:
-            hidden = self.embedding(batch.input_ids[pack.source][None])
+            input_ids = batch.input_ids[pack.source]
+            hidden = self._without_padding_gradient(self.embedding(input_ids[None]), input_ids)
             hidden = hidden if self._ranks.sequence_parallel else hidden.transpose(0, 1).contiguous()
         settings = PackedSeqParams(qkv_format="thd")
         settings.pack = pack
         states: Tensor = self.decoder(hidden, None, packed_seq_params=settings)
         return states
+
+    def _without_padding_gradient(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        """Returns embeddings; with sequence parallelism [t / tp, 1, H], the rank's part of the tokens, or [1, t, H]."""
+        if self._shape.padding_id is None:
+            return hidden
+        is_padding = input_ids == self._shape.padding_id
+        if self._ranks.sequence_parallel:
+            is_padding = is_padding.chunk(self._ranks.sizes.tp)[self._ranks.place.tp]
+        return torch.where(is_padding.view(*hidden.shape[:2], 1), hidden.detach(), hidden)
 
     # ---- Behind the last layer ---------------------------------------------------------------------------------
 
@@ -214,14 +224,14 @@ class Stage(nn.Module):
         return logprobs, entropy
 
     def values_at(self, hidden: Tensor, positions: Tensor, pack: Pack) -> Tensor:
-        """Returns the value head's numbers at positions of the micro-batch, [N], on every rank."""
+        """Returns the numbers of the value head, or of a reward model's, at positions of the micro-batch: [N]."""
         from megatron.core.tensor_parallel import mappings
 
         head = self.value_head
         assert head is not None
         if self._ranks.sequence_parallel:  # all ranks compute the same values, so a gradient is not their sum
             hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        (values,) = self._joined(hidden, positions, pack, lambda rows, _: (head(rows),))
+        (values,) = self._joined(hidden, positions, pack, lambda rows, _: (head(rows).reshape(-1),))
         return values
 
     def _joined(

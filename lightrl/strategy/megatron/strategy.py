@@ -234,7 +234,9 @@ class MegatronStrategy(TorchStrategy):
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:
-    """Returns a record of tensors on another device."""
+    """Returns a tensor, or a record of tensors, on another device."""
+    if torch.is_tensor(outputs):
+        return outputs.to(device)
     names = outputs.__dataclass_fields__
     moved = {name: getattr(outputs, name) for name in names}
     return replace(outputs, **{name: value.to(device) for name, value in moved.items() if torch.is_tensor(value)})

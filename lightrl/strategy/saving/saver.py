@@ -28,6 +28,7 @@ from lightrl.strategy.saving.state_reader import TensorReader, load_object, load
 
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
+_PLAIN = (dict, list, tuple, str, int, float, bool, type(None))
 _MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
@@ -93,7 +94,8 @@ class TrainingStateSaver:
             self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
         with comm.phase("checkpoint", local=True):
-            _check_loadable(client_state or {}, "client_state[{!r}]")
+            if not _is_plain(client_state or {}):
+                _check_loadable(client_state or {}, "client_state[{!r}]")
             step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
             if path is not None:
@@ -267,6 +269,12 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return sorted(buffers, key=lambda item: item[0])
 
 
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is made of Python's own numbers and text alone, which any file gives back."""
+    parts = (*value, *value.values()) if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return type(value) in _PLAIN and all(map(_is_plain, parts))
+
+
 def _check_loadable(values: Mapping[str, Any], name: str) -> None:
     """Refuses a value that could not be loaded without running code from the file; name has a {} for its key."""
     for key, value in values.items():
@@ -298,11 +306,11 @@ def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
     elif state is not None:
         state["lr_lambdas"] = [None] * len(state["lr_lambdas"])
     groups = trained.optimizer.param_groups
-    rates = [{key: _plain(group[key]) for key in _MOVED if key in group} for group in groups]
+    rates = [{key: _number(group[key]) for key in _MOVED if key in group} for group in groups]
     return {"scheduler": state, "rates": rates}
 
 
-def _plain(value: Any) -> Any:
+def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 

@@ -28,12 +28,19 @@ def test_prefill_gives_the_logits_after_each_prompt(family, tiny_model):
 
 
 def test_a_fused_forward_that_differs_is_dropped(tiny_model, caplog):
-    runner = ModelRunner(tiny_model("qwen3"), CPU)
+    runner = ModelRunner(tiny_model("mistral"), CPU)
     runner._fused._scaling = 0.1
     with caplog.at_level(logging.WARNING), torch.inference_mode():
         runner.verify(61, RowCache())
     assert not runner.uses_fused_forward
-    assert "fused forward of Qwen3ForCausalLM differs" in caplog.text
+    assert "fused forward of MistralForCausalLM differs" in caplog.text
+
+
+def test_a_fused_forward_that_the_tests_compare_is_taken_as_it_is(tiny_model, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "_plain_logits", None)
+    runner = ModelRunner(tiny_model("qwen3"), CPU)
+    runner.verify(61, RowCache())
+    assert runner.uses_fused_forward
 
 
 class ForgetsPositions(nn.Embedding):
@@ -68,7 +75,7 @@ def test_a_model_that_sees_later_tokens_is_refused(tiny_model):
 
 
 def test_weights_that_are_still_unset_are_not_judged(tiny_model):
-    model = tiny_model("qwen3")
+    model = tiny_model("mistral")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -5,17 +5,23 @@ megatron-core wants a GPU: tests/megatron_cpu replaces what it calls, in the pro
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing import assert_close
 
-from lightrl.testing import StrategyContract, StrategyParity
+from lightrl.checkpoint import resolve_checkpoint
+from lightrl.strategy.saving.state_reader import TensorReader
+from lightrl.testing import StrategyContract, run_spmd
 
 pytest.importorskip("megatron.core", reason="needs lightrl[megatron]")
 pytestmark = pytest.mark.slow
 
 CPU = "lightrl_megatron_cpu:CpuMegatronStrategy"
-FOLDER = Path(__file__).resolve().parents[2] / "megatron_cpu"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "tests" / "megatron_cpu"
 
 
 class TestPipeline(StrategyContract):
@@ -27,9 +33,48 @@ class TestPipeline(StrategyContract):
     runs_by_calls = False
 
 
-class TestTensorsAndTokens(StrategyParity):
-    strategy = CPU
-    cwd = FOLDER
-    flags = ("--tp_size", "2", "--megatron.sequence_parallel", "True")
-    world_sizes = (2,)
-    variants = ("sgd without clipping",)
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = resolve_checkpoint(folder, None)
+    assert path is not None
+    readers = {kind: TensorReader(path, kind) for kind in ("model", "optimizer", "ema")}
+    return {f"{kind} {name}": reader[name] for kind, reader in readers.items() for name in sorted(reader.names)}
+
+
+def run_legs(folder: Path, world: int, *legs: str) -> None:
+    program = ROOT / "benchmarks" / "megatron_grid_program.py"
+    run_spmd(program, str(folder), *legs, world_size=world, timeout_s=200, cwd=FOLDER)
+
+
+def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -> None:
+    """A sample of benchmarks/megatron_grid.py, which moves those of every family; and a training split by tensors.
+
+    The reward model's padding token is among the samples: its embedding must take no gradient, as in transformers.
+    """
+    run_legs(
+        tmp_path,
+        2,
+        f"qwen3 first: --strategy {CPU} --megatron.pp_size 2",
+        "qwen3 sharded <- first: --strategy fsdp",
+        f"qwen3 last <- sharded: --strategy {CPU} --tp_size 2 --megatron.sequence_parallel True",
+        f"reward tensors: --strategy {CPU} --tp_size 2 --megatron.sequence_parallel True",
+    )
+    run_legs(tmp_path, 1, "qwen3 alone <- last: --strategy single", "reward alone_too: --strategy single")
+    reports = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+
+    wanted = saved_tensors(tmp_path / "first")
+    assert {name.split()[0] for name in wanted} == {"model", "optimizer", "ema"}
+    assert any(bool(tensor.any()) for name, tensor in wanted.items() if name.endswith("/exp_avg_sq"))
+    for name in ("sharded", "last", "alone"):
+        found = saved_tensors(tmp_path / name)
+        assert sorted(found) == sorted(wanted)
+        for key, tensor in wanted.items():
+            assert torch.equal(found[key], tensor), (name, key)
+        assert_close(reports[name]["next"], reports["first"]["next"], atol=1e-6, rtol=1e-5)
+
+    for name in ("first", "tensors", "alone_too"):  # the average of the weights, by hand from the weights
+        assert reports[name]["average"] < 1e-7
+    assert_close(reports["tensors"]["next"], reports["alone_too"]["next"], atol=1e-6, rtol=1e-5)
+    found, wanted = saved_tensors(tmp_path / "tensors"), saved_tensors(tmp_path / "alone_too")
+    assert sorted(found) == sorted(wanted)
+    for key in (key for key in wanted if key.startswith("model ")):
+        assert_close(found[key], wanted[key], atol=1e-4, rtol=0, msg=key)  # AdamW: a gradient of 1e-9 is a step of lr

@@ -1,0 +1,148 @@
+"""What a rank of benchmarks/megatron_grid.py does: trains or reads a checkpoint, and writes it, leg after leg.
+
+    megatron_grid_program.py FOLDER LEG...
+
+A leg is "family name <- source: flags"; without "<- source" it starts from random weights and takes two steps. Each leg
+saves a checkpoint in FOLDER/name and then takes two more steps; rank 0 writes FOLDER/name.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from lightrl.config import GRPOConfig, parse_config
+from lightrl.models.policy import Policy
+from lightrl.models.reward_model import RewardModel
+from lightrl.records import PackedBatch
+from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.testing.tiny_training import VOCAB, adamw, loss_fn, make_batch, num_tokens, samples, trainable
+
+STEPS = 2  # before a checkpoint, and after it
+DECAY = 0.5  # of the average of the weights
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def family_config(family: str) -> Any:
+    """Returns the config of a small model of four layers."""
+    experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(**_SIZES, **experts, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
+    if family == "mixtral":
+        return MixtralConfig(**_SIZES, **experts, num_local_experts=4, sliding_window=None)
+    if family == "qwen2":
+        return Qwen2Config(**{**_SIZES, "hidden_size": 32, "head_dim": None}, tie_word_embeddings=False)
+    if family == "llama":
+        return LlamaConfig(**_SIZES)
+    if family == "mistral":
+        return MistralConfig(**_SIZES, sliding_window=None)
+    return Qwen3Config(**_SIZES, tie_word_embeddings=True)
+
+
+def build(family: str, seed: int) -> nn.Module:
+    """Builds a model with random weights; the family "reward" is a reward model of Qwen3."""
+    torch.manual_seed(seed)
+    config = family_config(family)
+    if family == "reward":
+        config.num_labels, config.pad_token_id = 1, VOCAB - 1
+        return RewardModel(AutoModelForSequenceClassification.from_config(config))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.02)  # transformers starts them at 0
+    return Policy(model)
+
+
+def squares(scores: Tensor, batch: PackedBatch) -> Tensor:
+    """The loss of a reward model: the mean square of scores that differ from 0, 1, 2."""
+    return (scores - torch.tensor([float(key[0] % 3) for key in batch.keys]).to(scores)).square().mean()
+
+
+def train(strategy: StrategyBase, model: nn.Module, step: int) -> tuple[float, float]:
+    """Takes one step on this rank's samples; returns the loss and the norm."""
+    mine = samples(step)[strategy.comm.rank :: strategy.comm.world]
+    batches = [make_batch(mine[start : start + 2]) for start in range(0, len(mine), 2)] or [make_batch([])]
+    rewards = isinstance(model, RewardModel)
+    result = strategy.train_batch(
+        [batch.to(strategy.device) for batch in batches],
+        squares if rewards else loss_fn,
+        (lambda batch: len(batch.keys) if num_tokens(batch) else 0.0) if rewards else num_tokens,
+        model=model,
+    )
+    return result.loss, result.grad_norm
+
+
+def whole(strategy: StrategyBase, model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of all weights."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in strategy.full_parameters(model)}
+
+
+def run_leg(folder: Path, leg: str) -> None:
+    """Runs one leg to its report."""
+    head, _, flags = leg.partition(": ")
+    family, name, *arrow = head.split()
+    source = arrow[-1] if arrow else ""
+    strategy = create_strategy(parse_config(GRPOConfig, flags.split()))
+    strategy.setup_distributed()
+    strategy.max_norm = 1.0
+    model = strategy.prepare_model(build(family, 7 if source else 0))
+    strategy.register(model, adamw(trainable(model)))
+    strategy.keep_average(model, DECAY)
+    report: dict[str, Any] = {}
+    if source:
+        strategy.load_ckpt(model, str(folder / source))
+    else:
+        average = whole(strategy, model)
+        for step in range(STEPS):
+            train(strategy, model, step)
+            weights = whole(strategy, model)
+            average = {key: DECAY * average[key] + (1 - DECAY) * value for key, value in weights.items()}
+        with strategy.averaged_weights(model):
+            found = whole(strategy, model)
+        report["average"] = max(float((found[key] - value).abs().max()) for key, value in average.items())
+        strategy.set_global_step(STEPS)
+    strategy.save_ckpt(model, str(folder / name), max_mem=0)
+    report["next"] = [train(strategy, model, strategy.global_step + step) for step in range(STEPS)]
+    if strategy.comm.is_main:
+        (folder / f"{name}.json").write_text(json.dumps(report))
+    strategy.comm.barrier()
+
+
+def main() -> None:
+    folder, *legs = sys.argv[1:]
+    for leg in legs:
+        run_leg(Path(folder), leg)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        sys.stderr.write(f"{traceback.format_exc()}\n")
+        sys.stderr.flush()
+        raise SystemExit(1) from None
