@@ -57,9 +57,12 @@ _OBSERVERS = {  # functions of the trainer that look on while it trains, by the 
 _PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
     "exact": "lightrl.exact.run:exact",
     "rollout_ranks": "lightrl.trainers.separate:in_role",
-    "rollout.is_recorded": "lightrl.trainers.recorded:recorded",
+    "rollout.record": "lightrl.trainers.recorded:recorded",
+    "rollout.from_": "lightrl.trainers.recorded:recorded",
     "data.curriculum": "lightrl.trainers.curriculum:with_curriculum",
-    "rollout.is_scheduled": "lightrl.trainers.scheduled:scheduled",
+    "rollout.over_issue": "lightrl.trainers.scheduled:scheduled",
+    "rollout.max_staleness": "lightrl.trainers.scheduled:scheduled",
+    "rollout.filter": "lightrl.trainers.scheduled:scheduled",
 }
 
 
