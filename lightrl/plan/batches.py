@@ -48,7 +48,7 @@ def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_to
         * (config.samples_per_step if isinstance(config, RolloutConfig) else config.samples_per_update),
         updates=updates,
         of_rank=answers * items,
-        micro_batches=count * (config.tp_size * config.sp_size),
+        micro_batches=count * config.tp_size * config.sp_size * config.megatron.pp_size * config.megatron.cp_size,
         pack=PackShape(
             num_sequences=answers * -(-items // count),
             length=length,

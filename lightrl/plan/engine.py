@@ -66,6 +66,8 @@ def _sync(config: RolloutConfig, numel: float, largest: float, size: int, ranks:
         bucket = min(size * numel, max(limit / 2, size * largest))
         shards = ranks // config.fsdp.replicate_size
         return fingerprint + bucket * (1 + 1 / shards) + 2 * size * largest
+    if name == "megatron":
+        return fingerprint + copy + min(_FLOAT * numel, max(limit / 2, _FLOAT * largest))
     if name == "deepspeed" and config.deepspeed.zero_stage == 3:
         return fingerprint + copy + min(_FLOAT * numel, max(limit, _FLOAT * largest))
     return fingerprint + copy

@@ -137,6 +137,8 @@ def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
         last = stages[-1] if stages else {}
         stages += [] if config.deepspeed.offload_optimizer else [{**last, "deepspeed.offload_optimizer": True}]
         return [*stages, {**last, "deepspeed.offload_optimizer": True, "deepspeed.offload_param": True}]
+    if name == "megatron":
+        return [] if config.megatron.distributed_optimizer else [{"megatron.distributed_optimizer": True}]
     if name in ("single", "ddp"):
         sharded: Changes = {"strategy": "fsdp"}
         return ([sharded] if machine.ranks > 1 else []) + [{**sharded, "fsdp.cpu_offload": True}]

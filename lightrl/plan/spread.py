@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightrl.config import DeepSpeedConfig, RunConfig
 from lightrl.plan.models import Model, Weight
+from lightrl.plan.rectangles import stage_bytes
 
 _FLOAT = 4  # bytes: parameters, gradients and optimizer states are float32
 # Elements that ZeRO-3 holds gathered before it lets go of a weight: the default of stage3_max_live_parameters and of
@@ -63,7 +64,22 @@ def kept_of(model: Model, config: RunConfig, world: int, *, several: bool) -> Ke
         return _zero(model, config, world, several)
     if name in ("single", "ddp"):
         return _whole(model, config, several)
-    raise ValueError(f"--strategy {name} is not one of single, ddp, fsdp and deepspeed, whose memory the plan knows.")
+    if name == "megatron":
+        return _in_stages(model, config, world, several)
+    raise ValueError(
+        f"--strategy {name} is not one of single, ddp, fsdp, deepspeed and megatron, whose memory the plan knows."
+    )
+
+
+def _in_stages(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
+    found = stage_bytes(model, config, world)
+    return Kept(
+        weights=found.weights + model.buffer_bytes,
+        optimizer=found.states,
+        average=found.trained if config.ema_decay and model.role == "policy" else 0,
+        waiting=found.trained if several else 0,
+        gradients=found.trained,
+    )
 
 
 # ---- Whole models ----------------------------------------------------------------------------------------------------

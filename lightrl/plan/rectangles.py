@@ -1,0 +1,105 @@
+"""What a rank of --strategy megatron keeps of a model, in bytes: rectangles of the tensors of its stage."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lightrl.config import RunConfig
+from lightrl.plan.models import Model, Weight
+from lightrl.strategy.megatron.checks import check_config, check_options
+from lightrl.strategy.megatron.parts import (
+    EXPERT_COLUMNS,
+    EXPERT_ROWS,
+    ROWS,
+    WHOLE,
+    Place,
+    Sizes,
+    padded_rows,
+    part_of,
+    slot_of,
+)
+
+_FLOAT = 4  # bytes
+_IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """The bytes of the stage that has most."""
+
+    weights: float
+    trained: float
+    states: float  # AdamW's two moments
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """Returns the sizes that the options ask for."""
+    chosen = config.megatron
+    return Sizes(
+        tp=config.tp_size,
+        pp=chosen.pp_size,
+        vpp=chosen.vpp_size,
+        cp=chosen.cp_size,
+        ep=chosen.ep_size,
+        etp=chosen.etp_size,
+    )
+
+
+def stage_bytes(model: Model, config: RunConfig, world: int) -> StageBytes:
+    """Returns what the first rank of the largest stage keeps; ValueError for what the strategy refuses."""
+    check_options(config)
+    sizes = sizes_of(config)
+    text = model.hf_config.get_text_config()
+    check_config(text, sizes, sequence_parallel=config.megatron.sequence_parallel)
+    stages = [_of_stage(model, sizes, stage, world, config) for stage in range(sizes.pp)]
+    return max(stages, key=lambda stage: stage.weights + stage.trained + stage.states)
+
+
+def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunConfig) -> StageBytes:
+    place = Place(pp=stage)
+    replicas = {
+        False: max(1, world // (sizes.tp * sizes.pp)),  # those of sequences' parts as well
+        True: max(1, world // (sizes.ep * sizes.etp * sizes.pp)),
+    }
+    loads = {is_expert: [0] * count for is_expert, count in replicas.items()}
+    weights = trained = 0
+    for weight in sorted(model.weights, key=lambda weight: weight.name):
+        cut = _cut(weight, model, sizes, place)
+        if cut is None:
+            continue
+        numel = _numel(weight, cut, sizes, place)
+        weights += numel
+        if weight.is_trained:
+            trained += numel
+            load = loads[cut in (EXPERT_ROWS, EXPERT_COLUMNS)]
+            load[load.index(min(load))] += numel  # as the strategy gives them out
+    stepped = sum(max(load) for load in loads.values()) if config.megatron.distributed_optimizer else trained
+    return StageBytes(weights=_FLOAT * weights, trained=_FLOAT * trained, states=2 * _FLOAT * stepped)
+
+
+def _cut(weight: Weight, model: Model, sizes: Sizes, place: Place) -> str | None:
+    """Returns how a weight is cut on a stage, or None if it lies on another one."""
+    found = _IN_DECODER.search(weight.name)
+    if found is None:  # the output, or a head of one number
+        is_output = weight.name.endswith("lm_head.weight")
+        return (ROWS if is_output else WHOLE) if place.pp == sizes.pp - 1 else None
+    layers = model.num_layers
+    slot = slot_of(found.group(), sizes, place, num_layers=layers, is_tied=_is_tied(model))
+    return None if slot is None else slot.cut
+
+
+def _is_tied(model: Model) -> bool:
+    names = [weight.name for weight in model.weights]
+    has_head = any(name.endswith(("lm_head.weight", ".score.weight")) for name in names)
+    return not has_head and model.role != "critic"
+
+
+def _numel(weight: Weight, cut: str, sizes: Sizes, place: Place) -> int:
+    shape = weight.shape
+    if cut == ROWS:
+        shape = (padded_rows(shape[0], sizes.tp), *shape[1:])
+    numel = 1
+    for size in part_of(shape, cut, sizes, place).shape:
+        numel *= size
+    return numel
