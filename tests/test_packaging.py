@@ -20,7 +20,8 @@ from lightrl.config import GRPOConfig, parse_config
 from lightrl.testing import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
-SHELL_SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / "scripts" / "slurm.sbatch", ROOT / ".ci" / "run"]
+SHELL_SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), *sorted((ROOT / "scripts").glob("*.sbatch"))]
+SHELL_SCRIPTS += [ROOT / ".ci" / "run"]
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import StateWriter, write_state_hash
 from lightrl.strategy.saving.state_reader import TensorReader, load_object, load_without_code
 
+_PLAIN = (dict, list, tuple, str, int, float, bool, type(None))
 # What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
 # own numbers there.
-_PLAIN = (dict, list, tuple, str, int, float, bool, type(None))
 _MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
