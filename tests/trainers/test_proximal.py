@@ -110,12 +110,12 @@ def test_what_contradicts_is_told() -> None:
         PolicyLoss(AlgorithmConfig(proximal="sampler", correction="tis"))
 
 
-def test_auto_is_recompute_where_samples_can_be_older(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_recompute_where_samples_can_be_older() -> None:
     assert GRPOConfig().algorithm.proximal == "auto"
-    monkeypatch.setattr(WorkflowConfig, "samples_can_be_older", True)
-    config = GRPOConfig()
+    older = WorkflowConfig(max_staleness=1)
+    config = GRPOConfig(rollout=older)
     assert (config.algorithm.proximal, config.algorithm.used_correction) == ("recompute", "tis")
-    assert GRPOConfig(algorithm=AlgorithmConfig(proximal="sampler")).algorithm.ratio_to == "engine"
+    assert GRPOConfig(rollout=older, algorithm=AlgorithmConfig(proximal="sampler")).algorithm.ratio_to == "engine"
     assert dataclasses.replace(config).algorithm == config.algorithm
 
 
