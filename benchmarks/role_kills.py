@@ -175,14 +175,13 @@ def kills_of_a_run(kind: Kind, reference: Reference, folder: Path, args: Any, dr
             when=when, timeout_s=600, end_timeout_s=2 * MAX_END_S,
             launcher=args.launcher,
         )  # fmt: skip
-        if not ending.was_signalled:
-            break  # it came to its end first
         steps = len([row for row in metrics(folder) if "loss" in row])
+        if not ending.was_signalled or steps == kind.steps:
+            break  # it came to its end first, so that there is nothing that a kill could cut off
         found.append(Kill(kind, victim, after, ending, steps, args.launcher != "nobody"))
         if args.verbose or found[-1].named_by == "NOBODY":
             print(ending.said, flush=True)
-    else:
-        run_to_the_end(kind, folder, args.launcher)
+    run_to_the_end(kind, folder, args.launcher)
     for kill in found:
         kill.equals = difference(kind, folder, reference)
         yield kill
@@ -212,11 +211,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--worlds", nargs="+", default=["1+1", "2+1", "1+2"])
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--per_run", type=int, default=3, help="kills of a run before it may go on to its end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--launcher", choices=get_args(Launcher), default="forked", help="who starts and ends the ranks"
+        "--launcher", choices=get_args(Launcher), default="torchrun", help="who starts and ends the ranks"
     )
     parser.add_argument("--verbose", action="store_true", help="show what the killed runs print")
     args = parser.parse_args()

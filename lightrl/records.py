@@ -104,6 +104,7 @@ class Sample:
     among it. None, or an index without a pair: the whole vocabulary."""
     turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
     reward: float | None = None  # that the workflow gave; --reward episode reads it
+    turn_rewards: tuple[float, ...] = ()  # what each turn earned of it; shorter than turns: later turns earned nothing
     numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
     status: Status = Status.COMPLETED
     ticket: int = -1  # place of the prompt in the run's one order; -1: the run counts by step and position alone

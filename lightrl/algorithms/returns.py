@@ -70,6 +70,21 @@ def rewards_at_the_end(rewards: Tensor, mask: Tensor, sequence_index: Tensor) ->
     return out
 
 
+def rewards_when_earned(rewards: Tensor, earned: Tensor, mask: Tensor, sequence_index: Tensor) -> Tensor:
+    """Gives each trained token what it earned, and the last one of a sample also the rest of its reward, [N].
+
+    Args:
+        rewards: One per sequence, [S].
+        earned: What each token earned of it, [N]. What tokens earned that are not trained belongs to the rest.
+        mask: True = trained, [N].
+        sequence_index: Ascending, [N].
+    """
+    require_same_shape(earned=earned, mask=mask)
+    earned = torch.where(mask, earned, 0.0)
+    rest = rewards.index_add(0, sequence_index, -earned)
+    return rewards_at_the_end(rest, mask, sequence_index) + earned
+
+
 def kl_penalised(rewards: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor:
     """Subtracts coef x kl from the reward of each trained token, [N]: the KL in the reward (arXiv:2203.02155).
 

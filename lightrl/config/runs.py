@@ -346,6 +346,7 @@ class PPOConfig(RolloutConfig):
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
+        self.algorithm.check_reward_at(self.reward)
         if self.optim.min_lr > self.critic_lr:
             raise ValueError(
                 f"--optim.min_lr {self.optim.min_lr} is above --critic_lr {self.critic_lr}, and the critic's "

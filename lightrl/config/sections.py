@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,6 +133,9 @@ class PPOAlgorithmConfig(AlgorithmConfig):
     """running: subtract the mean of all rewards of the run so far and divide by their standard deviation."""
     reward_clip: float = option(0.0, at_least=0)
     """Clip normalized rewards to [-reward_clip, reward_clip]. 0: do not clip."""
+    reward_at: Literal["end", "turns"] = "end"
+    """Token that gets a reward. end: the last of the sample. turns: what a turn earned, such as the reward of an
+    environment's step, goes to the last token of the turn, and the rest to the end."""
     advantage_normalization: Literal["none", "whiten", "running"] = "whiten"
     """Subtract the mean of the advantages and divide by their standard deviation. whiten: over the tokens of the step.
     running: over the tokens of the run so far."""
@@ -150,6 +154,21 @@ class PPOAlgorithmConfig(AlgorithmConfig):
             raise ValueError(
                 "--algorithm.kl_estimator and --algorithm.kl_gradient are of the KL in the loss, and "
                 f"--algorithm.kl_in_reward {self.kl_in_reward} takes it out of there. Leave them out."
+            )
+
+    def check_reward_at(self, rewards: Collection[str]) -> None:
+        """Raises ValueError where rewards by turn are not what the samples are scored by."""
+        if self.reward_at == "end":
+            return
+        if self.reward_normalization != "none" or self.reward_clip:
+            raise ValueError(
+                "--algorithm.reward_at turns gives turns what they earned, as it is: leave out "
+                "--algorithm.reward_normalization and --algorithm.reward_clip, which change a sample's reward."
+            )
+        if "episode" not in rewards:
+            raise ValueError(
+                f"--algorithm.reward_at turns needs --reward episode, with no other weight than 1; it is "
+                f"{' '.join(rewards)}. Only the rewards of an episode belong to turns."
             )
 
 

@@ -38,6 +38,7 @@ class Episode:
         self.response_ids: list[int] = []
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
         self.reward: float | None = None
+        self.turn_rewards: list[float] = []  # what each turn earned of the reward; a turn behind them earned nothing
         self.numbers: dict[str, float] = {}
         self.is_scored = False  # whether the reward is final: no reward of the run is added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
@@ -72,6 +73,14 @@ class Episode:
         version = self._versions[-1] if self._versions else 0
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
 
+    def earn(self, reward: float) -> None:
+        """Adds to the episode's reward what its last turn has earned (--algorithm.reward_at turns)."""
+        if not self.turns:
+            raise ValueError("No turn has been said that could earn a reward: call say() before earn().")
+        self.turn_rewards += [0.0] * (len(self.turns) - len(self.turn_rewards))
+        self.turn_rewards[-1] += reward
+        self.reward = (self.reward or 0.0) + reward
+
     def _add(self, ids: Sequence[int], own: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
         self.response_ids += ids
         self._own += [own] * len(ids)
@@ -101,6 +110,7 @@ class Episode:
             own=() if all(self._own) else tuple(self._own),
             turns=tuple(self.turns),
             reward=self.reward,
+            turn_rewards=tuple(self.turn_rewards),
             numbers=dict(self.numbers),
             is_scored=self.is_scored,
             routing=self._routing,

@@ -102,6 +102,7 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "text": sample.text,
         "turns": sample.turns,
         "reward": sample.reward,
+        "turn_rewards": sample.turn_rewards,
         "numbers": dict(sample.numbers),
         "status": sample.status.value,
         "ticket": sample.ticket,
@@ -144,6 +145,7 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         allowed=None if allowed is None else allowed.numpy(),
         turns=tuple(row["turns"]),
         reward=row["reward"],
+        turn_rewards=tuple(row.get("turn_rewards", ())),  # not in records of older versions
         numbers=row["numbers"],
         status=Status(row["status"]),
         ticket=row["ticket"],

@@ -36,6 +36,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "allowed": None if sample.allowed is None else torch.from_numpy(sample.allowed),
         "turns": list(sample.turns),
         "reward": sample.reward,
+        "turn_rewards": list(sample.turn_rewards),
         "numbers": dict(sample.numbers),
         "status": sample.status.value,
         "is_scored": sample.is_scored,
@@ -69,6 +70,7 @@ def _sample_from(item: Mapping[str, Any], group: Mapping[str, Any], prompt: Prom
         own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
         turns=tuple(item.get("turns", (0,))),
         reward=item.get("reward"),
+        turn_rewards=tuple(item.get("turn_rewards", ())),
         numbers=item.get("numbers", {}),
         status=Status(item.get("status", "completed")),
         is_scored=item.get("is_scored", False),

@@ -92,7 +92,7 @@ class EnvironmentWorkflow(Workflow):
             turn = await engine.generate(episode.ids)
             episode.say(turn)
             observation, reward, is_over = await _awaited(environment.step(turn.text))
-            episode.reward += float(reward)
+            episode.earn(float(reward))
             if is_over:
                 episode.finish_reason = "stop"  # also where the last turn was cut off: nothing follows
                 return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrl.algorithms.advantages import clip_values, mean_and_std, merged_moments, moments_of, whiten
 from lightrl.algorithms.registry import ReturnsTraits, traits_of
-from lightrl.algorithms.returns import TokenReturns, TokenRewards, kl_penalised, rewards_at_the_end
+from lightrl.algorithms.returns import TokenReturns, TokenRewards, kl_penalised, rewards_at_the_end, rewards_when_earned
 from lightrl.comm import Comm
 from lightrl.config import PPOAlgorithmConfig
 from lightrl.data.packing import Key, TokenValues
@@ -82,7 +82,12 @@ class TokenAdvantages:
         lengths = [len(sample.response_ids) for sample in samples]
         owners = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         mask = torch.tensor([is_own for sample in samples for is_own in sample.is_own], dtype=torch.bool)
-        rewards = rewards_at_the_end(self._rewards(experience, comm), mask, owners)
+        rewards = self._rewards(experience, comm)
+        if self._config.reward_at == "turns":
+            earned = _flat([_earned(sample) for sample in samples])
+            rewards = rewards_when_earned(rewards, earned, mask, owners)
+        else:
+            rewards = rewards_at_the_end(rewards, mask, owners)
         if kl is not None:
             rewards = kl_penalised(rewards, _flat([kl[sample.key] for sample in samples]), mask, coef=kl_coef)
         old_values = _flat([values[sample.key][:-1] for sample in samples])
@@ -131,6 +136,17 @@ class TokenAdvantages:
 def _turns(sample: Sample) -> list[int]:
     """Returns the number of the turn that each response token belongs to; what is heard belongs to the turn before."""
     return [bisect_right(sample.turns, index) for index in range(len(sample.response_ids))]
+
+
+def _earned(sample: Sample) -> list[float]:
+    """Returns what each response token earned: a turn's reward at the turn's last token that the policy chose."""
+    earned, is_own = [0.0] * len(sample.response_ids), sample.is_own
+    ends = (*sample.turns[1:], len(sample.response_ids))
+    for start, end, reward in zip(sample.turns, ends, sample.turn_rewards, strict=False):
+        chosen = [index for index in range(start, end) if is_own[index]]
+        if chosen:
+            earned[chosen[-1]] = reward
+    return earned
 
 
 def _less_baseline(estimated: TokenReturns, values: Tensor, mask: Tensor) -> TokenReturns:

@@ -16,6 +16,7 @@ from lightrl.algorithms.returns import (
     kl_penalised,
     returns_to_go,
     rewards_at_the_end,
+    rewards_when_earned,
     turn_returns,
 )
 
@@ -113,6 +114,18 @@ def test_returns_to_go_by_hand() -> None:
 def test_a_later_sequence_of_several_tokens() -> None:
     # 8; 2 + 0.5 x 4 = 4, 4
     close(returns_to_go(rewards_of([8.0, 2.0, 4.0], lengths=[1, 2]), gamma=0.5).advantages, [8.0, 4.0, 4.0])
+
+
+def test_what_tokens_earned_and_the_rest() -> None:
+    # The first sample has 3, of which its first token earned 2 and an untrained one 5: the last trained one has the
+    # rest, 3 - 2. The second earned nothing by token and has its 7 at the end; the third has no trained token.
+    found = rewards_when_earned(
+        torch.tensor([3.0, 7.0, 9.0]),
+        torch.tensor([2.0, 5.0, 0.0, 0.0, 0.0, 4.0]),
+        torch.tensor([True, False, True, True, True, False]),
+        torch.tensor([0, 0, 0, 1, 1, 2]),
+    )
+    close(found, [2.0, 0.0, 1.0, 0.0, 7.0, 0.0])
 
 
 def test_turn_returns_discount_by_turn() -> None:

@@ -146,6 +146,9 @@ def test_an_option_may_be_none_where_its_type_says_so(tmp_path: Path) -> None:
         ),
         (["--critic.shared_backbone", "True", "--critic.policy_frozen_steps", "1"], "use --critic_warmup_steps"),
         (["--critic.shared_backbone", "True", "--critic_model", "x"], "Leave one of them out"),
+        (["--algorithm.reward_at", "turns"], "needs --reward episode, with no other weight than 1; it is exact_match"),
+        (["--algorithm.reward_at", "turns", "--reward", "episode=0.5"], "it is episode=0.5"),
+        (["--algorithm.reward_at", "turns", "--reward", "episode", "--algorithm.reward_clip", "1"], "leave out"),
     ],
 )
 def test_what_ppo_cannot_do_is_told(capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:

@@ -51,6 +51,18 @@ def test_an_episode_of_one_turn_has_no_mask() -> None:
     assert (sample.own, sample.turns) == ((), (0,))
 
 
+def test_turns_earn_parts_of_the_reward() -> None:
+    episode = Episode([2])
+    with pytest.raises(ValueError, match="No turn has been said that could earn a reward"):
+        episode.earn(1.0)
+    for token, earned in ((5, ()), (6, (0.5, 0.25)), (7, ())):
+        episode.say(turn(token))
+        for reward in earned:
+            episode.earn(reward)
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
+    assert (sample.turn_rewards, sample.reward) == ((0.0, 0.75), 0.75)
+
+
 def test_a_turn_of_another_temperature_is_not_trained() -> None:
     with pytest.raises(ValueError, match="A turn of another temperature than the run's cannot be trained"):
         Episode([2]).say(turn(5, is_trainable=False))

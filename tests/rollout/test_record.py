@@ -41,6 +41,7 @@ def test_all_that_a_group_holds_comes_back(tmp_path: Path) -> None:
         turns=(0, 1),
         numbers={"tool_calls": 2.0},
         reward=0.5,
+        turn_rewards=(0.5, 0.0),
         is_scored=True,
         ticket=9,
         branches=(branch,),

@@ -27,6 +27,7 @@ def sample(index: int) -> Sample:
         allowed=np.full((3, 2), index, np.int32),
         turns=(0, 1),
         reward=0.25,
+        turn_rewards=(0.0, 0.25),
         numbers={"calls": 2.0},
         status=Status.ARCHIVED,
         ticket=11,
@@ -51,7 +52,8 @@ def test_a_group_comes_back_equal() -> None:
 
 def test_a_state_of_an_older_version_has_no_tickets() -> None:
     state = group_state(ScoredGroup(samples=(sample(0),), rewards=(0.5,), step=3))
-    for name in ("own", "turns", "reward", "numbers", "status", "ticket", "start_version", "routing", "allowed"):
+    for name in ("own", "turns", "reward", "turn_rewards", "numbers", "status", "ticket", "start_version", "routing"):
         del state["samples"][0][name]
     read = group_from_state(state, PROMPTS).samples[0]
     assert (read.own, read.turns, read.status, read.ticket, read.start_version) == ((), (0,), Status.COMPLETED, -1, -1)
+    assert read.turn_rewards == ()

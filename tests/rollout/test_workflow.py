@@ -53,6 +53,7 @@ def test_an_environment_and_the_policy_take_turns() -> None:
     assert episode.response_ids == [13, 5, 12, 5, 12, 5]  # "=" heard, then "3" said and "+" heard
     assert episode.turns == [1, 3, 5]
     assert episode.reward == 0.75
+    assert episode.turn_rewards == [0.25, 0.25, 0.25]
     assert episode.finish_reason == "stop"  # the environment ended it, though the last turn was cut off
 
 

@@ -185,6 +185,30 @@ def test_turn_returns_discount_by_turn_and_subtract_the_critic() -> None:
     assert found.advantages[0, 0] == pytest.approx([0.3, 0.0, 0.0, 0.25, 0.5], abs=1e-6)
 
 
+def test_a_turn_has_what_it_earned() -> None:
+    """Three turns around two tokens that were read; the second is not trained, the third earned nothing."""
+    turned = replace(
+        sample(0, 6, "stop"),
+        own=(True, True, False, False, False, True),
+        turns=(0, 3, 5),
+        turn_rewards=(2.0, 0.5),
+    )
+    values = {(0, 0): [0.0] * 7}
+
+    def returns(**options: str) -> list[float]:
+        config = PPOAlgorithmConfig(
+            advantage="returns_to_go", advantage_args=("gamma=0.5",), advantage_normalization="none", **options
+        )
+        item = Experience(sample=turned, reward=3.0, advantage=0.0)
+        return TokenAdvantages(config).targets([item], values, None, 0.0, Comm(), Statistics()).returns[0, 0]
+
+    # The policy's tokens are 0, 1 and 5. Token 1 earned 2, and the last has the rest of 3, the 0.5 of a turn without a
+    # trained token among it: 1; 2 + 0.5 x 1 = 2.5; 0.5 x 2.5 = 1.25.
+    assert returns(reward_at="turns") == pytest.approx([1.25, 2.5, 0.0, 0.0, 0.0, 1.0], abs=1e-6)
+    # All 3 at the end: 3; 1.5; 0.75.
+    assert returns() == pytest.approx([0.75, 1.5, 0.0, 0.0, 0.0, 3.0], abs=1e-6)
+
+
 def test_without_a_turn_to_wait_for_returns_to_go_is_gae_with_lam_1() -> None:
     kept, _ = targets(advantage="returns_to_go", advantage_args=("gamma=0.5",))
     gae, _ = targets(advantage_args=("gamma=0.5", "lam=1"))
