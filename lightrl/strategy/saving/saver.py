@@ -51,7 +51,7 @@ class SavedTrainer(Protocol):
 
 
 class SaveRequest(NamedTuple):
-    """Where a checkpoint goes, what it holds beside the model, and how many of its kind stay."""
+    """Says where a checkpoint goes, what it holds beside the model, and how many of its kind stay."""
 
     root: Path
     tag: str | None = None  # a folder of its own; None names the checkpoint by the step
