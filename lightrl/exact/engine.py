@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
+from lightrl.engines.native.forward import FusedForward, FusedLinear, ModelRunner, RMSNorm, SampleState
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
@@ -84,19 +83,9 @@ class ExactForward(FusedForward):
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         return attend_causally(queries, keys, values, self._scaling, layer.window)
 
-    def _run(
-        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
-    ) -> Tensor:
-        hidden = F.embedding(tokens, self._body.embed_tokens.weight)
-        halves = (self._intermediate_size, self._intermediate_size)
-        for layer in self._layers:
-            mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
-            if kept is not None and layer is self._layers[-1]:
-                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            hidden.add_(layer.output(mixed))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        return F.linear(self._last_norm(hidden), self._head.weight)
+    def add_output(self, hidden: Tensor, inputs: Tensor, linear: FusedLinear) -> None:
+        """Rounds the product before it is added, as the modules do."""
+        hidden.add_(linear(inputs))
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.

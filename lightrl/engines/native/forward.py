@@ -104,8 +104,9 @@ class ModelRunner:
 
         Returns the cache that goes with the first forward that agrees.
         """
-        if self._verified is not None:
-            return cache
+        return cache if self._verified is not None else self._compare(vocab_size, cache)
+
+    def _compare(self, vocab_size: int, cache: SampleState) -> SampleState:
         sequences = [
             [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
             for row, length in enumerate(_PROBE_LENGTHS)
@@ -220,12 +221,13 @@ class FusedLinear:
         sizes = [layer.out_features for layer in self._layers]
         for layer, part in zip(self._layers, weight.split(sizes, dim=1), strict=True):
             layer.weight.data = part.t()
-        if self._layers[0].bias is None:
-            return weight, None
+        return weight, None if self._layers[0].bias is None else self._lay_biases(sizes)
+
+    def _lay_biases(self, sizes: list[int]) -> Tensor:
         bias = torch.cat([layer.bias for layer in self._layers])
         for layer, part in zip(self._layers, bias.split(sizes), strict=True):
             layer.bias.data = part
-        return weight, bias
+        return bias
 
 
 class RMSNorm:
@@ -353,10 +355,18 @@ class FusedForward:
             mixed = attend(layer, queries, keys, values)
             if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            hidden.addmm_(mixed, layer.output.weight)
+            self.add_output(hidden, mixed, layer.output)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            hidden.addmm_(F.silu(gate).mul_(up), layer.down.weight)
-        return F.linear(self._last_norm(hidden), self._head.weight)
+            self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
+        return self.read_out(self._last_norm(hidden))
+
+    def add_output(self, hidden: Tensor, inputs: Tensor, linear: FusedLinear) -> None:
+        """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
+        hidden.addmm_(inputs, linear.weight)
+
+    def read_out(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocab] of normalized hidden states [n, width]."""
+        return F.linear(hidden, self._head.weight)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
