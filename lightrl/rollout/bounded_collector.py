@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
-from lightrl.data.sampler import PromptSampler
+from lightrl.data.sampler import Draws
 from lightrl.engines.link import Link
 from lightrl.records import Prompt, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
@@ -69,7 +69,7 @@ class BoundedCollector(RemoteCollector):
         comm: Comm,
         link: Link | None,
         prompts: Sequence[Prompt],
-        sampler: PromptSampler,
+        sampler: Draws,
         *,
         config: RolloutConfig,
         tickets: Tickets,
