@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
+from lightrl.engines.native.forward import FusedForward, FusedLinear, ModelRunner, RMSNorm, SampleState
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
 from lightrl.exact.attention import ENGINE_ATTENTION, LEAST_KEYS, attend, attend_causally
+from lightrl.exact.environment import linear
 from lightrl.models.logprobs import final_logits, logprobs_of_logits
 from lightrl.models.policy import logit_scale, softcap_of
 
@@ -64,8 +65,15 @@ class ExactModules(ModuleForward):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head: Any = self._model.get_output_embeddings()
-        product = F.linear(hidden, head.weight, getattr(head, "bias", None))
+        product = linear(hidden, head.weight, getattr(head, "bias", None))
         return final_logits(product, self._scale, self._softcap)
+
+
+class ExactLinear(FusedLinear):
+    """Linear layers of one input as one product, whose rows have the same bits in any number."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return linear(inputs, self.weight.t(), self.bias)
 
 
 class ExactForward(FusedForward):
@@ -77,6 +85,12 @@ class ExactForward(FusedForward):
             if isinstance(part, RMSNorm):
                 part.by_parts = False
                 part.refresh()
+
+    def _read_layer(self, index: int, module: Any, config: Any) -> Any:
+        layer = super()._read_layer(index, module, config)
+        names = ("qkv", "output", "gate_up", "down")
+        parts: dict[str, Any] = {name: ExactLinear(getattr(layer, name)._layers) for name in names}
+        return replace(layer, **parts)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return attend(queries, keys, values, mask, self._scaling)
@@ -96,7 +110,7 @@ class ExactForward(FusedForward):
             hidden.add_(layer.output(mixed))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
             hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        return F.linear(self._last_norm(hidden), self._head.weight)
+        return linear(self._last_norm(hidden), self._head.weight)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrl.checkpoint import open_directory
 from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
@@ -25,7 +24,7 @@ from lightrl.strategy.optim.hooks import attach
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.results import OptimizerStep
-from lightrl.strategy.saving.saver import Wanted
+from lightrl.strategy.saving.saver import SaveRequest, Wanted
 from lightrl.strategy.skipped import drop_accumulated
 
 
@@ -228,8 +227,8 @@ class TorchStrategy(StrategyBase):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes a checkpoint of everything that the run needs to continue; see TrainingStateSaver.save."""
-        directory = open_directory(Path(save_dir), tag, keep=max_num, max_bytes=max_mem << 20)
-        self.saver.save(model, directory, client_state=client_state, is_latest=save_latest, companions=companions)
+        request = SaveRequest(Path(save_dir), tag, max_num, max_mem << 20, client_state, save_latest, companions)
+        self.saver.save(model, request)
 
     def load_ckpt(
         self,

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from lightrl.comm import Comm, RankError
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
-from lightrl.strategy.saving.saver import TrainingStateSaver
+from lightrl.strategy.saving.saver import SaveRequest, TrainingStateSaver
 from lightrl.trainers.run import RunFolder, own
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -89,9 +91,9 @@ class ForgivingSaver(TrainingStateSaver):
         super().__init__(strategy, in_background=strategy.saver.in_background)
         self._comm, self._root = strategy.comm, root
 
-    def save(self, *args: Any, **options: Any) -> None:
+    def save(self, model: nn.Module, request: SaveRequest) -> None:
         """Writes a checkpoint, or warns."""
-        self._try(lambda: super(ForgivingSaver, self).save(*args, **options))
+        self._try(lambda: super(ForgivingSaver, self).save(model, request))
 
     def finish(self) -> None:
         """Completes a save in the background, or warns."""

@@ -68,10 +68,11 @@ class RolloutServer:
     def fit(self) -> None:
         """Serves until the trainer ends the run. A signal is the trainer's to act on: it stops the run, and this."""
         watch = SignalWatch(self)
-        watch.start()
-        self.link.on_look = partial(self._pass_on, watch)
         try:
             self.link.meet()
+            # Not before: a rank that connects waits in C, has nothing to save, and is to end at once by a signal.
+            watch.start()
+            self.link.on_look = partial(self._pass_on, watch)
             if self.production is not None:
                 self.production.run(self._carry_out)
             else:

@@ -57,6 +57,36 @@ def test_a_split_run_that_lost_ranks_has_the_numbers_of_a_colocated_one(toy_flag
     assert rows(apart) == rows(together)
 
 
+DYING = """
+import os, signal, time
+
+from lightrl.process_group import store_of
+from lightrl.strategy.single import SingleStrategy
+
+
+class Dying(SingleStrategy):
+    def prepare_trained(self, *args, **options):
+        while not store_of("link").check(["here/1"]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_before_they_meet_takes_the_rollout_rank_with_it(
+    toy_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said why, and no connection tells: the signal that follows must do, without a time of grace."""
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.chdir(tmp_path)  # where the ranks look for modules
+    ended = run_and_signal(
+        SCRIPT, *toy_flags, "--strategy", "dying:Dying", "--rollout_ranks", "1",
+        "--output_dir", str(tmp_path / "run"),
+        world_size=2, victims=[], signum=signal.SIGTERM, when=lambda _: False, timeout_s=60, launcher="forked",
+    )  # fmt: skip
+    assert ended.codes == (-signal.SIGKILL, -signal.SIGTERM), ended.said
+
+
 @pytest.mark.slow
 def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: list[str], tmp_path: Path) -> None:
     script, together, apart = SCRIPT.with_name("train_ppo.py"), tmp_path / "together", tmp_path / "apart"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lightrl.checkpoint import CheckpointDirectory, resolve_checkpoint
+from lightrl.checkpoint import open_directory, resolve_checkpoint
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
@@ -50,6 +50,18 @@ class SavedTrainer(Protocol):
     def after_forward_only(self, model: nn.Module) -> None: ...
 
 
+class SaveRequest(NamedTuple):
+    """Says where a checkpoint goes, what it holds beside the model, and how many of its kind stay."""
+
+    root: Path
+    tag: str | None = None  # a folder of its own; None names the checkpoint by the step
+    keep: int = 3
+    max_bytes: int = 0  # of all that are kept; 0: no limit
+    client_state: Mapping[str, Any] | None = None  # of the caller
+    is_latest: bool = True  # a load without a tag may find it
+    companions: Mapping[str, nn.Module] | None = None  # models by their folders in the checkpoint
+
+
 class Wanted(NamedTuple):
     """Names the parts of a checkpoint to load."""
 
@@ -73,29 +85,22 @@ class TrainingStateSaver:
 
     # ---- Saving ------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        model: nn.Module,
-        directory: CheckpointDirectory,
-        *,
-        client_state: dict[str, Any] | None = None,
-        is_latest: bool = True,
-        companions: Mapping[str, nn.Module] | None = None,
-    ) -> None:
+    def save(self, model: nn.Module, request: SaveRequest) -> None:
         """Writes a checkpoint that counts when all ranks have written it.
 
-        Where nobody sets the step, every save makes a folder. A companion is a folder in the checkpoint. In the
-        background, this returns when the state is copied to host memory; the checkpoint then counts after a later
-        update, finish(), the next save or the end of the run.
+        Where nobody sets the step, every save makes a folder. In the background, this returns when the state is copied
+        to host memory; the checkpoint then counts after a later update, finish(), the next save or the end of the run.
         """
         self.finish()
-        models = {"": model, **(companions or {})}  # by folder in the checkpoint
+        directory = open_directory(request.root, request.tag, keep=request.keep, max_bytes=request.max_bytes)
+        models = {"": model, **(request.companions or {})}  # by folder in the checkpoint
+        client_state = dict(request.client_state or {})
         for item in models.values():
             self._trained(item)
         comm, step = self._trainer.comm, self._trainer.global_step
         with comm.phase("checkpoint", local=True):
-            if not _is_plain(client_state or {}):
-                _check_loadable(client_state or {}, "client_state[{!r}]")
+            if not _is_plain(client_state):
+                _check_loadable(client_state, "client_state[{!r}]")
             step = step or directory.next_step()  # nobody counts steps, so the saves are counted
             path = directory.begin(step) if comm.is_main else None
             if path is not None:
@@ -104,8 +109,9 @@ class TrainingStateSaver:
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
-            states = {"": client_state or {}}
-            writers = [self._write(folder / name, models[name], states.get(name, {})) for name in sorted(models)]
+            writers = [
+                self._write(folder / name, models[name], {} if name else client_state) for name in sorted(models)
+            ]
         with comm.phase("checkpoint", local=True):
             for error in (writer.error for writer in writers if writer.error is not None):
                 raise error
@@ -113,7 +119,7 @@ class TrainingStateSaver:
         def commit() -> None:
             for name in models:
                 write_state_hash(folder / name)
-            directory.commit(step, is_latest=is_latest)
+            directory.commit(step, is_latest=request.is_latest)
 
         if self.in_background:
             self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
