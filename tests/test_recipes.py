@@ -57,4 +57,4 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > 0.6
     assert 1.5 < rows[-1]["episode/turns"] < 4
     assert rows[-1]["tokens/environment"] > 0
-    assert all(row["mismatch/max_abs"] < 3e-5 for row in rows)
+    assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)  # 2e-5 to 4.5e-5 on two kinds of CPU

@@ -1,7 +1,7 @@
 """Attention whose bits are the same in the trainer and in the engine, for any pack, batch or padding.
 
-With the setting of lightrl/exact/environment.py a row of a matrix product does not depend on the other rows. Three
-rules keep the rest alike. A product has at least two rows, because one row alone is computed in another way. Softmax
+With lightrl/exact/environment.py a row of a matrix product does not depend on the other rows. Three rules keep the
+rest alike. A product has at least LEAST_ROWS rows, because few rows are computed in another way. Softmax
 sees at least LEAST_KEYS keys, because fewer do not fill a vector. The keys are mixed KEY_BLOCK at a time, because a
 longer sum is cut by its length, and the engine pads the keys where the trainer does not.
 """
@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lightrl.engines.native.modules import native_mask
+from lightrl.exact.environment import LEAST_ROWS
 from lightrl.models.packed_attention import CURRENT_LAYOUT, LAYOUT_KEYWORD, packed_mask
 
 TRAINER_ATTENTION = "lightrl_exact_packed"
 ENGINE_ATTENTION = "lightrl_exact_rows"
 LEAST_KEYS = 32
-KEY_BLOCK = 256
+KEY_BLOCK = 128
 ROW_BLOCK = 128  # tokens of a sequence that attend together, to no key behind the last of them
 
 
@@ -34,8 +35,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling:
         mask: [b or 1, rows or 1, n], 0 or -inf.
     """
     rows = queries.shape[1]
-    if rows == 1:
-        queries = queries.expand(-1, 2, -1)
+    if rows < LEAST_ROWS:
+        missing = (0, 0, 0, LEAST_ROWS - rows)
+        queries, mask = F.pad(queries, missing), F.pad(mask, missing) if mask.shape[1] > 1 else mask
     weights = torch.baddbmm(mask, queries, keys, alpha=scaling).softmax(-1)
     (first, first_values), *rest = zip(weights.split(KEY_BLOCK, dim=2), values.split(KEY_BLOCK, dim=1), strict=True)
     mixed = torch.bmm(first, first_values)
@@ -68,7 +70,7 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         start, num_rows, num_keys = index * ROW_BLOCK, rows.shape[2], seen_keys.shape[1]
         block_mask = mask[start : start + num_rows, :num_keys].repeat(group, 1)[None]
         mixed = attend(rows.flatten(1, 2), seen_keys.transpose(1, 2), seen_values, block_mask, scaling)
-        outputs.append(mixed.view(count, num_heads, num_rows, values.shape[2]))
+        outputs.append(mixed.reshape(count, num_heads, num_rows, values.shape[2]))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache
@@ -19,6 +18,7 @@ from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
 from lightrl.exact.attention import ENGINE_ATTENTION, LEAST_KEYS, attend, attend_causally
+from lightrl.exact.environment import linear
 from lightrl.models.logprobs import final_logits, logprobs_of_logits
 from lightrl.models.policy import logit_scale, softcap_of
 
@@ -63,8 +63,15 @@ class ExactModules(ModuleForward):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head: Any = self._model.get_output_embeddings()
-        product = F.linear(hidden, head.weight, getattr(head, "bias", None))
+        product = linear(hidden, head.weight, getattr(head, "bias", None))
         return final_logits(product, self._scale, self._softcap)
+
+
+class ExactLinear(FusedLinear):
+    """Linear layers of one input as one product, whose rows have the same bits in any number."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return linear(inputs, self.weight.t(), self.bias)
 
 
 class ExactForward(FusedForward):
@@ -77,15 +84,24 @@ class ExactForward(FusedForward):
                 part.by_parts = False
                 part.refresh()
 
+    def _read_layer(self, index: int, module: Any, config: Any) -> Any:
+        layer = super()._read_layer(index, module, config)
+        names = ("qkv", "output", "gate_up", "down")
+        parts: dict[str, Any] = {name: ExactLinear(getattr(layer, name)._layers) for name in names}
+        return replace(layer, **parts)
+
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return attend(queries, keys, values, mask, self._scaling)
 
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         return attend_causally(queries, keys, values, self._scaling, layer.window)
 
-    def add_output(self, hidden: Tensor, inputs: Tensor, linear: FusedLinear) -> None:
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Rounds the product before it is added, as the modules do."""
-        hidden.add_(linear(inputs))
+        hidden.add_(layer(inputs))
+
+    def read_out(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._head.weight)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.

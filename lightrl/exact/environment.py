@@ -1,31 +1,50 @@
-"""The arithmetic of matrix products: with a setting of MKL, a row of one does not depend on the rows beside it."""
+"""The arithmetic of matrix products: a row of one does not depend on the rows beside it.
+
+On CPUs of Intel a setting of MKL sees to that. On CPUs of AMD, MKL ignores the setting, and products of few rows are
+computed in ways of their own: a product of an exact run therefore has at least LEAST_ROWS rows.
+"""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 VARIABLE = "MKL_CBWR"  # MKL reads it when it is called first
-_ROW_COUNTS = (1, 2, 3, 4, 7, 8, 12, 17)  # without the setting, small products take kernels of their own
+LEAST_ROWS = 16  # on AMD, products of 12 rows and more are computed alike by two threads, of 4 and more by one
+_ROW_COUNTS = (1, 2, 3, 4, 7, 8, 12, 17, 33, 64, 100)  # small products take kernels of their own
+
+_linear = F.linear
 
 
 def fix_arithmetic() -> None:
-    """Sets MKL_CBWR unless the environment does, and proves that rows are independent; ValueError if they are not.
+    """Makes the rows of products independent in this process, and proves it; ValueError where they are not.
 
-    It must come before the first matrix product of the process.
+    It sets MKL_CBWR, unless the environment does, so it must come before the first matrix product. Modules find
+    linear() below in the place of torch's.
     """
     widest = "AVX512" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "AVX2"
     os.environ.setdefault(VARIABLE, f"{widest},STRICT")
+    setattr(F, "linear", linear)  # noqa: B010 (mypy takes no assignment to a function)
     if not rows_are_independent():
         raise _dependent_rows()
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes what F.linear does, with rows of zeros behind fewer than LEAST_ROWS."""
+    missing = LEAST_ROWS - rows.shape[:-1].numel()
+    if missing <= 0:
+        return _linear(rows, weight, bias)
+    product = _linear(F.pad(rows.reshape(-1, rows.shape[-1]), (0, 0, 0, missing)), weight, bias)
+    return product[:-missing].view(*rows.shape[:-1], -1)
 
 
 def rows_are_independent() -> bool:
     """Returns whether the first rows of a product have the same bits when they are multiplied alone."""
     numbers = torch.arange(640 * 640, dtype=torch.float32).mul_(0.7).sin_().view(640, 640)
-    rows, weight = numbers[:32], numbers[:512]
+    rows, weight = numbers[:128], numbers[:512]
     whole = F.linear(rows, weight)
     return all(torch.equal(F.linear(rows[:count], weight), whole[:count]) for count in _ROW_COUNTS)
 
@@ -33,7 +52,7 @@ def rows_are_independent() -> bool:
 def _dependent_rows() -> ValueError:
     return ValueError(
         f"--exact True needs matrix products whose rows do not depend on each other, and here they do, with "
-        f"{VARIABLE}={os.environ.get(VARIABLE)}. It takes a torch that is built with MKL, on an x86 CPU with AVX2, and "
-        f"{VARIABLE}=AVX2,STRICT or AVX512,STRICT before the first product of the process. Give that, or leave --exact "
-        "out."
+        f"{VARIABLE}={os.environ.get(VARIABLE)} and {torch.get_num_threads()} threads. It takes a torch that is built "
+        f"with MKL, an x86 CPU with AVX2, {VARIABLE}=AVX2,STRICT or AVX512,STRICT before the first product of the "
+        "process, and on some CPUs few threads (OMP_NUM_THREADS=1). Give that, or leave --exact out."
     )

@@ -55,6 +55,7 @@ class EpisodeDriver:
         self._group = group
         self._wishes: list[Wish] = []
         self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
+        self._has_cancelled = False  # whether an episode no longer waits for a sample that it asked for
         self._asked: asyncio.Future[None] | None = None  # resolved by the next wish, while the engine has nothing to do
 
     def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -86,8 +87,12 @@ class EpisodeDriver:
 
     def _ask(self, wish: Wish) -> None:
         self._wishes.append(wish)
+        wish.answer.add_done_callback(self._note_cancelled)
         if self._asked is not None and not self._asked.done():
             self._asked.set_result(None)
+
+    def _note_cancelled(self, answer: asyncio.Future[Completion]) -> None:
+        self._has_cancelled |= answer.cancelled()
 
     # ---- The first rank of the group ---------------------------------------------------------------------------
 
@@ -146,6 +151,9 @@ class EpisodeDriver:
 
     def _unwanted(self) -> list[int]:
         """Returns the requests that no episode waits for any more, and forgets them."""
+        if not self._has_cancelled:
+            return []
+        self._has_cancelled = False
         wanted = {key[0] for key, wish in self._waiting.items() if not wish.answer.done()}
         unwanted = sorted({key[0] for key in self._waiting} - wanted)
         self._waiting = {key: wish for key, wish in self._waiting.items() if key[0] in wanted}

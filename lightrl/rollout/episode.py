@@ -43,6 +43,7 @@ class Episode:
         self.is_scored = False  # whether the reward is final: no reward of the run is added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
+        self._only_text: str | None = None  # of the response, while it is one turn
         self._own: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -64,14 +65,17 @@ class Episode:
             raise _other_tokens(turn.prompt_ids, self.ids)
         if turn.routing is not None:
             self._add_routing(turn.routing)
+        is_all = not self.response_ids
         self.turns.append(len(self.response_ids))
         self._add(turn.token_ids, trained, turn.logprobs, turn.versions)
         self.finish_reason = turn.finish_reason
+        self._only_text = turn.text if is_all else None
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Adds tokens of a tool, a user or an environment, which are read and not trained."""
         version = self._versions[-1] if self._versions else 0
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
+        self._only_text = None
 
     def earn(self, reward: float) -> None:
         """Adds to the episode's reward what its last turn has earned (--algorithm.reward_at turns)."""
@@ -105,7 +109,7 @@ class Episode:
             sampler_logprobs=tuple(self._logprobs),
             versions=tuple(self._versions),
             finish_reason=self.finish_reason,
-            text=tokenizer.decode(self.response_ids, skip_special_tokens=True),
+            text=self._text(tokenizer),
             prompt_ids=self.prompt_ids,
             own=() if all(self._own) else tuple(self._own),
             turns=tuple(self.turns),
@@ -119,6 +123,12 @@ class Episode:
                 for index, branch in zip(branch_indices(sample_index), self.branches, strict=False)
             ),
         )
+
+    def _text(self, tokenizer: Any) -> str:
+        if self._only_text is not None:
+            return self._only_text
+        text: str = tokenizer.decode(self.response_ids, skip_special_tokens=True)
+        return text
 
 
 def episode_of_several(episodes: Sequence[Episode]) -> Episode:

@@ -19,7 +19,7 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]
 EOS = 1
-_TOLERANCE = 1e-5  # of a logprob in float32
+_TOLERANCE = 3e-5  # of a logprob in float32, of which CPUs round differently
 
 
 class _Numbers:

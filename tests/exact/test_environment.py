@@ -1,4 +1,4 @@
-"""The proof of independent rows holds with the setting of MKL, and fails without it."""
+"""The proof of independent rows holds with the setting of MKL and products of enough rows, and fails without them."""
 
 from __future__ import annotations
 

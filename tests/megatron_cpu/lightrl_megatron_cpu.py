@@ -7,9 +7,13 @@ It replaces functions of torch.cuda in the whole process, so only a process of i
 from __future__ import annotations
 
 import contextlib
+import sys
 from datetime import timedelta
 from typing import Any
 
+sys.modules["flash_mla"] = None  # type: ignore[assignment]  # SGLang brings it, and without a GPU it does not load
+
+import megatron.core.models.gpt.gpt_layer_specs  # it is what imports flash_mla
 import megatron.core.models.gpt.gpt_model  # noqa: F401  # before the replacements: it looks at torch.cuda
 import megatron.core.tensor_parallel.random as core_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -19,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightrl.strategy.megatron.strategy import MegatronStrategy
 
+del sys.modules["flash_mla"]
 _HOST = torch.device("cpu")
 
 

@@ -130,7 +130,7 @@ def test_trainer_and_engine_agree_on_both_sides_of_the_length(name: str, longest
         batch = response_batch([(completion.prompt_token_ids, completion.output_token_ids)])
         with torch.no_grad():
             ours = policy(batch).logprobs
-        assert_close(torch.tensor(completion.logprobs), ours, atol=1e-5, rtol=0)
+        assert_close(torch.tensor(completion.logprobs), ours, atol=5e-5, rtol=0)
 
 
 def test_an_engine_of_its_own_is_fixed_by_the_longest_sequence_that_it_takes() -> None:

@@ -1,12 +1,13 @@
-"""Prints whether rows of products are independent, after MKL_CBWR was set to the argument, if there is one."""
+"""Prints whether rows of products are independent; with an argument, without the two things that make them so."""
 
 import os
 import sys
 
-from lightrl.exact.environment import VARIABLE, fix_arithmetic
+from lightrl.exact import environment
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        os.environ[VARIABLE] = sys.argv[1]
-    fix_arithmetic()
+        os.environ[environment.VARIABLE] = sys.argv[1]
+        environment.LEAST_ROWS = 1
+    environment.fix_arithmetic()
     print("independent")

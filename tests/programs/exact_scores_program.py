@@ -121,7 +121,7 @@ def whole_runs():
 def flipped():
     """Returns the difference without each safeguard, each of which is put back afterwards."""
     found = {}
-    long = [[(j * 5) % 97 for j in range(470)]]
+    long = [[(j * 5) % 97 for j in range(length)] for length in (470, 140)]
     block, attention.KEY_BLOCK = attention.KEY_BLOCK, 1 << 30
     found["keys are mixed in blocks"] = difference("llama", prompts=long)[0]
     attention.KEY_BLOCK = block
@@ -129,6 +129,9 @@ def flipped():
     attention.LEAST_KEYS, engine.ExactCache.least_read = 1, 8
     found["softmax has enough keys"] = difference("llama", prompts=[[5, 4, 3, 6, 9], [*range(5, 14)]])[0]
     attention.LEAST_KEYS, engine.ExactCache.least_read = least, least
+    rows, attention.LEAST_ROWS = attention.LEAST_ROWS, 1
+    found["products of attention have enough rows"] = difference("one head a group")[0]
+    attention.LEAST_ROWS = rows
     ExactEngine.draw = staticmethod(sample)
     found["logprobs are summed alike"] = difference("llama")[0]
     ExactEngine.draw = staticmethod(engine.draw_exactly)

@@ -83,7 +83,7 @@ def test_a_turn_from_other_tokens_is_refused() -> None:
 
 def test_a_turn_that_is_only_read_is_not_trained() -> None:
     episode = Episode([2])
-    episode.say(turn(5, is_trainable=False), trained=False)
+    episode.say(turn(5, text="3", is_trainable=False), trained=False)
     sample = episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
     assert sample.num_own == 0
     assert sample.text == "3"

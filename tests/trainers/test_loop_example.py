@@ -38,9 +38,9 @@ def test_the_first_step_has_the_numbers_of_train_grpo_on_one_rank_and_on_two(
 
 @pytest.mark.slow
 def test_it_learns_the_built_in_task() -> None:
-    rewards = [step["reward/mean"] for step in steps_of(run_spmd(LOOP, "--steps", "20", world_size=1))]
-    assert sum(rewards[:2]) / 2 < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.5
+    rewards = [step["reward/mean"] for step in steps_of(run_spmd(LOOP, "--steps", "30", world_size=1))]
+    assert sum(rewards[:2]) / 2 < 0.25
+    assert sum(rewards[-5:]) / 5 > 0.45  # 0.65 to 0.7 on two kinds of CPU
 
 
 def test_it_is_short_and_uses_no_trainer() -> None:

@@ -57,6 +57,36 @@ def test_a_split_run_that_lost_ranks_has_the_numbers_of_a_colocated_one(toy_flag
     assert rows(apart) == rows(together)
 
 
+DYING = """
+import os, signal, time
+
+from lightrl.process_group import store_of
+from lightrl.strategy.single import SingleStrategy
+
+
+class Dying(SingleStrategy):
+    def prepare_trained(self, *args, **options):
+        while not store_of("link").check(["here/1"]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_before_they_meet_takes_the_rollout_rank_with_it(
+    toy_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said why, and no connection tells: the signal that follows must do, without a time of grace."""
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.chdir(tmp_path)  # where the ranks look for modules
+    ended = run_and_signal(
+        SCRIPT, *toy_flags, "--strategy", "dying:Dying", "--rollout_ranks", "1",
+        "--output_dir", str(tmp_path / "run"),
+        world_size=2, victims=[], signum=signal.SIGTERM, when=lambda _: False, timeout_s=60, launcher="forked",
+    )  # fmt: skip
+    assert ended.codes == (-signal.SIGKILL, -signal.SIGTERM), ended.said
+
+
 @pytest.mark.slow
 def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: list[str], tmp_path: Path) -> None:
     script, together, apart = SCRIPT.with_name("train_ppo.py"), tmp_path / "together", tmp_path / "apart"
@@ -65,6 +95,25 @@ def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: l
     split = [*flags, "--rollout_ranks", "1", "--output_dir", str(apart)]
     run_spmd(script, *split, world_size=2, timeout_s=280)
     assert rows(apart) == rows(together)
+
+
+@pytest.mark.slow
+def test_a_curriculum_chooses_by_the_results_that_rollout_ranks_send(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, "--num_prompts", "2", "--max_steps", "6", "--data.curriculum", "half_solved"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "2", "--output_dir", str(apart), "--checkpoint.every", "1"]
+    run_spmd(SCRIPT, *split, "--max_steps", "3", world_size=4, timeout_s=280)
+    assert "continuing after step" in run_spmd(SCRIPT, *split, world_size=3, timeout_s=280)
+    assert prompts(apart) == prompts(together)
+    plain = ["--data.curriculum", "", "--output_dir", str(tmp_path / "plain")]
+    run_program([sys.executable, str(SCRIPT), *flags, *plain], timeout_s=280)
+    assert prompts(apart) != prompts(tmp_path / "plain")
+
+
+def prompts(folder: Path) -> list[tuple[int, str]]:
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return sorted((row["step"], row["prompt"]) for row in map(json.loads, lines))
 
 
 GAME = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]

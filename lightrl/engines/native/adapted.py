@@ -69,9 +69,9 @@ class AdaptedForward(FusedForward):
         parts: dict[str, Any] = {name: AdaptedLinear(getattr(layer, name)._layers) for name in names}
         return replace(layer, **parts)
 
-    def add_output(self, hidden: Tensor, inputs: Tensor, linear: FusedLinear) -> None:
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Adds the product of a layer that may have an adapter."""
-        hidden.add_(linear(inputs))
+        hidden.add_(layer(inputs))
 
 
 class AdaptedRunner(ModelRunner):

@@ -360,9 +360,9 @@ class FusedForward:
             self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
         return self.read_out(self._last_norm(hidden))
 
-    def add_output(self, hidden: Tensor, inputs: Tensor, linear: FusedLinear) -> None:
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
-        hidden.addmm_(inputs, linear.weight)
+        hidden.addmm_(inputs, layer.weight)
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Returns the logits [n, vocab] of normalized hidden states [n, width]."""
