@@ -39,7 +39,7 @@ from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
-from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
+from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
@@ -249,7 +249,7 @@ class StrategyBase(ForeignNames, ABC):
     def train_batch(
         self,
         data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFn,
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
         model: nn.Module | None = None,
@@ -300,12 +300,7 @@ class StrategyBase(ForeignNames, ABC):
         return [*batches, *batches[-1:] * (self.comm.max_int(len(batches)) - len(batches))]
 
     def _add_gradients(
-        self,
-        trained: TrainedModel,
-        batches: list[Any],
-        shares: list[float],
-        loss_fn: Callable[..., Tensor],
-        mine: range,
+        self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
     ) -> float:
         """Runs each micro-batch, whose gradient counts by its share; returns this rank's part of the mean loss."""
         loss_sum = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from lightrl.strategy.megatron.placing import Placed, place, placed_of
 from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
 from lightrl.strategy.megatron.schedule import run_schedule
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.results import GroupBatches, TrainBatchResult, TrainedModel
+from lightrl.strategy.results import GroupBatches, LossFn, TrainBatchResult, TrainedModel
 from lightrl.strategy.torch_native import TorchStrategy
 
 
@@ -141,12 +141,7 @@ class MegatronStrategy(TorchStrategy):
         return super().train_batch(data, *args, **kwargs)
 
     def _add_gradients(
-        self,
-        trained: TrainedModel,
-        batches: list[Any],
-        shares: list[float],
-        loss_fn: Callable[..., Tensor],
-        mine: range,
+        self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
     ) -> float:
         losses: list[float] = []
 
