@@ -77,6 +77,8 @@ class ExactLinear(FusedLinear):
 class ExactForward(FusedForward):
     """The fused forward with every number rounded where the model's modules round it."""
 
+    product = staticmethod(linear)
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         for part in self._parts:
@@ -99,9 +101,6 @@ class ExactForward(FusedForward):
     def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Rounds the product before it is added, as the modules do."""
         hidden.add_(layer(inputs))
-
-    def read_out(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head.weight)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.
