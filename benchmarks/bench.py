@@ -3,7 +3,8 @@
     make bench
     python benchmarks/bench.py [--only sync packing ...] [--update]
 
-Only ratios of CPU seconds are kept, of two ways measured in turn in one process, so that another machine may compare.
+Only ratios are kept, so that another machine may compare: of the CPU seconds of two ways measured in turn in one
+process, and for "soak" of the memory of a process at the end and at a fifth of a run.
 A ratio beyond its tolerance counts as slower. --update writes what was measured, after a change that is meant.
 """
 
@@ -45,6 +46,11 @@ BENCHMARKS = {
         "learn_floor.py --models toy --rounds 5", r"(?P<name>toy) +(\S+ +){4}(?P<ratio>[\d.]+)", more_is_better=False
     ),
     "decode": Benchmark("decode.py --models toy", r"(?P<name>toy: .*?)  +\d.* (?P<ratio>[\d.]+)x$"),
+    "soak": Benchmark(
+        "soak.py --steps 500 --every 50 --num_prompts 2 --group_size 4 --max_new_tokens 8",
+        r"(?P<name>from step \d+ to \d+): RSS .* ratio (?P<ratio>[\d.]+)$",
+        more_is_better=False,
+    ),
 }
 
 

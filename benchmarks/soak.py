@@ -76,7 +76,8 @@ def main() -> None:
     rows = run(args.steps, args.every, options)
     first, last = next(row for row in rows if 5 * row[0] >= args.steps), rows[-1]
     grown = last[1] - first[1]
-    print(f"from step {first[0]} to {last[0]}: RSS {grown:+.1f} MiB, Python {last[2] - first[2]:+.2f} MiB")
+    growth = f"RSS {grown:+.1f} MiB, Python {last[2] - first[2]:+.2f} MiB, ratio {last[1] / first[1]:.3f}"
+    print(f"from step {first[0]} to {last[0]}: {growth}")
     raise SystemExit(grown > args.allowed)
 
 

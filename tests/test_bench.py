@@ -24,6 +24,10 @@ OUTPUTS = {
         "toy: equal lengths, 64 requests       4096      600.0     1200.0       6826       3413    2.00x    2.10x",
         {"decode: toy: equal lengths, 64 requests": 2.1},
     ),
+    "soak": (
+        "from step 100 to 500: RSS +5.2 MiB, Python +0.25 MiB, ratio 1.010",
+        {"soak: from step 100 to 500": 1.01},
+    ),
 }
 
 
