@@ -271,7 +271,8 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
 def _check_data(config: RolloutConfig) -> None:
     if config.data.curriculum:
-        config.data.check_curriculum(has_own_ranks=config.rollout_ranks > 0, is_recorded=config.rollout.is_recorded)
+        is_drawn_ahead = config.rollout_ranks > 0 and config.rollout.max_staleness > 0
+        config.data.check_curriculum(is_drawn_ahead=is_drawn_ahead, is_recorded=config.rollout.is_recorded)
 
 
 def _check_rollout(config: RolloutConfig) -> None:

@@ -289,10 +289,11 @@ class DataConfig(PromptFieldsConfig):
     """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
     prompts that are solved about half the time. Empty: every prompt once in each epoch."""
 
-    def check_curriculum(self, *, has_own_ranks: bool, is_recorded: bool) -> None:
-        """Raises ValueError for a curriculum in a run whose prompts are drawn elsewhere."""
-        if has_own_ranks or is_recorded:
-            other = "--rollout_ranks" if has_own_ranks else "--rollout.record and --rollout.from"
+    def check_curriculum(self, *, is_drawn_ahead: bool, is_recorded: bool) -> None:
+        """Raises ValueError for a curriculum in a run whose prompts are drawn elsewhere, or before results are in."""
+        if is_drawn_ahead or is_recorded:
+            ahead = "--rollout_ranks with --rollout.max_staleness above 0"
+            other = ahead if is_drawn_ahead else "--rollout.record and --rollout.from"
             raise ValueError(f"--data.curriculum takes no part in {other} yet: leave one of them out.")
 
 

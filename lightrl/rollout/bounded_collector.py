@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
-from lightrl.data.sampler import PromptSampler
+from lightrl.data.sampler import Draws
 from lightrl.engines.link import Link
 from lightrl.records import Prompt, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
@@ -69,7 +69,7 @@ class BoundedCollector(RemoteCollector):
         comm: Comm,
         link: Link | None,
         prompts: Sequence[Prompt],
-        sampler: PromptSampler,
+        sampler: Draws,
         *,
         config: RolloutConfig,
         tickets: Tickets,
@@ -147,15 +147,18 @@ class BoundedCollector(RemoteCollector):
         return {"finished": finished, "running": running}
 
     def _learn_news(self, link: Link) -> bool:
-        """Reads what was started and finished; returns whether everything that was started is known."""
+        """Reads what was finished and started; returns whether everything that was started is known.
+
+        In this order: a group that starts and finishes meanwhile is then known as neither, and never as finished alone.
+        """
+        while self._num_finished < link.count(FINISHED) and link.has(f"finish/{self._num_finished}"):
+            self._finished.add(int(link.take(f"finish/{self._num_finished}")))
+            self._num_finished += 1
         while self._num_seen < link.claimed(CLAIMS):
             if not link.has(f"start/{self._num_seen}"):
                 return False  # claimed a moment ago
             self._started[self._num_seen] = int(link.take(f"start/{self._num_seen}"))
             self._num_seen += 1
-        while self._num_finished < link.count(FINISHED) and link.has(f"finish/{self._num_finished}"):
-            self._finished.add(int(link.take(f"finish/{self._num_finished}")))
-            self._num_finished += 1
         return True
 
     def _check_failures(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightrl.comm import Comm
-from lightrl.data.sampler import PromptSampler
+from lightrl.data.sampler import Draws
 from lightrl.engines.link import Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
@@ -20,7 +20,7 @@ from lightrl.rollout.saved_groups import group_from_state
 class RemoteCollector:
     """Stands in for the collector of a trainer. Rank 0 asks the rollout ranks and deals out what they send."""
 
-    def __init__(self, comm: Comm, link: Link | None, prompts: Sequence[Prompt], sampler: PromptSampler) -> None:
+    def __init__(self, comm: Comm, link: Link | None, prompts: Sequence[Prompt], sampler: Draws) -> None:
         """link: None on all ranks but the first; prompts: the training data, whose order the sampler decides."""
         self._comm = comm
         self._link = link
@@ -49,8 +49,9 @@ class RemoteCollector:
 
     def take(self, link: Link, step: int) -> list[ScoredGroup]:
         """Has the rollout ranks make the samples of the step's prompts; returns its groups in their order."""
-        first = self._sampler.num_drawn - self._sampler.batch_size  # the trainer has drawn them already
-        link.post({"do": "rollout", "step": step, "first": first})
+        end = self._sampler.num_drawn  # the trainer has drawn them already
+        drawn = [self._sampler.index_at(ticket) for ticket in range(end - self._sampler.batch_size, end)]
+        link.post({"do": "rollout", "step": step, "prompts": drawn})
         groups: list[ScoredGroup] = []
         for content in link.answers():
             answer = from_bytes(content)

@@ -21,16 +21,17 @@ def with_curriculum(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], 
     if not isinstance(trainer_class, type):
         raise TypeError("A curriculum needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
     made: Callable[[Any], Trainer] = type(
-        f"{trainer_class.__name__}OfCurriculum", (_CurriculumTrainer, trainer_class), {}
+        f"{trainer_class.__name__}OfCurriculum", (_ScheduledCurriculum, trainer_class), {}
     )
     return made
 
 
-class _CurriculumTrainer(ScheduledTrainer):
+class CurriculumTrainer(Trainer):
     """Goes in front of a trainer's class: it tells the curriculum what came of the prompts of each step."""
 
     made_by = "lightrl.trainers.curriculum:with_curriculum"
     curriculum: Curriculum
+    prompts: Any  # PromptData of the trainer
 
     def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
         config: RolloutConfig = run.config if isinstance(run, RunContext) else run
@@ -46,6 +47,26 @@ class _CurriculumTrainer(ScheduledTrainer):
         self.prompts.sampler = self.saved["sampler"] = self.curriculum
         super().resume()
 
+    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
+        """Tells the curriculum the results of all ranks, and learns."""
+        for group in groups:
+            self.note(group)
+        fresh, self._fresh = self._fresh, []
+        everyones = sorted(item for part in self.strategy.comm.all_gather_object(fresh) for item in part)
+        self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in everyones])
+        learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
+        return learned
+
+    def note(self, group: ScoredGroup) -> None:
+        """Keeps a group's result for the next step."""
+        known = [reward for reward in group.rewards if not math.isnan(reward)]
+        if known:
+            self._fresh.append((group.ticket, group.samples[0].prompt.index, math.fsum(known) / len(known)))
+
+
+class _ScheduledCurriculum(CurriculumTrainer, ScheduledTrainer):
+    """The curriculum of a schedule also hears of the groups that a filter rejects."""
+
     def filter_of(self, config: RolloutConfig) -> Filter | None:
         """Returns the run's filter, which the curriculum hears of too."""
         keep = load_filter(config)
@@ -55,25 +76,10 @@ class _CurriculumTrainer(ScheduledTrainer):
         def noted(group: ScoredGroup) -> bool:
             is_kept = keep(group)
             if not is_kept:
-                self._note(group)
+                self.note(group)
             return is_kept
 
         return noted
-
-    def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Tells the curriculum the results of all ranks, and learns."""
-        for group in groups:
-            self._note(group)
-        fresh, self._fresh = self._fresh, []
-        everyones = sorted(item for part in self.strategy.comm.all_gather_object(fresh) for item in part)
-        self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in everyones])
-        learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
-        return learned
-
-    def _note(self, group: ScoredGroup) -> None:
-        known = [reward for reward in group.rewards if not math.isnan(reward)]
-        if known:
-            self._fresh.append((group.ticket, group.samples[0].prompt.index, math.fsum(known) / len(known)))
 
 
 def load_curriculum(name: str) -> Weigh:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from lightrl.config import LoraConfig, RolloutConfig
-from lightrl.data.sampler import PromptSampler, shard
+from lightrl.data.sampler import shard
 from lightrl.engines.base import create_engine, create_recording_engine
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import SIGNAL, Command, Link
@@ -135,9 +135,7 @@ class RolloutServer:
     def _roll_out(self, command: Command) -> None:
         """Makes and scores this rank's part of a step's samples, as a trainer with an engine does."""
         config, comm, statistics = self.config, self.strategy.comm, Statistics()
-        sampler = PromptSampler(len(self.prompts.train), config.num_prompts, config.seed)
-        sampler.num_drawn = command["first"]
-        batch = [(position, self.prompts.train[index]) for position, index in enumerate(sampler.next_batch())]
+        batch = [(position, self.prompts.train[index]) for position, index in enumerate(command["prompts"])]
         samples = self.collector.sample(
             shard(batch, comm.rank, comm.world),
             step=command["step"],

@@ -20,6 +20,7 @@ from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.remote_serving import RemoteServing
+from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
 
@@ -29,16 +30,25 @@ def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig]
 
     def build(config: RolloutConfig) -> Trainer | RolloutServer:
         check_split(config)
+        parts = curriculum_of(config)
         role = split(config.rollout_ranks, engine_tp_size=config.engine_tp_size)
         if not role.is_trainer:
             return RolloutServer(config, role)
         if not isinstance(trainer_class, type):
             raise TypeError("--rollout_ranks needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
-        learner: type[Any] = type(f"Remote{trainer_class.__name__}", (Learner, trainer_class), {})
+        learner: type[Any] = type(f"Remote{trainer_class.__name__}", (Learner, *parts, trainer_class), {})
         made: Trainer = learner(config, role)
         return made
 
     return build
+
+
+def curriculum_of(config: RolloutConfig) -> tuple[type[Trainer], ...]:
+    """Returns what a trainer's class needs in front of it for --data.curriculum; ValueError if there is no such one."""
+    if not config.data.curriculum:
+        return ()
+    load_curriculum(config.data.curriculum)  # here, because this runs on the rollout ranks too
+    return (CurriculumTrainer,)
 
 
 class Learner(Trainer):

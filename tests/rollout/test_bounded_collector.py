@@ -107,3 +107,37 @@ def test_the_age_of_each_token_is_checked_where_it_is_used(tmp_path):
     link = StoreLink(0.0)
     with pytest.raises(RuntimeError, match="Step 3 has tokens of weights 0, which are 2 steps behind"):
         collector(link, tmp_path).take(link, 2)
+
+
+class RacingLink(StoreLink):
+    """A link whose other end starts and finishes its first group while this end looks at what was claimed."""
+
+    def __init__(self):
+        super().__init__(failures=0.0)
+        self.later = {key: self.values.pop(key) for key in ("start/0", "finish/0", "finish/1")}
+        self.later["finish/0"], self.num_claimed = b"0", 0
+
+    def claimed(self, key):
+        num_claimed, self.num_claimed = self.num_claimed, 1
+        if num_claimed == 0:
+            self.values |= self.later
+        return num_claimed
+
+    def count(self, key, add=0):
+        return int("finish/0" in self.values)
+
+    def peek(self, key):
+        return self.values[key]
+
+    def post(self, command):
+        assert command == {"do": "save"}
+
+    def answers(self):
+        return []
+
+
+def test_a_checkpoint_can_be_taken_while_a_group_starts_and_finishes(tmp_path):
+    link = RacingLink()
+    made = collector(link, tmp_path)
+    assert made._tickets.state_dict()["finished"] == []
+    assert [item["ticket"] for item in made._tickets.state_dict()["finished"]] == [0]

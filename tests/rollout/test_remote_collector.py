@@ -53,10 +53,11 @@ def test_the_rollout_ranks_make_the_samples_of_the_step():
         ]
     )
     sampler = PromptSampler(4, 3, seed=0)
-    sampler.draw(9)
+    sampler.draw(6)
+    drawn = sampler.draw(3)
     collector = RemoteCollector(Comm(), link, PROMPTS, sampler)
     samples = collector.sample([], step=2, group_size=1, temperature=1.0)
-    assert link.posted == [{"do": "rollout", "step": 2, "first": 6}]
+    assert link.posted == [{"do": "rollout", "step": 2, "prompts": drawn}]
     assert [(sample.position, sample.prompt.index) for sample in samples] == [(0, 3), (1, 1), (2, 2)]
     statistics = Statistics()
     assert collector.score(samples, statistics) == [1.0, 0.0, 0.5]

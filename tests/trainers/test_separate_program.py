@@ -97,6 +97,25 @@ def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: l
     assert rows(apart) == rows(together)
 
 
+@pytest.mark.slow
+def test_a_curriculum_chooses_by_the_results_that_rollout_ranks_send(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, "--num_prompts", "2", "--max_steps", "6", "--data.curriculum", "half_solved"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "2", "--output_dir", str(apart), "--checkpoint.every", "1"]
+    run_spmd(SCRIPT, *split, "--max_steps", "3", world_size=4, timeout_s=280)
+    assert "continuing after step" in run_spmd(SCRIPT, *split, world_size=3, timeout_s=280)
+    assert prompts(apart) == prompts(together)
+    plain = ["--data.curriculum", "", "--output_dir", str(tmp_path / "plain")]
+    run_program([sys.executable, str(SCRIPT), *flags, *plain], timeout_s=280)
+    assert prompts(apart) != prompts(tmp_path / "plain")
+
+
+def prompts(folder: Path) -> list[tuple[int, str]]:
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return sorted((row["step"], row["prompt"]) for row in map(json.loads, lines))
+
+
 GAME = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]
 
 
