@@ -48,9 +48,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, **changes: int) -> Any:
+    """Returns a model of a shape with random weights, the same at each call; changes: such as another vocab_size."""
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=1024)
+    config = Qwen3Config(**{**SHAPES[name], **changes}, tie_word_embeddings=True, max_position_embeddings=1024)
     return Qwen3ForCausalLM(config).eval()
 
 

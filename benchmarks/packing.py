@@ -12,10 +12,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import transformers
+from decode import SHAPES, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,27 +23,6 @@ from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
 
 PROMPT_LENGTH = 16
-SHAPES: dict[str, dict[str, Any]] = {
-    "toy": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384, "head_dim": 32, "vocab_size": 98},
-    "mid": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "intermediate_size": 1536,
-        "head_dim": 64,
-        "vocab_size": 32_000,
-    },
-}
-
-
-def make_model(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    shape = SHAPES[name]
-    num_heads = shape["hidden_size"] // shape["head_dim"]
-    config = transformers.Qwen3Config(
-        **shape, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, tie_word_embeddings=True
-    )
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    return model
 
 
 def make_samples(num: int, vocab_size: int) -> list[Experience]:
@@ -99,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    padded, policy = make_model(args.model), Policy(make_model(args.model), entropy=False)
+    padded, policy = random_model(args.model).train(), Policy(random_model(args.model).train(), entropy=False)
     samples = make_samples(args.num, SHAPES[args.model]["vocab_size"])
     batch = pack(samples, temperature=1.0, old_logprobs=None, ref_logprobs=None)
     scorers: dict[str, Callable[[], Tensor]] = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from decode import random_model
 from torch import Tensor
 
 from lightrl.models.policy import Policy, response_batch
@@ -29,26 +29,11 @@ from lightrl.sharing.model import PromptSharing
 from lightrl.sharing.tree import share
 
 WAYS = ("whole", "shared")
-SHAPES: dict[str, dict[str, Any]] = {
-    "toy": {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384, "head_dim": 32, "vocab_size": 98},
-    "mid": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "intermediate_size": 1536,
-        "head_dim": 64,
-        "vocab_size": 8192,
-    },
-}
+VOCABULARIES = {"toy": 98, "mid": 8192}
 
 
 def make_policy(name: str) -> Policy:
-    torch.manual_seed(0)
-    shape = SHAPES[name]
-    num_heads = shape["hidden_size"] // shape["head_dim"]
-    config = transformers.Qwen3Config(
-        **shape, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, tie_word_embeddings=True
-    )
-    policy = Policy(transformers.AutoModelForCausalLM.from_config(config))
+    policy = Policy(random_model(name, vocab_size=VOCABULARIES[name]))
     PromptSharing(policy)
     return policy.train()
 
@@ -105,7 +90,7 @@ def memory_mib(field: str) -> float:
 
 
 def measure_peak_here(args: argparse.Namespace) -> None:
-    policy, vocabulary = make_policy(args.model), SHAPES[args.model]["vocab_size"]
+    policy, vocabulary = make_policy(args.model), VOCABULARIES[args.model]
     pack = make_pack(args.peak, vocabulary, args.prompts[0], args)
     loss_of(policy, response_batch([((1, 2), (3, 4))])).backward()  # the gradients are there before
     before = memory_mib("VmRSS")
@@ -122,7 +107,7 @@ def peak_mib(way: str, prompt: int) -> float:
 
 def compare(policy: Policy, prompt: int, args: argparse.Namespace) -> str:
     """Returns a line of the table."""
-    packs = {way: make_pack(way, SHAPES[args.model]["vocab_size"], prompt, args) for way in WAYS}
+    packs = {way: make_pack(way, VOCABULARIES[args.model], prompt, args) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     losses, gradients = {}, {}
 
@@ -156,7 +141,7 @@ def compare(policy: Policy, prompt: int, args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="mid")
+    parser.add_argument("--model", choices=sorted(VOCABULARIES), default="mid")
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 512], help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=64, help="tokens of a response, on average")
     parser.add_argument("--spread", type=float, default=0.0, help="how far the lengths lie around it, as a share")

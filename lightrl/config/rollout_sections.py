@@ -182,9 +182,3 @@ class EvalConfig(EvalScheduleConfig):
             raise ValueError(
                 f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
             )
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """What changes the distribution that is sampled from, which training may not do."""
-        names = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        return {name: getattr(self, name) for name in names}

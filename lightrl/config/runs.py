@@ -246,7 +246,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     @property
     def samples_can_be_older(self) -> bool:
         """Whether a step may learn from samples of older weights than the engine has."""
-        return self.rollout.samples_can_be_older
+        return self.rollout.max_staleness > 0
 
     @property
     def policy_schedule_length(self) -> int:
@@ -278,7 +278,7 @@ def _check_data(config: RolloutConfig) -> None:
 def _check_rollout(config: RolloutConfig) -> None:
     if config.rollout.is_recorded:
         config.rollout.check_record(has_own_ranks=config.rollout_ranks > 0 or config.rollout.is_scheduled)
-    if config.rollout.samples_can_be_older and isinstance(config, GRPOConfig | PPOConfig):
+    if config.rollout.max_staleness and isinstance(config, GRPOConfig | PPOConfig):
         _decouple_from_older(config)
 
 
@@ -316,7 +316,7 @@ class GRPOConfig(RolloutConfig):
     @property
     def samples_can_be_older(self) -> bool:
         """Whether a step may learn from samples of older weights than the engine has."""
-        return self.dynamic_sampling.enabled or self.rollout.samples_can_be_older
+        return self.dynamic_sampling.enabled or self.rollout.max_staleness > 0
 
 
 def _check_dynamic_sampling(config: GRPOConfig) -> None:

@@ -54,20 +54,20 @@ def load_records(source: str) -> list[LocatedRecord]:
     """
     if not source.strip():
         raise ValueError(f"The name of the data set is empty. --train_data accepts {_ACCEPTED_SOURCES}.")
-    if source in _BUILTIN_TASKS:
-        records = _locate(_BUILTIN_TASKS[source](), source)
-    elif source.startswith("builtin:"):
-        names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
-        raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
-    elif source.startswith(PREFIX):
-        records = _locate(reasoning_records(source), source)
-    elif source.startswith("hf:"):
-        records = _load_from_hub(source)
-    else:
-        records = _load_from_disk(Path(source))
+    builtin = _BUILTIN_TASKS.get(source)
+    records = _locate(builtin(), source) if builtin else _load_elsewhere(source)
     if not records:
         raise ValueError(f"The data set {source} is empty: it must have at least one record.")
     return records
+
+
+def _load_elsewhere(source: str) -> list[LocatedRecord]:
+    if source.startswith("builtin:"):
+        names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
+        raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
+    if source.startswith(PREFIX):
+        return _locate(reasoning_records(source), source)
+    return _load_from_hub(source) if source.startswith("hf:") else _load_from_disk(Path(source))
 
 
 def build_prompts(

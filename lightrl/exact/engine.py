@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache
@@ -79,6 +77,8 @@ class ExactLinear(FusedLinear):
 class ExactForward(FusedForward):
     """The fused forward with every number rounded where the model's modules round it."""
 
+    product = staticmethod(linear)
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         for part in self._parts:
@@ -98,19 +98,9 @@ class ExactForward(FusedForward):
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         return attend_causally(queries, keys, values, self._scaling, layer.window)
 
-    def _run(
-        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
-    ) -> Tensor:
-        hidden = F.embedding(tokens, self._body.embed_tokens.weight)
-        halves = (self._intermediate_size, self._intermediate_size)
-        for layer in self._layers:
-            mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
-            if kept is not None and layer is self._layers[-1]:
-                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            hidden.add_(layer.output(mixed))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        return linear(self._last_norm(hidden), self._head.weight)
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
+        """Rounds the product before it is added, as the modules do."""
+        hidden.add_(layer(inputs))
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.

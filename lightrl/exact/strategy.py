@@ -6,7 +6,7 @@ A micro-batch is a tile (tiles.py). Its gradient is that of its share of the los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -54,17 +54,10 @@ class ExactGradients(TorchStrategy):
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
-    def train_batch(
-        self,
-        data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        loss_weight_fn: Callable[[Any], float | Tensor],
-        *,
-        model: nn.Module | None = None,
-    ) -> TrainBatchResult:
+    def train_batch(self, *args: Any, **kwargs: Any) -> TrainBatchResult:
         """Takes one optimizer step over tiles; the reported loss is their exact sum."""
         self._loss = 0
-        result = super().train_batch(data, loss_fn, loss_weight_fn, model=model)
+        result = super().train_batch(*args, **kwargs)
         for total in self._sums.values():
             total.is_empty = True  # also where the update was dropped
         loss = sum(self.comm.all_gather_object(self._loss))

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightrl.alone import Alone
 from lightrl.comm import Comm
 from lightrl.data.packing import TokenValues
 from lightrl.metrics import Statistics
 from lightrl.records import Experience
 from lightrl.trainers.token_advantages import TokenAdvantages, TokenTargets
-
-
-class Alone(Comm):
-    """A world of one, in a process of a larger one: for what every rank computes from the same numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank, self.world = 0, 1
 
 
 class ExactTokenAdvantages(TokenAdvantages):

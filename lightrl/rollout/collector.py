@@ -80,10 +80,14 @@ class Scorer:
             self._num_shown += 1
 
 
+_OF_EVALUATION = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
 def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
     """Returns what the requests of a run ask for, as arguments of Collector."""
     sampling = SamplingParams(stop=config.stop, top_p=config.top_p, top_k=config.top_k)
-    return {"sampling": sampling, "evaluation": replace(sampling, **config.eval.sampling)}  # type: ignore[arg-type]
+    changes = {name: getattr(config.eval, name) for name in _OF_EVALUATION}  # which training may not make
+    return {"sampling": sampling, "evaluation": replace(sampling, **changes)}
 
 
 class Collector(Scorer):

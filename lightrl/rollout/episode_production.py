@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightrl.comm import Comm
+from lightrl.alone import Alone
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import EngineGroup
 from lightrl.engines.colocated import ColocatedEngine
@@ -31,7 +31,7 @@ class EpisodeProduction(Production):
     ) -> None:
         """parts: as of Production; the rewards are not those that episodes ask for, which are scored at other times."""
         super().__init__(config, link, engine, group, **parts)
-        self._scorer = EpisodeScorer(Comm(), parts["rewards"])
+        self._scorer = EpisodeScorer(Alone(), parts["rewards"])
         self._driver = PhasedDriver(engine, group)
         self._journals: dict[int, list[Journal]] = {}  # of each group, by ticket
         self._ended: dict[int, _Ended] = {}  # of unfinished groups, by ticket

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from lightrl.comm import Comm
+from lightrl.alone import Alone
 from lightrl.config import RolloutConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.engines.base import Completion, EngineGroup, SamplingParams
@@ -112,7 +112,7 @@ class Production:
         self._group = group
         self._prompts = prompts
         self._collector = collector
-        self._scorer = Scorer(Comm(), rewards)  # of this rank alone
+        self._scorer = Scorer(Alone(), rewards)  # in a thread, which waits for no other rank
         self._sampling = replace(
             sampling_of(config)["sampling"], max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )

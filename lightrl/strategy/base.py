@@ -39,7 +39,7 @@ from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
-from lightrl.strategy.results import GroupBatches, OptimizerStep, TrainBatchResult, TrainedModel
+from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
@@ -204,8 +204,9 @@ class StrategyBase(ForeignNames, ABC):
                 check_lr_scales([model], optim)
         lr = self.options.lr if lr is None else lr
         model = self.prepare_model(model)
-        settings = {"betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
-        optimizer = self.create_optimizer(model, lr=lr, **settings)
+        optimizer = self.create_optimizer(
+            model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
         if head_lr is not None:
             set_head_rate(optimizer, model, head_lr)
         if frozen_head_steps:
@@ -248,7 +249,7 @@ class StrategyBase(ForeignNames, ABC):
     def train_batch(
         self,
         data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFn,
         loss_weight_fn: Callable[[Any], float | Tensor],
         *,
         model: nn.Module | None = None,
@@ -270,20 +271,12 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
-        num_micro_batches = _equal_count(self.comm, len(batches))
+        batches = self._equal(batches)
         if not 0 < total < math.inf:
             return nothing_to_train(self, trained, total)
-        loss_sum = 0.0
         trained.model.train()
-        for index in range(num_micro_batches):
-            # A rank that has fewer repeats its last one at weight 0, since every rank must run every backward.
-            micro_batch = batches[min(index, len(batches) - 1)]
-            weight = weights[index] / total if index < len(batches) else 0.0
-            with self.before_micro_batch(trained.model, index == num_micro_batches - 1):
-                loss = loss_fn(trained.model(micro_batch), micro_batch)
-                self.backward(loss, trained.model, trained.optimizer, weight=weight)
-            loss_sum += float(loss.detach()) * weight if weight and index in mine else 0.0
-        loss_sum = self.comm.all_reduce(loss_sum, "sum")
+        shares = [weight / total for weight in weights] + [0.0] * (len(batches) - len(weights))
+        loss_sum = self.comm.all_reduce(self._add_gradients(trained, batches, shares, loss_fn, mine), "sum")
         if math.isfinite(loss_sum):
             step = self.optimizer_step(
                 trained.optimizer, trained.model, trained.scheduler, is_boundary=True
@@ -296,9 +289,27 @@ class StrategyBase(ForeignNames, ABC):
             lr=step.lr_list[0],
             skipped=step.skipped,
             total_weight=total,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=len(batches),
         )
         return explained(self, result, trained.model, data) if result.skipped else result
+
+    def _equal(self, batches: list[Any]) -> list[Any]:
+        """Repeats the last micro-batch until all ranks have as many: every rank must run every pass."""
+        if self.comm.any(not batches):
+            raise _no_micro_batch(self.comm.rank, len(batches))
+        return [*batches, *batches[-1:] * (self.comm.max_int(len(batches)) - len(batches))]
+
+    def _add_gradients(
+        self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
+    ) -> float:
+        """Runs each micro-batch, whose gradient counts by its share; returns this rank's part of the mean loss."""
+        loss_sum = 0.0
+        for index, (micro_batch, share) in enumerate(zip(batches, shares, strict=True)):
+            with self.before_micro_batch(trained.model, index == len(batches) - 1):
+                loss = loss_fn(trained.model(micro_batch), micro_batch)
+                self.backward(loss, trained.model, trained.optimizer, weight=share)
+            loss_sum += float(loss.detach()) * share if share and index in mine else 0.0
+        return loss_sum
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
@@ -310,8 +321,8 @@ class StrategyBase(ForeignNames, ABC):
         chosen.eval()
         batches, mine = self.group_batches(data)
         outputs = []
-        for index in range(_equal_count(self.comm, len(batches))):
-            output = chosen(batches[min(index, len(batches) - 1)])
+        for index, micro_batch in enumerate(self._equal(batches)):
+            output = chosen(micro_batch)
             outputs += [output] if index in mine else []
         self.after_forward_only(chosen)
         chosen.train(was_training)
@@ -427,13 +438,6 @@ def _refuse_to_split(strategy: StrategyBase) -> None:
         f"--{name} {getattr(strategy.options, name)} needs --strategy fsdp; {type(strategy).__name__} does not split a "
         f"model or its tokens. Use --strategy fsdp, or --{name} 1."
     )
-
-
-def _equal_count(comm: Comm, count: int) -> int:
-    """Returns the largest number of micro-batches of any rank, which every rank must run."""
-    if comm.any(count == 0):
-        raise _no_micro_batch(comm.rank, count)
-    return comm.max_int(count)
 
 
 def _no_micro_batch(rank: int, count: int) -> ValueError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+LossFn: TypeAlias = Callable[[Any, Any], Tensor]  # of a model's output and its micro-batch; a mean
 
 
 class OptimizerStep(NamedTuple):

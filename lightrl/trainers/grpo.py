@@ -160,9 +160,8 @@ class GRPOTrainer(Trainer):
         """Adds the logprobs that the ratio is to, unless they are those of the only update's own forward."""
         if self._needs_scores:
             batch = self._scored(batch)
-        algorithm, older = self.config.algorithm, self.updates.stale
-        if older or algorithm.ratio_to != "recompute":
-            batch = with_other_policy(batch, algorithm, self.step_index, older)
+        if self.updates.stale or self.objective.ratio_to != "recompute":
+            batch = with_other_policy(batch, self.config.algorithm, self.step_index, self.updates.stale)
         return batch
 
     def compute_reference_logprobs(self, batch: Batch) -> Batch:
@@ -218,7 +217,7 @@ class GRPOTrainer(Trainer):
         A single update needs no such pass, since its own logprobs are those before it, unless tokens are selected by
         their scores or a sample has another policy to be compared with.
         """
-        recomputes = self.config.algorithm.ratio_to == "recompute"
+        recomputes = self.objective.ratio_to == "recompute"
         several = self.config.optimizer_steps_per_step > 1
         return self.selector is not None or (recomputes and (several or bool(self.updates.stale)))
 

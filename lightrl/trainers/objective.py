@@ -33,7 +33,7 @@ OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have optio
 
 # A loss with one of these options at another value has terms beside the policy loss, or follows a target.
 _OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
-_OF_TERMS += ["correction", "correction_args", "proximal"]
+_OF_TERMS += ["correction", "correction_args", "proximal", "old_logprobs"]
 
 
 class LossParts(TypedDict, total=False):
@@ -86,6 +86,7 @@ class PolicyLoss:
         )
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
         self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
+        self.ratio_to = "recompute"  # the policy before the update
         self._terms: list[LossTerm] = []
         plain = AlgorithmConfig()
         has_terms = any(getattr(config, name) != getattr(plain, name) for name in _OF_TERMS)
@@ -94,6 +95,7 @@ class PolicyLoss:
 
     def _add_terms(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
         distillation, routing = parts.get("distillation"), parts.get("routing")
+        self.ratio_to = config.ratio_to
         if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
             self._check_selection(config, distillation, parts.get("selects_tokens", False))
         follows = config.kl_target or config.entropy_target

@@ -145,9 +145,8 @@ class PPOTrainer(Trainer):
         """
         if self.critic is None or self._needs_scores:
             batch = self._scored(batch)
-        algorithm, older = self.config.algorithm, self.updates.stale
-        if older or algorithm.ratio_to != "recompute":
-            batch = with_other_policy(batch, algorithm, self.step_index, older)
+        if self.updates.stale or self.objective.ratio_to != "recompute":
+            batch = with_other_policy(batch, self.config.algorithm, self.step_index, self.updates.stale)
         return batch
 
     def compute_reference_logprobs(self, batch: Batch) -> Batch:
@@ -330,7 +329,7 @@ class PPOTrainer(Trainer):
         a sample has another policy to be compared with, or a frozen policy takes no update that could measure the
         mismatch.
         """
-        source = self.config.algorithm.ratio_to
+        source = self.objective.ratio_to
         is_wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
         several = self.config.optimizer_steps_per_step > 1 or bool(self.updates.stale)
         return (several and source == "recompute") or (is_wanted and source != "engine")

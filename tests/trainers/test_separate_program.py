@@ -120,6 +120,18 @@ GAME = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environ
 
 
 @pytest.mark.slow
+def test_one_rank_of_an_engine_scores_while_the_other_waits_for_the_next_step(
+    toy_flags: list[str], tmp_path: Path
+) -> None:
+    """Groups end one by one, so a reward that waited for all rollout ranks would wait for ever."""
+    flags = [*toy_flags, *GAME, "--reward", "episode", "--max_new_tokens", "4", "--strategy", "single"]
+    split = ["--rollout_ranks", "2", "--engine_tp_size", "2", "--rollout.max_staleness", "1"]
+    run_spmd(SCRIPT, *flags, *split, "--output_dir", str(tmp_path / "run"), world_size=3, timeout_s=120)
+    trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
+    assert len(trained) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workflow", [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"]])
 def test_a_run_that_generates_while_it_learns_can_be_repeated(
     workflow: list[str], toy_flags: list[str], tmp_path: Path

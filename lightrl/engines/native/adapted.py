@@ -69,19 +69,9 @@ class AdaptedForward(FusedForward):
         parts: dict[str, Any] = {name: AdaptedLinear(getattr(layer, name)._layers) for name in names}
         return replace(layer, **parts)
 
-    def _run(
-        self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
-    ) -> Tensor:
-        hidden = F.embedding(tokens, self._body.embed_tokens.weight)
-        halves = (self._intermediate_size, self._intermediate_size)
-        for layer in self._layers:
-            mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
-            if kept is not None and layer is self._layers[-1]:
-                hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            hidden.add_(layer.output(mixed))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        return F.linear(self._last_norm(hidden), self._head.weight)
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
+        """Adds the product of a layer that may have an adapter."""
+        hidden.add_(layer(inputs))
 
 
 class AdaptedRunner(ModelRunner):

@@ -279,6 +279,8 @@ class _Layer:
 class FusedForward:
     """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
 
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # that gives the logits
+
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self._model = model
@@ -349,14 +351,17 @@ class FusedForward:
         hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
         halves = (self._intermediate_size, self._intermediate_size)
         for layer in self._layers:
-            queries, keys, values = self._project(layer, layer.input_norm(hidden), rope)
-            mixed = attend(layer, queries, keys, values)
+            mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
             if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            hidden.addmm_(mixed, layer.output.weight)
+            self.add_output(hidden, mixed, layer.output)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            hidden.addmm_(F.silu(gate).mul_(up), layer.down.weight)
-        return F.linear(self._last_norm(hidden), self._head.weight)
+            self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
+        return self.product(self._last_norm(hidden), self._head.weight)
+
+    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
+        """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
+        hidden.addmm_(inputs, layer.weight)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
@@ -381,8 +386,7 @@ class FusedForward:
         if self._rope.shape[0] < capacity or self._rope.device != weight.device or self._rope.dtype != weight.dtype:
             tabulated = torch.arange(round_up(capacity, 256), device=weight.device)[None]
             cos, sin = self._body.rotary_emb(weight, tabulated)
-            half = self._dim // 2
-            signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+            signed = torch.cat((-sin[0, :, : self._dim // 2], sin[0, :, self._dim // 2 :]), dim=-1)
             self._rope = torch.stack((cos[0], signed), dim=1)
         chosen = self._rope.index_select(0, positions)
         return chosen[:, :1], chosen[:, 1:]
@@ -442,8 +446,5 @@ def _has_plain_linears(layer: Any) -> bool:
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     attention, mlp = layer.self_attn, layer.mlp
     without_bias = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return (
-        len(linears) == 7
-        and all(type(linear) is nn.Linear for linear in linears)
-        and all(linear.bias is None for linear in without_bias)
-    )
+    is_plain = len(linears) == 7 and all(type(linear) is nn.Linear for linear in linears)
+    return is_plain and all(linear.bias is None for linear in without_bias)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrl.strategy.base import _equal_count
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.megatron import checks, updates
 from lightrl.strategy.megatron.layout import MegatronLayout
@@ -26,8 +25,7 @@ from lightrl.strategy.megatron.placing import Placed, place, placed_of
 from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
 from lightrl.strategy.megatron.schedule import run_schedule
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.results import GroupBatches, TrainBatchResult
-from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.results import GroupBatches, LossFn, TrainBatchResult, TrainedModel
 from lightrl.strategy.torch_native import TorchStrategy
 
 
@@ -135,61 +133,32 @@ class MegatronStrategy(TorchStrategy):
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
-    def train_batch(
-        self,
-        data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        loss_weight_fn: Callable[[Any], float | Tensor],
-        *,
-        model: nn.Module | None = None,
-    ) -> TrainBatchResult:
+    def train_batch(self, data: Sequence[Any] | Mapping[str, Any], *args: Any, **kwargs: Any) -> TrainBatchResult:
         """Takes one optimizer step over micro-batches, as every strategy does; the last stage computes the losses."""
         if isinstance(data, Mapping):
             raise _takes_packs("train_batch")
-        trained = self.trained.entry(model)
-        if self.saver.pending is not None:
-            self.saver.poll()
-        self.trained.require_on_device(trained.model, trained.optimizer)
-        batches, mine = self.group_batches(data)
-        weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
-        total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
-        batches, weights = self._equal(batches, weights)
-        if not 0 < total < math.inf:
-            return nothing_to_train(self, trained, total)
+        self.trained.require_on_device(self.trained.entry(kwargs.get("model")).model)
+        return super().train_batch(data, *args, **kwargs)
+
+    def _add_gradients(
+        self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
+    ) -> float:
         losses: list[float] = []
 
         def scaled(index: int, outputs: Any) -> Tensor:
             loss = loss_fn(outputs, batches[index])
-            weight = weights[index] / total
-            losses.append(float(loss.detach()) * weight if weight else 0.0)
-            return self.scale_loss(loss, weight, trained.optimizer)
+            losses.append(float(loss.detach()) * shares[index] if shares[index] else 0.0)
+            return self.scale_loss(loss, shares[index], trained.optimizer)
 
-        trained.model.train()
         run_schedule(placed_of(trained.model), batches, scaled, trains=True)
         # The ranks of a replica have the same losses, of which one counts; but what is not finite on one shows on all.
         own = sum(losses)
-        loss_sum = self.comm.all_reduce(own if self.ranks.reports or not math.isfinite(own) else 0.0, "sum")
-        if math.isfinite(loss_sum):
-            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
-        else:
-            step = drop_update(self, trained.optimizer, trained.model)
-        result = TrainBatchResult(
-            loss=loss_sum,
-            grad_norm=step.grad_norm,
-            lr=step.lr_list[0],
-            skipped=step.skipped,
-            total_weight=total,
-            num_micro_batches=len(batches),
-        )
-        return explained(self, result, trained.model, data) if result.skipped else result
+        return own if self.ranks.reports or not math.isfinite(own) else 0.0
 
-    def _equal(self, batches: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-        """Repeats the last micro-batch at weight 0 until all ranks, and all chunks of a pipeline, have as many."""
-        count = _equal_count(self.comm, len(batches))
-        if self.sizes.vpp > 1:
-            count = -(-count // self.sizes.pp) * self.sizes.pp
-        missing = count - len(batches)
-        return [*batches, *batches[-1:] * missing], [*weights, *[0.0] * missing]
+    def _equal(self, batches: list[Any]) -> list[Any]:
+        """Repeats the last micro-batch until all ranks, and all chunks of a pipeline, have as many."""
+        batches = super()._equal(batches)
+        return [*batches, *batches[-1:] * (-len(batches) % self.sizes.pp)] if self.sizes.vpp > 1 else batches
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
@@ -200,7 +169,7 @@ class MegatronStrategy(TorchStrategy):
         self.trained.require_on_device(chosen)
         placed = placed_of(chosen)
         batches, mine = self.group_batches(data)
-        batches, _ = self._equal(batches, [0.0] * len(batches))
+        batches = self._equal(batches)
         was_training = chosen.training
         chosen.eval()
         outputs = run_schedule(placed, batches, lambda _, outputs: outputs, trains=False)

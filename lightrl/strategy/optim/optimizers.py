@@ -190,9 +190,11 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_
     """Returns the factor of the peak rate after `step` steps: (step + 1) / warmup_steps first, then the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if kind == "constant":
-        return 1.0
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 if kind == "constant" else _decayed(kind, progress, min_ratio)
+
+
+def _decayed(kind: str, progress: float, min_ratio: float) -> float:
     if kind not in ("linear", "cosine"):
         raise ValueError(f"Unknown learning-rate schedule {kind!r}. Choose one of constant, linear, cosine.")
     shape = 1 - progress if kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
