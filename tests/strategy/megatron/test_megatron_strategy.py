@@ -49,7 +49,9 @@ def test_a_run_of_tensors_x_stages_goes_on_where_it_was_stopped(tmp_path) -> Non
     steps, weights = run_of_grpo(tmp_path / "whole")
     saved = tmp_path / "whole" / "checkpoints" / "step-000002"
     assert run_of_grpo(tmp_path / "resumed", "--resume", str(saved)) == (steps[2:], weights)
-    assert all(step["grad_norm"] > 0 for step in steps)
+    moved = [step["grad_norm"] > 0 for step in steps]  # False where the samples of every group have equal rewards
+    assert any(moved[:2])
+    assert any(moved[2:])
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
