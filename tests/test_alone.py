@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightrl.testing import run_spmd
 
-PROGRAM = '''
+PROGRAM = """
 import torch.distributed as dist
 
 from lightrl.alone import Alone
@@ -20,7 +20,7 @@ if dist.get_rank() == 1:
     comm.barrier()
     with comm.phase("scoring", local=True):
         print("alone")
-'''
+"""
 
 
 def test_its_collectives_wait_for_nobody(tmp_path: Path) -> None:
