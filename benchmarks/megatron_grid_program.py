@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from transformers import (
 from lightrl.config import GRPOConfig, parse_config
 from lightrl.models.policy import Policy
 from lightrl.models.reward_model import RewardModel
-from lightrl.records import PackedBatch
+from lightrl.models.routing_replay import attach_replay
+from lightrl.records import Experience, PackedBatch
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.testing.tiny_training import VOCAB, adamw, loss_fn, make_batch, num_tokens, samples, trainable
 
@@ -51,7 +53,7 @@ _SIZES: dict[str, Any] = {
 def family_config(family: str) -> Any:
     """Returns the config of a small model of four layers."""
     experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "replayed"):
         return Qwen3MoeConfig(**_SIZES, **experts, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
     if family == "mixtral":
         return MixtralConfig(**_SIZES, **experts, num_local_experts=4, sliding_window=None)
@@ -65,7 +67,7 @@ def family_config(family: str) -> Any:
 
 
 def build(family: str, seed: int) -> nn.Module:
-    """Builds a model with random weights; the family "reward" is a reward model of Qwen3."""
+    """Builds a model with random weights: a reward model of Qwen3, a Qwen3-MoE that replays experts, or a policy."""
     torch.manual_seed(seed)
     config = family_config(family)
     if family == "reward":
@@ -75,7 +77,17 @@ def build(family: str, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.02)  # transformers starts them at 0
-    return Policy(model)
+    policy = Policy(model)
+    if family == "replayed":
+        attach_replay(policy, keeps_logits=False)
+    return policy
+
+
+def with_experts(experience: Experience) -> Experience:
+    """Gives a sample random experts, two in each of four layers; its last token has none, as from an engine."""
+    draw = torch.Generator().manual_seed(experience.sample.position)
+    experts = torch.rand(experience.num_tokens - 1, 4, 4, generator=draw).argsort(-1)[..., :2]
+    return replace(experience, sample=replace(experience.sample, routing=experts.to(torch.int16).numpy()))
 
 
 def squares(scores: Tensor, batch: PackedBatch) -> Tensor:
@@ -83,18 +95,28 @@ def squares(scores: Tensor, batch: PackedBatch) -> Tensor:
     return (scores - torch.tensor([float(key[0] % 3) for key in batch.keys]).to(scores)).square().mean()
 
 
-def train(strategy: StrategyBase, model: nn.Module, step: int) -> tuple[float, float]:
-    """Takes one step on this rank's samples; returns the loss and the norm."""
-    mine = samples(step)[strategy.comm.rank :: strategy.comm.world]
+def train(strategy: StrategyBase, model: nn.Module, family: str, step: int) -> tuple[float, ...]:
+    """Takes one step on this rank's samples; returns the loss and the norm, and what was counted of the replay."""
+    drawn = [with_experts(item) if family == "replayed" else item for item in samples(step)]
+    mine = drawn[strategy.comm.rank :: strategy.comm.world]
     batches = [make_batch(mine[start : start + 2]) for start in range(0, len(mine), 2)] or [make_batch([])]
     rewards = isinstance(model, RewardModel)
+    counts = [0, 0, 0]
+
+    def counted_loss(scores: Any, batch: PackedBatch) -> Tensor:
+        if scores.routing is not None and num_tokens(batch):
+            found = scores.routing
+            for index, count in enumerate((found.num_routed, found.num_tokens_differ, found.num_choices_differ)):
+                counts[index] += count
+        return loss_fn(scores, batch)
+
     result = strategy.train_batch(
         [batch.to(strategy.device) for batch in batches],
-        squares if rewards else loss_fn,
+        squares if rewards else counted_loss,
         (lambda batch: len(batch.keys) if num_tokens(batch) else 0.0) if rewards else num_tokens,
         model=model,
     )
-    return result.loss, result.grad_norm
+    return result.loss, result.grad_norm, *(strategy.comm.all_reduce(float(count), "sum") for count in counts)
 
 
 def whole(strategy: StrategyBase, model: nn.Module) -> dict[str, Tensor]:
@@ -119,7 +141,7 @@ def run_leg(folder: Path, leg: str) -> None:
     else:
         average = whole(strategy, model)
         for step in range(STEPS):
-            train(strategy, model, step)
+            train(strategy, model, family, step)
             weights = whole(strategy, model)
             average = {key: DECAY * average[key] + (1 - DECAY) * value for key, value in weights.items()}
         with strategy.averaged_weights(model):
@@ -127,7 +149,7 @@ def run_leg(folder: Path, leg: str) -> None:
         report["average"] = max(float((found[key] - value).abs().max()) for key, value in average.items())
         strategy.set_global_step(STEPS)
     strategy.save_ckpt(model, str(folder / name), max_mem=0)
-    report["next"] = [train(strategy, model, strategy.global_step + step) for step in range(STEPS)]
+    report["next"] = [train(strategy, model, family, strategy.global_step + step) for step in range(STEPS)]
     if strategy.comm.is_main:
         (folder / f"{name}.json").write_text(json.dumps(report))
     strategy.comm.barrier()

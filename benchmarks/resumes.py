@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 
 from lightrl.testing import run_spmd
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts/train_grpo.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts/train_grpo.py"
+MEGATRON = ["--strategy", "lightrl_megatron_cpu:CpuMegatronStrategy", "--tp_size", "2"]  # of the folder below
 SETTINGS = [
     *("--max_steps", "4", "--num_prompts", "4", "--group_size", "4", "--num_minibatches", "2", "--num_epochs", "2"),
     *("--algorithm.kl_coef", "0.01", "--checkpoint.every", "2", "--checkpoint.keep", "3", "--eval.every", "0"),
@@ -39,13 +41,16 @@ LAYOUTS = {  # ranks and flags
     "2 ZeRO-2": (2, ["--strategy", "deepspeed", "--deepspeed.zero_stage", "2"]),
     "2 ZeRO-3": (2, ["--strategy", "deepspeed", "--deepspeed.zero_stage", "3"]),
     "1 ZeRO-2": (1, ["--strategy", "deepspeed", "--deepspeed.zero_stage", "2"]),
+    "4 Megatron TP x stages": (4, [*MEGATRON, "--megatron.pp_size", "2"]),
+    "4 Megatron TP": (4, [*MEGATRON, "--megatron.sequence_parallel", "True"]),
 }
 
 
 def train(layout: str, folder: Path, *flags: str) -> Path:
     """Runs the program to its end; returns the folder."""
     world, spread = LAYOUTS[layout]
-    run_spmd(SCRIPT, *SETTINGS, *spread, *flags, "--output_dir", str(folder), world_size=world, timeout_s=600)
+    settings = (*SETTINGS, *spread, *flags, "--output_dir", str(folder))
+    run_spmd(SCRIPT, *settings, world_size=world, timeout_s=600, cwd=ROOT / "tests/megatron_cpu")
     return folder
 
 

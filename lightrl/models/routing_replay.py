@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from lightrl.models.policy import Policy
 from lightrl.models.routing import UNKNOWN, check_rules, routers_of, uses_sigmoid
@@ -41,18 +42,24 @@ class RoutingReplay:
         self._logits: list[Tensor] = []  # [t, E] of each router, in the forward under way
         self._experts: list[Tensor] = []  # [t, k] that were used
         self._differs: list[Tensor] = []  # [t] bool, of the experts that the trainer would have chosen
+        self._hooks: list[RemovableHandle] = []
         self.follow(policy)
-        policy.hf.get_decoder().register_forward_pre_hook(self._hand_on, with_kwargs=True)
+        self._hooks.append(policy.hf.get_decoder().register_forward_pre_hook(self._hand_on, with_kwargs=True))
         for index, router in enumerate(self._routers):
             layer = policy.hf.get_submodule(router.layer_name)
-            layer.register_forward_pre_hook(partial(self._receive, index), with_kwargs=True)
-            router.module.register_forward_hook(partial(self._route, index))
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._receive, index), with_kwargs=True))
+            self._hooks.append(router.module.register_forward_hook(partial(self._route, index)))
 
     def follow(self, policy: Policy) -> None:
         """Serves a policy that has taken over the same model from another one."""
         self._policy = policy
-        policy.register_forward_pre_hook(self._begin)
-        policy.register_forward_hook(self._end)
+        self._hooks.append(policy.register_forward_pre_hook(self._begin))
+        self._hooks.append(policy.register_forward_hook(self._end))
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
 
     # ---- In the order of a forward -----------------------------------------------------------------------------
 
@@ -116,6 +123,16 @@ def attach_replay(policy: Policy, *, keeps_logits: bool) -> None:
         decoder.routing_replay.follow(policy)
     else:
         decoder.routing_replay = RoutingReplay(policy, keeps_logits=keeps_logits)
+
+
+def detach_replay(model: nn.Module) -> bool:
+    """Takes the replay from a policy whose layers something else computes; returns whether it had one."""
+    decoder: Any = model.hf.get_decoder() if isinstance(model, Policy) else None
+    if not hasattr(decoder, "routing_replay"):
+        return False
+    decoder.routing_replay.remove()
+    del decoder.routing_replay
+    return True
 
 
 def _own_part(routing: Tensor, policy: Policy) -> Tensor:

@@ -34,6 +34,8 @@ from lightrl.plan.fit import changed, choose, fits, flags_of, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import strategy_name
 from lightrl.plan.text import as_json, table, verdict
+from lightrl.strategy import strategy_class
+from lightrl.strategy.own_options import check_own_options
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _RESPONSE = 512  # tokens of an example whose data is not read
@@ -85,6 +87,7 @@ def dry_run(config: RunConfig, name: str) -> int:
 def _plan(config: RunConfig, asked: PlanConfig, name: str) -> int:
     try:
         machine = machine_of(config, asked)
+        check_own_options(config, strategy_class(config.strategy))
         models = models_of(config)
         if asked.fit and machine.memory:
             config = _fitting(config, models, machine)

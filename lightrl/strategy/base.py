@@ -39,6 +39,7 @@ from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
+from lightrl.strategy.own_options import check_own_options
 from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
@@ -392,7 +393,9 @@ class StrategyBase(ForeignNames, ABC):
 
 def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = None) -> StrategyBase:
     """Makes the strategy that config.strategy names, or one of a kind; not yet connected: call setup_distributed()."""
-    return (kind or strategy_class(config.strategy))(
+    kind = kind or strategy_class(config.strategy)
+    check_own_options(config, kind)
+    return kind(
         seed=config.seed,
         max_norm=config.optim.max_norm,
         micro_train_batch_size=config.micro_batch_size or 1,

@@ -33,7 +33,7 @@ from lightrl.strategy.foreign_models import (
     refuse_attribute,
     require_world,
 )
-from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model
+from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model, named_policy, set_up_trained
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
@@ -113,6 +113,14 @@ class ForeignNames(ABC):
             raise _without_length(config.schedule)  # over one step the rate would be 0 from the second on
         return build_lr_scheduler(optimizer, config, length or 1)
 
+    def model_provider_func(self: Native, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        """Returns the whole policy that args name; a subclass may make its own. A stage is cut from it later."""
+        return named_policy(self)
+
+    def setup_model_and_optimizer(self: Native, model_type: Any = None) -> None:
+        """Prepares what model_provider_func() returns; sets model, optimizer, lr_scheduler and grad_scaler."""
+        set_up_trained(self)
+
     def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:
         """Returns a CPU generator that depends on the seed, the role and, unless per_rank is False, the rank."""
         parts = (self.seed, *role.encode(), self.comm.rank if per_rank else -1)
@@ -137,6 +145,16 @@ class ForeignNames(ABC):
         """
         settings: dict[str, Any] = {"pin_memory": pin_memory, "drop_last": drop_last, "collate_fn": collate_fn}
         return foreign_data.make_loader(self, replay_buffer, batch_size, sampler, shuffle, consumed_samples, **settings)
+
+    @classmethod
+    def make_data_iterator_list(
+        cls, data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
+    ) -> list[Iterator[Any]]:
+        """Returns vpp_size iterators over the same micro-batches, one for each chunk of a pipeline's stage.
+
+        padding: micro-batches are dictionaries, and each gets max_batch_seqlen, the most tokens that one of them has.
+        """
+        return foreign_data.iterators_of(data_iterator, vpp_size, counts_tokens=padding)
 
     # ---- Training ----------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class DeepSpeedStrategy(TorchStrategy):
     """Trains at the stage of --deepspeed.zero_stage; a model gets its engine when its optimizer is registered."""
 
     steps_whole_matrices = False
+    own_options = ("deepspeed",)
     _deepspeed: Any  # the package, which only a joined world can import
 
     def __init__(

@@ -164,3 +164,12 @@ def report_memory(prefix: str, say: Callable[..., None]) -> dict[str, float]:
     used = memory_in_use()
     say(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
     return used
+
+
+def iterators_of(batches: Iterator[Any], count: int, *, counts_tokens: bool) -> list[Iterator[Any]]:
+    """Returns so many iterators over the same micro-batches; counts_tokens adds the most tokens that one has."""
+    items = list(batches)
+    if counts_tokens:
+        longest = max((int(item["attention_mask"].sum()) for item in items), default=0)
+        items = [{**item, "max_batch_seqlen": longest} for item in items]
+    return [iter(items) for _ in range(count)]

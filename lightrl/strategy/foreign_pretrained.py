@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightrl.config import StrategyOptions
-from lightrl.models.policy import load_config, load_tokenizer, model_loader
-from lightrl.strategy.optim.optimizers import TrainedModels
+from lightrl.models.policy import load_config, load_policy, load_tokenizer, model_loader
+from lightrl.strategy.optim.optimizers import TrainedModels, check_lr_scales
 
 _MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")
 
@@ -45,6 +45,28 @@ def first_model(strategy: Named, args: Any) -> nn.Module:
         "The engine needs a model: prepare the actor first, or pass it as setup_inference_engine(args, ..., "
         f"actor=actor), or name a folder in one of {', '.join(_MODEL_ARGUMENTS)} of args."
     )
+
+
+def named_policy(strategy: Any) -> nn.Module:
+    """Returns the policy that the strategy's arguments name, on the meta device where its weights come later."""
+    for name in _names(strategy.args):
+        trusted = strategy.options.trust_remote_code
+        return load_policy(name, materialize=strategy.materializes_weights, trust_remote_code=trusted)
+    raise ValueError(
+        f"There is no model to build: name a folder in one of {', '.join(_MODEL_ARGUMENTS)} of args, or override "
+        "model_provider_func()."
+    )
+
+
+def set_up_trained(strategy: Any) -> None:
+    """Makes the model of model_provider_func() the trained one, and keeps it and what trains it on the strategy."""
+    model = strategy.model_provider_func()
+    check_lr_scales([model], strategy.options.optim)
+    strategy.model = strategy.prepare_model(model)
+    strategy.optimizer = strategy.build_optimizer(strategy.model)
+    strategy.lr_scheduler = strategy.build_lr_scheduler(strategy.optimizer)
+    strategy.register(strategy.model, strategy.optimizer, strategy.lr_scheduler)
+    strategy.build_grad_scaler(False)  # gradients are float32, which need no scale
 
 
 def find_tokenizer(strategy: Named) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from lightrl.config import LoraConfig, RolloutConfig
+from lightrl.config import DeepSpeedConfig, LoraConfig, MegatronConfig, RolloutConfig
 from lightrl.data.sampler import shard
 from lightrl.engines.base import create_engine, create_recording_engine
 from lightrl.engines.colocated import ColocatedEngine
@@ -216,6 +216,8 @@ def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
         canary_every=0,
         compile=False,
         lora=LoraConfig(),
+        deepspeed=DeepSpeedConfig(),
+        megatron=MegatronConfig(),
     )
 
 

@@ -18,7 +18,8 @@ from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
-from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy import StrategyBase, create_strategy, strategy_class
+from lightrl.strategy.own_options import check_own_options
 from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
@@ -170,6 +171,7 @@ def check_split(config: RolloutConfig) -> None:
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
     _check_engine(config)
+    check_own_options(config, strategy_class(config.strategy))  # here, since rollout ranks make another strategy
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":

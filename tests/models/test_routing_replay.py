@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from lightrl.models.policy import Policy, response_batch
 from lightrl.models.routing import routers_of
-from lightrl.models.routing_replay import attach_replay, balance_loss, z_loss
+from lightrl.models.routing_replay import attach_replay, balance_loss, detach_replay, z_loss
 from lightrl.records import PackedBatch, RoutingScores
 
 PAIRS = (([5, 6, 7], [8, 9]), ([10, 11], [12, 13, 14, 15]))
@@ -114,6 +114,17 @@ def test_another_policy_of_the_same_model_takes_over() -> None:
     with torch.no_grad():
         scores = second(routed(random_experts()))
     assert_close(scores.logprobs, forced(second, random_experts()), atol=1e-6, rtol=0)
+
+
+def test_a_policy_without_its_replay_uses_its_own_experts() -> None:
+    model = policy("qwen3_moe")
+    with torch.no_grad():
+        own = model(response_batch(list(PAIRS)))
+        assert detach_replay(model)
+        found = model(routed(random_experts()))
+    assert_close(found.logprobs, own.logprobs, atol=1e-6, rtol=0)
+    assert found.routing is None
+    assert not detach_replay(model)
 
 
 def scores_of(logits: Sequence[Sequence[float]], experts: Sequence[Sequence[int]]) -> RoutingScores:

@@ -16,11 +16,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 import lightrl
+from lightrl.algorithms.corrections import interpolated_logprobs
 from lightrl.builtin.model import tiny_model
 from lightrl.comm import Comm
+from lightrl.config import AlgorithmConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy, response_batch
 from lightrl.rollout.rollouts import Rollouts
+from lightrl.rollout.scheduler import Rules, forced_first
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.serving.foreign_params import as_params
 from lightrl.strategy.single import SingleStrategy
@@ -482,3 +485,75 @@ def _(served: Any, _: Path) -> None:
     served.sync_model_to_rollout()
     assert served.engine.version == 9
     assert isinstance(served.comm, Comm)
+
+
+class OwnModel(SingleStrategy):
+    """Builds its model itself."""
+
+    def model_provider_func(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        return nn.Linear(2, 1, bias=False)
+
+
+@row("`model_provider_func()`, `setup_model_and_optimizer()`")
+def _(_: Any, tmp_path: Path) -> None:
+    tiny_model()[0].save_pretrained(tmp_path)
+    strategy = fresh(pretrain=str(tmp_path))
+    strategy.setup_model_and_optimizer()
+    assert isinstance(strategy.model, Policy)
+    assert strategy.trained.entry(None).model is strategy.model
+    own: Any = OwnModel(1, None, 1, 1, Namespace(lr=0.5))  # type: ignore[arg-type]
+    own.setup_distributed()
+    own.setup_model_and_optimizer()
+    own.backward(own.grad_scaler.scale(own.model(torch.ones(1, 2)).sum()), own.model, own.optimizer)
+    assert own.optimizer_step(own.optimizer, own.model, own.lr_scheduler).grad_norm == pytest.approx(2**0.5)
+    with pytest.raises(ValueError, match="There is no model to build: name a folder in one of pretrain, model"):
+        fresh().setup_model_and_optimizer()
+
+
+@row("`make_data_iterator_list(data_iterator, padding=False, vpp_size=1)`")
+def _(_: Any, __: Path) -> None:
+    assert [list(part) for part in fresh().make_data_iterator_list(iter([1, 2]), vpp_size=3)] == [[1, 2]] * 3
+    batches = [{"attention_mask": torch.tensor(rows)} for rows in ([[1, 1, 0]], [[0, 1, 1], [1, 1, 1]])]
+    (found,) = fresh().make_data_iterator_list(iter(batches), padding=True)
+    assert [item["max_batch_seqlen"] for item in found] == [5, 5]  # 2 and 2 + 3 tokens
+    assert all("max_batch_seqlen" not in item for item in batches)
+
+
+@row("`get_forward_step_func()`, `custom_forward(...)`")
+def _(served: Any, __: Path) -> None:
+    ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    found = served.forward({"input_ids": ids, "attention_mask": mask})
+    assert found.shape == ids.shape
+    assert (found != 0).tolist() == [[False, False, True], [False, True, True]]
+
+
+@row("`offload_megatron_copy_params`, `load_megatron_copy_params`")
+def _(_: Any, __: Path) -> None:
+    strategy = fresh(dtype="bfloat16")
+    model, optimizer = trained(strategy)
+    assert optimizer.param_groups[0]["params"] == [model.weight]
+    assert model.weight.dtype == torch.float32
+    assert strategy.offload_param_and_grad() == strategy.load_param_and_grad() == 8  # two float32
+
+
+@row("`init_worker`, `recv_rollout_trajectories`, `compute_advantages_and_returns`, `run_training`")
+def _(_: Any, __: Path) -> None:
+    for trainer in (lightrl.GRPOTrainer, lightrl.PPOTrainer):
+        assert all(callable(getattr(trainer, name)) for name in ("sample", "score", "compute_advantages", "train"))
+
+
+@row("log-linear proximal policy")
+def _(_: Any, __: Path) -> None:
+    # Sampled by version 0, proximal 3, current 4: alpha = 3 / 4, -1 + 3 / 4 x (-2 + 1) = -1.75.
+    row, old = torch.tensor([-2.0]), torch.tensor([0])
+    found = interpolated_logprobs(row, torch.tensor([-1.0]), versions=old, proximal_version=3, current_version=4)
+    assert found.tolist() == [-1.75]
+    assert lightrl.GRPOConfig(algorithm=AlgorithmConfig(proximal="interpolate")).algorithm.ratio_to == "interpolate"
+
+
+@row("late drop of old samples")
+def _(_: Any, __: Path) -> None:
+    # A batch of 1 and a bound of 1: ticket 0 of version 0 must be trained in step 1, which waits for it.
+    started, rules = {0: 0, 1: 1}, Rules(batch_size=1, max_staleness=1)
+    assert forced_first(started, {1}, step=1, rules=rules) is None
+    assert forced_first(started, {0, 1}, step=1, rules=rules) == (0,)

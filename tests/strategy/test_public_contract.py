@@ -61,6 +61,8 @@ SIGNATURES = {
     "build_lr_scheduler": "self, optimizer, optim_config=None",
     "build_optimizer": "self, model, enable_critic_warmup=False",
     "build_grad_scaler": "self, enabled, **kwargs",
+    "model_provider_func": "self",
+    "setup_model_and_optimizer": "self",
     "save_checkpoint": "self, save_path, step=0",
     "load_checkpoint": "self, load_path",
     "sync_model_to_rollout": "self",

@@ -21,6 +21,7 @@ class Pack:
     own_positions: tuple[Tensor, ...]  # per sequence: the positions of this rank's tokens in it
     joined: Tensor | None  # order of all ranks' tokens, gathered, that is the pack's; None: this rank holds all
     angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of the rotary embedding, [t, 1, head size]
+    experts: Tensor | None = None  # [t, layers, k] of the tokens that this rank's routers see; None: their own choice
 
 
 def lay_out(batch: PackedBatch, *, num_parts: int, part: int, multiple: int) -> Pack:

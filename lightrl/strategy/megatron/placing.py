@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightrl.models.critic import ActorCritic, Critic, ValueHead
 from lightrl.models.policy import Policy
 from lightrl.models.reward_model import HEAD_NAME, RewardModel, last_positions
+from lightrl.models.routing_replay import detach_replay
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues, TokenScores
 from lightrl.strategy.layout.materialize import to_meta
 from lightrl.strategy.megatron import parts
@@ -45,10 +46,13 @@ class Placed:
             return stage.values_at(hidden, positions, pack)
         assert isinstance(model, Policy)
         logprobs, entropy = stage.token_scores(hidden, batch, pack, with_entropy=model.entropy)
+        routing = None if stage.replay is None else stage.replay.scores(pack)
         if isinstance(model, ActorCritic):
             values, final = _values(stage, hidden, batch, pack)
-            return ScoresAndValues(logprobs=logprobs, entropy=entropy, values=values, final_values=final)
-        return TokenScores(logprobs=logprobs, entropy=entropy)
+            return ScoresAndValues(
+                logprobs=logprobs, entropy=entropy, routing=routing, values=values, final_values=final
+            )
+        return TokenScores(logprobs=logprobs, entropy=entropy, routing=routing)
 
 
 def placed_of(model: nn.Module) -> Placed:
@@ -69,7 +73,7 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
     inner: Any = model.body if isinstance(model, Critic) else model.hf
     decoder = inner.get_decoder()
     check_model(model, decoder.config, ranks.sizes, sequence_parallel=ranks.sequence_parallel)
-    shape = _shape_of(inner, decoder, device)
+    shape = _shape_of(inner, decoder, device, replays_routing=detach_replay(model))
     to_meta(model)
     head = _head(model, shape.text.hidden_size)
     config = core_config(shape, ranks, recompute=recompute)
@@ -88,7 +92,7 @@ def _head(model: nn.Module, hidden_size: int) -> nn.Linear | None:
     return ValueHead(hidden_size) if hasattr(model, "value_head") else None
 
 
-def _shape_of(inner: Any, decoder: Any, device: torch.device) -> Shape:
+def _shape_of(inner: Any, decoder: Any, device: torch.device, *, replays_routing: bool) -> Shape:
     names = {name for name, _ in decoder.named_parameters()}
     output = inner.get_output_embeddings()
     return Shape(
@@ -99,6 +103,7 @@ def _shape_of(inner: Any, decoder: Any, device: torch.device) -> Shape:
         has_query_norm=any("q_norm" in name for name in names),
         has_bias=any("q_proj.bias" in name for name in names),
         num_experts=num_experts(decoder.config),
+        replays_routing=replays_routing,
         padding_id=decoder.embed_tokens.padding_idx,
     )
 

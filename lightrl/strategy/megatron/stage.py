@@ -15,6 +15,7 @@ from lightrl.strategy.megatron import modules
 from lightrl.strategy.megatron.packing import Pack, lay_out
 from lightrl.strategy.megatron.parts import padded_rows
 from lightrl.strategy.megatron.ranks import Ranks
+from lightrl.strategy.megatron.replay import StageReplay
 from lightrl.strategy.megatron.vocabulary import SumOfParts, split_logprobs
 
 
@@ -29,6 +30,7 @@ class Shape:
     has_query_norm: bool
     has_bias: bool
     num_experts: int
+    replays_routing: bool
     padding_id: int | None  # a token whose embedding takes no gradient from the input, as in transformers
 
     @property
@@ -155,6 +157,7 @@ class Stage(nn.Module):
             self.output_weight = nn.Parameter(torch.empty(rows // sizes.tp, hidden_size))
         self.value_head = value_head if self.is_last else None
         self.rotary = shape.rotary
+        self.replay = StageReplay(self.decoder.layers, ranks) if shape.replays_routing else None
 
     def set_input_tensor(self, tensors: Any) -> None:
         """Takes the states that the stage before has sent."""
@@ -167,7 +170,8 @@ class Stage(nn.Module):
         pack = lay_out(batch, num_parts=ranks.sizes.cp, part=ranks.place.cp, multiple=multiple)
         positions = torch.cat(pack.own_positions)[None]
         cosines, sines = self.rotary(torch.zeros(1, device=positions.device), positions)
-        return replace(pack, angles=(cosines[0, :, None], sines[0, :, None]))
+        experts = None if self.replay is None else self.replay.own_experts(batch, pack)
+        return replace(pack, angles=(cosines[0, :, None], sines[0, :, None]), experts=experts)
 
     def forward(self, batch: PackedBatch, pack: Pack) -> Tensor:
         """Returns the states behind this chunk's layers, [t, 1, H]."""

@@ -33,6 +33,7 @@ class MegatronStrategy(TorchStrategy):
     """Overrides the passes over a model, since a pipeline takes all micro-batches at once, and the update."""
 
     steps_whole_matrices = False
+    own_options = ("megatron",)
     splits_models = True
     needs_gpu: ClassVar[bool] = True  # megatron-core creates its buffers on a GPU
     ranks: Ranks

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-from lightrl.config import MegatronConfig, StrategyOptions
-from lightrl.strategy.megatron.checks import check_config, check_options
+from lightrl.config import LoraConfig, MegatronConfig, RoutingConfig, StrategyOptions
+from lightrl.models.lora import add_adapters
+from lightrl.strategy.megatron.checks import check_config, check_model, check_options
 from lightrl.strategy.megatron.parts import Sizes
 from lightrl.strategy.megatron.ranks import check_sizes
 from lightrl.strategy.megatron.strategy import MegatronStrategy
+from lightrl.testing.tiny_training import tiny_policy
 
 DENSE = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
@@ -23,7 +25,8 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
         ({"megatron": MegatronConfig(impl="te")}, "--megatron.impl te: .* use local"),
         ({"sp_size": 2}, "--sp_size 2: split tokens by --megatron.cp_size"),
         ({"gradient_checkpointing": True}, "use --megatron.recompute full"),
-        ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16: .* use --dtype float32"),
+        ({"routing": RoutingConfig(z_coef=0.1)}, "--routing.balance_coef and --routing.z_coef: use --strategy fsdp"),
         ({"compile": True}, "--compile"),
         ({"megatron": MegatronConfig(sequence_parallel=True)}, "ranks of --tp_size, which is 1"),
         ({"megatron": MegatronConfig(pp_size=2, vpp_size=2)}, "--megatron.pp_size of 3 or more, not 2"),
@@ -38,6 +41,7 @@ def test_options_that_it_does_not_follow(options: dict[str, Any], text: str) -> 
     ("config", "sizes", "text"),
     [
         (GPT2Config(), Sizes(), "no table for models of type 'gpt2'.*--strategy fsdp"),
+        (DeepseekV3Config(), Sizes(), "no table for models of type 'deepseek_v3'"),
         (MistralConfig(**DENSE, sliding_window=8), Sizes(), "the sliding window of 8 tokens"),
         (Qwen3Config(**DENSE, attention_bias=True), Sizes(), "the bias of the attention's output"),
         (Qwen3Config(**DENSE, hidden_act="gelu"), Sizes(), "the activation gelu"),
@@ -52,6 +56,17 @@ def test_options_that_it_does_not_follow(options: dict[str, Any], text: str) -> 
 def test_models_that_it_does_not_spread(config: Any, sizes: Sizes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         check_config(config, sizes, sequence_parallel=False)
+
+
+def test_replayed_experts_are_taken() -> None:
+    check_options(StrategyOptions(routing=RoutingConfig(replay=True)))
+
+
+def test_adapters() -> None:
+    policy = tiny_policy()
+    add_adapters(policy.hf, LoraConfig(rank=2), seed=0)
+    with pytest.raises(ValueError, match="does not train LoRA adapters"):
+        check_model(policy, policy.hf.config, Sizes(), sequence_parallel=False)
 
 
 def test_experts_whose_gradients_would_stay_unreduced() -> None:

@@ -33,6 +33,27 @@ class TestPipeline(StrategyContract):
     runs_by_calls = False
 
 
+def run_of_grpo(folder: Path, *flags: str) -> tuple[list[dict[str, float]], bytes]:
+    """Returns the metrics that do not depend on the clock, and the final weights."""
+    layout = ["--strategy", CPU, "--tp_size", "2", "--megatron.pp_size", "2"]
+    settings = "--max_steps 4 --num_prompts 8 --group_size 4 --eval.every 0 --checkpoint.every 2 --checkpoint.keep 3"
+    arguments = [*layout, *settings.split(), *flags, "--log.tensorboard", "False", "--output_dir", str(folder)]
+    run_spmd(ROOT / "scripts" / "train_grpo.py", *arguments, world_size=4, timeout_s=200, cwd=FOLDER)
+    names = ("step", "loss", "grad_norm", "entropy", "reward/mean", "mismatch/mean_abs", "sync/version")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in names} for row in rows], (folder / "final/model.safetensors").read_bytes()
+
+
+def test_a_run_of_tensors_x_stages_goes_on_where_it_was_stopped(tmp_path) -> None:
+    """docs/megatron.md has three layouts of four ranks, 40 steps each, that also learn."""
+    steps, weights = run_of_grpo(tmp_path / "whole")
+    saved = tmp_path / "whole" / "checkpoints" / "step-000002"
+    assert run_of_grpo(tmp_path / "resumed", "--resume", str(saved)) == (steps[2:], weights)
+    moved = [step["grad_norm"] > 0 for step in steps]  # False where the samples of every group have equal rewards
+    assert any(moved[:2])
+    assert any(moved[2:])
+
+
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     path = resolve_checkpoint(folder, None)
     assert path is not None
