@@ -57,6 +57,7 @@ SETTINGS = [
     Setting("GRPO, ddp, EMA, reference", 2, f"--strategy ddp --ema_decay 0.9 {REFERENCE}"),
     Setting("GRPO, ddp, LoRA", 2, f"--strategy ddp {ADAPTERS}"),
     Setting("GRPO, fsdp", 2, "--strategy fsdp"),
+    Setting("GRPO, fsdp, reduced each micro-batch", 2, "--strategy fsdp --fsdp.reduce_each_micro_batch True"),
     Setting("GRPO, fsdp, one micro-batch", 2, f"--strategy fsdp {WHOLE}"),
     Setting("GRPO, fsdp, one micro-batch, no reshard", 2, f"--strategy fsdp {WHOLE} {HELD}"),
     Setting("GRPO, fsdp, bfloat16, reference", 2, f"--strategy fsdp --dtype bfloat16 {REFERENCE}"),

@@ -94,6 +94,9 @@ class FSDPConfig:
     keep them in between (ZeRO-2)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
+    reduce_each_micro_batch: bool = False
+    """Sum gradients over the ranks after each micro-batch, so that a rank keeps those of its shards alone in between:
+    less memory, more traffic. False: once an update, until when each rank keeps gradients of the whole model."""
     replicate_size: int = option(1, at_least=1)
     """Number of replicas in hybrid sharding; each is sharded over world / replicate_size ranks."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -143,4 +143,9 @@ def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
         sharded: Changes = {"strategy": "fsdp"}
         return ([sharded] if machine.ranks > 1 else []) + [{**sharded, "fsdp.cpu_offload": True}]
     whole: list[Changes] = [] if config.fsdp.reshard_after_forward else [{"fsdp.reshard_after_forward": True}]
-    return [*whole, *([] if config.fsdp.cpu_offload else [{"fsdp.cpu_offload": True}])]
+    often: Changes = {} if config.fsdp.reduce_each_micro_batch else {"fsdp.reduce_each_micro_batch": True}
+    return [
+        *whole,
+        *([often] if often else []),
+        *([] if config.fsdp.cpu_offload else [{**often, "fsdp.cpu_offload": True}]),
+    ]

@@ -127,11 +127,12 @@ def _sharded(model: Model, config: RunConfig, world: int, several: bool) -> Kept
     on_host = config.fsdp.cpu_offload
     states = _states(model.trained, config, trained)
     average = trained if config.ema_decay and model.role == "policy" else 0
+    unreduced = trained if config.fsdp.reduce_each_micro_batch else whole + rounded
     kept = Kept(
         weights=shards + model.buffer_bytes,
         optimizer=states,
         average=average,
-        waiting=whole + rounded if several else 0,
+        waiting=unreduced if several else 0,
         gradients=trained,
         own_pass=0 if alone and size == _FLOAT else gathered,
         forward=gathered,
@@ -140,7 +141,7 @@ def _sharded(model: Model, config: RunConfig, world: int, several: bool) -> Kept
         return kept
     return Kept(
         weights=model.buffer_bytes,
-        waiting=kept.waiting,
+        waiting=0 if config.fsdp.reduce_each_micro_batch else kept.waiting,
         own_pass=gathered,
         forward=gathered,
         host=shards + states + average + trained,

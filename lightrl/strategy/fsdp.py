@@ -162,9 +162,9 @@ class FSDPStrategy(TorchStrategy):
             )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Lets FSDP reduce gradients in the last micro-batch only."""
+        """Lets FSDP reduce gradients in the last micro-batch only, unless each is asked for."""
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last_micro_batch)
+            model.set_requires_gradient_sync(is_last_micro_batch or self.options.fsdp.reduce_each_micro_batch)
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:

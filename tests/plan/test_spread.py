@@ -1,5 +1,6 @@
 """What strategies keep, by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ def test_fsdp_shards_the_state_but_not_the_gradients_between_micro_batches(small
     assert found.own_pass == 4 * (2 * 64 * 32 + 32 + block)
     offloaded, _ = kept(small_config, strategy="fsdp", fsdp=FSDPConfig(cpu_offload=True))
     assert (offloaded.weights, offloaded.optimizer, offloaded.host) == (buffers, 0, 8 * NUMEL)
+    often, _ = kept(small_config, strategy="fsdp", fsdp=FSDPConfig(reduce_each_micro_batch=True))
+    assert often == replace(found, waiting=2 * NUMEL)
+    on_host, _ = kept(small_config, strategy="fsdp", fsdp=FSDPConfig(reduce_each_micro_batch=True, cpu_offload=True))
+    assert on_host == replace(offloaded, waiting=0)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,14 @@ class TestCpuOffload(StrategyParity):
     variants = FEW_VARIANTS
 
 
+class TestGradientsReducedInEachMicroBatch(StrategyParity):
+    strategy = "fsdp"
+    flags = ("--fsdp.reduce_each_micro_batch", "True")
+    reduces_once = False
+    world_sizes = (2,)
+    variants = FEW_VARIANTS
+
+
 class TestFourRanks(StrategyParity):
     strategy = "fsdp"
     world_sizes = (4,)
