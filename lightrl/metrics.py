@@ -47,6 +47,11 @@ class Statistics:
         _, before, _ = self._values.get(name, ("max", float("-inf"), 0.0))
         self._values[name] = ("max", max(before, float(value)), 0.0)
 
+    def minimum(self, name: str, value: float) -> None:
+        """Keeps the minimum over calls and ranks."""
+        _, before, _ = self._values.get(name, ("min", float("inf"), 0.0))
+        self._values[name] = ("min", min(before, float(value)), 0.0)
+
     def take(self) -> dict[str, tuple[str, float, float]]:
         """Returns what was added, for merge() in another process, and starts anew."""
         values, self._values = self._values, {}
@@ -57,6 +62,8 @@ class Statistics:
         for name, (kind, numerator, denominator) in values.items():
             if kind == "max":
                 self.maximum(name, numerator)
+            elif kind == "min":
+                self.minimum(name, numerator)
             elif kind == "mean":
                 self.mean(name, numerator, denominator)
             else:
@@ -72,8 +79,8 @@ class Statistics:
 
 def _combine(parts: list[tuple[str, float, float]]) -> float:
     kind, values = parts[0][0], [value for _, value, _ in parts]
-    if kind == "max":
-        return max(values)
+    if kind in ("max", "min"):
+        return max(values) if kind == "max" else min(values)
     count = sum(count for _, _, count in parts) if kind == "mean" else 1.0
     return sum(values) / count if count else 0.0
 

@@ -13,7 +13,15 @@ def test_means_are_of_sums_over_calls() -> None:
     statistics.add("tokens", 4)
     statistics.maximum("longest", 2)
     statistics.maximum("longest", 1)
-    assert statistics.reduce(Comm()) == {"loss": 2.0, "longest": 2.0, "never": 0.0, "tokens": 7.0}  # (6 + 0) / (2 + 1)
+    statistics.minimum("shortest", 2)
+    statistics.minimum("shortest", 3)
+    assert statistics.reduce(Comm()) == {
+        "loss": 2.0,
+        "shortest": 2.0,
+        "longest": 2.0,
+        "never": 0.0,
+        "tokens": 7.0,
+    }  # (6 + 0) / (2 + 1)
     assert statistics.reduce(Comm()) == {}
 
 
@@ -36,6 +44,12 @@ def test_what_one_process_took_another_can_merge() -> None:
         statistics.mean("mean", 4 * factor, 2)
         statistics.add("sum", factor)
         statistics.maximum("max", factor)
+        statistics.minimum("min", factor)
     here.merge(there.take())
     assert there.take() == {}
-    assert here.take() == {"mean": ("mean", 16.0, 4.0), "sum": ("sum", 4.0, 0.0), "max": ("max", 3.0, 0.0)}
+    assert here.take() == {
+        "mean": ("mean", 16.0, 4.0),
+        "sum": ("sum", 4.0, 0.0),
+        "max": ("max", 3.0, 0.0),
+        "min": ("min", 1.0, 0.0),
+    }

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scale
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
+from lightrl.strategy.stats import Stats
 from lightrl.strategy.user_batch import evaluate
 
 
@@ -53,6 +54,11 @@ class ForeignNames(ABC):
         def __getattr__(self, name: str) -> Any:
             """Is called for what the object lacks: mostly what setup_distributed() would have made."""
             refuse_attribute(self, name)
+
+    @cached_property
+    def stats(self: Native) -> Stats:
+        """The numbers of your own code, by scope: a trainer logs them with those of its step."""
+        return Stats(lambda: self.comm)
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 

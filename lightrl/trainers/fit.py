@@ -116,6 +116,7 @@ class Trainer(ABC):
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
         self.statistics = self.make_statistics()
+        self.strategy.stats.write_to(self.statistics)
         self.watch = Stopwatch()
         self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint

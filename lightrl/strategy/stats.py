@@ -1,0 +1,83 @@
+"""strategy.stats: numbers of your own code, by scope, reduced over all ranks; a trainer logs them with its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+from lightrl.comm import Comm
+from lightrl.metrics import Statistics
+
+_SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this thread, or of this episode
+
+
+class Stats:
+    """Takes numbers under the names of the open scopes. Ranks may record other names, and other numbers of values."""
+
+    def __init__(self, comm: Callable[[], Comm]) -> None:
+        """comm: returns the collectives, which the strategy has after setup_distributed()."""
+        self._comm = comm
+        self._statistics = Statistics()
+
+    def write_to(self, statistics: Statistics) -> None:
+        """Adds what comes from now on to a trainer's statistics, which each step reduces and logs."""
+        self._statistics = statistics
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Puts a name and a slash in front of every name that the body records; scopes may be nested."""
+        token = _SCOPES.set((*_SCOPES.get(), name))
+        try:
+            yield
+        finally:
+            _SCOPES.reset(token)
+
+    def record(self, name: str, values: Tensor | Sequence[float] | float, mask: Tensor | None = None) -> None:
+        """Adds values to name/mean, name/min and name/max.
+
+        Args:
+            name: In the open scopes.
+            values: Of this rank; none is fine. The mean is over the values of all ranks and calls.
+            mask: Of the same shape as values, a tensor; only those where it is true count.
+        """
+        numbers = _numbers(values, mask)
+        full = _full(name)
+        self._statistics.values(f"{full}/mean", numbers)
+        if numbers:
+            self._statistics.minimum(f"{full}/min", min(numbers))
+            self._statistics.maximum(f"{full}/max", max(numbers))
+
+    def add(self, name: str, value: float) -> None:
+        """Adds to the sum over calls and ranks that has this name."""
+        self._statistics.add(_full(name), value)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Records the seconds of the body: name/mean, name/min and name/max over calls and ranks."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(name, time.perf_counter() - started)
+
+    def export(self) -> dict[str, float]:
+        """Returns the numbers over all ranks, and starts anew; every rank calls it. A trainer does so in each step."""
+        return self._statistics.reduce(self._comm())
+
+
+def _full(name: str) -> str:
+    return "/".join((*_SCOPES.get(), name))
+
+
+def _numbers(values: Tensor | Sequence[float] | float, mask: Tensor | None) -> list[float]:
+    if isinstance(values, Tensor):
+        chosen = values.detach() if mask is None else values.detach()[mask]
+        numbers: list[float] = chosen.flatten().double().tolist()
+        return numbers
+    if mask is not None:
+        raise ValueError(f"stats.record() was given a mask beside a {type(values).__name__}: give both as tensors.")
+    return [float(value) for value in values] if isinstance(values, Sequence) else [float(values)]

@@ -1,0 +1,89 @@
+"""strategy.stats: weighted by hand, over two ranks that record other names, and in the metrics of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.comm import Comm
+from lightrl.config import EvalConfig, GRPOConfig, RolloutLogConfig
+from lightrl.config.strategy import CheckpointConfig
+from lightrl.strategy.stats import Stats
+from lightrl.testing import run_spmd
+from lightrl.trainers.grpo import GRPOTrainer
+
+PROGRAM = """
+import json
+
+from lightrl.config import GRPOConfig
+from lightrl.strategy import create_strategy
+
+strategy = create_strategy(GRPOConfig(strategy="ddp"))
+strategy.setup_distributed()
+rank = strategy.comm.rank
+with strategy.stats.scope("reward"):
+    strategy.stats.record("length", [[2.0, 4.0], [9.0]][rank])
+    if rank == 1:
+        strategy.stats.record("rare", 3.0)
+    strategy.stats.record("none", [])
+strategy.stats.add("calls", 1 + rank)
+print("EXPORT", json.dumps(strategy.stats.export()) if rank == 0 else strategy.stats.export() and "")
+assert strategy.stats.export() == {}
+strategy.close()
+"""
+
+
+def test_scopes_masks_and_times() -> None:
+    stats = Stats(Comm)
+    values, mask = torch.tensor([[1.0, 8.0], [3.0, 2.0]]), torch.tensor([[True, False], [True, True]])
+    with stats.scope("actor"), stats.scope("ratio"):
+        stats.record("kept", values, mask)  # 1, 3 and 2
+    stats.record("all", values)
+    with stats.scope("actor"), stats.time("seconds"):
+        pass
+    found = stats.export()
+    assert found.pop("actor/seconds/max") == found.pop("actor/seconds/min") == found.pop("actor/seconds/mean") < 1
+    assert found == {
+        **{"actor/ratio/kept/mean": 2.0, "actor/ratio/kept/min": 1.0, "actor/ratio/kept/max": 3.0},
+        **{"all/mean": 3.5, "all/min": 1.0, "all/max": 8.0},
+    }
+    with pytest.raises(ValueError, match="a mask beside a list: give both as tensors"):
+        stats.record("list", [1.0], torch.tensor([True]))
+
+
+def test_ranks_may_record_other_names_and_numbers_of_values(tmp_path: Path) -> None:
+    program = tmp_path / "stats.py"
+    program.write_text(PROGRAM)
+    said = run_spmd(program, world_size=2, timeout_s=100)
+    (found,) = (json.loads(line.partition("EXPORT ")[2]) for line in said.splitlines() if "EXPORT {" in line)
+    assert found == {  # (2 + 4 + 9) / 3, not the mean of 3 and 9
+        **{"reward/length/mean": 5.0, "reward/length/min": 2.0, "reward/length/max": 9.0},
+        **{"reward/rare/mean": 3.0, "reward/rare/min": 3.0, "reward/rare/max": 3.0},
+        "reward/none/mean": 0.0,
+        "calls": 3.0,
+    }
+
+
+class Recording(GRPOTrainer):
+    made_by = None
+
+    def learn_from(self, groups: Any) -> Any:
+        with self.strategy.stats.scope("mine"):
+            self.strategy.stats.record("groups", [float(len(group.samples)) for group in groups])
+        return super().learn_from(groups)
+
+
+def test_a_trainer_logs_them_with_its_own(tmp_path: Path) -> None:
+    config = GRPOConfig(
+        **{"num_prompts": 2, "group_size": 3, "max_steps": 2, "strategy": "single", "output_dir": str(tmp_path)},
+        eval=EvalConfig(every=0),
+        log=RolloutLogConfig(tensorboard=False),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    trainer = Recording(config)
+    trainer.fit()
+    trainer.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["mine/groups/mean"], row["mine/groups/min"]) for row in rows] == [(3.0, 3.0)] * 2
