@@ -58,3 +58,26 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     assert 1.5 < rows[-1]["episode/turns"] < 4
     assert rows[-1]["tokens/environment"] > 0
     assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)  # 2e-5 to 4.5e-5 on two kinds of CPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["calculator", "chain_sum", "spell_backward"])
+def test_a_recipe_of_another_task_runs(recipe: str, tmp_path: Path) -> None:
+    """Two steps from the model before its lessons, by the commands of the file's comment."""
+    model = [str(ROOT / "examples" / "small_models.py"), recipe, f"runs/{recipe}"]
+    run_program([sys.executable, *model], timeout_s=120, cwd=tmp_path)
+    options = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--model", f"runs/{recipe}/model"]
+    options += ["--max_steps", "2", "--eval.every", "0", "--strategy", "single", "--output_dir", "run"]
+    run_program([sys.executable, str(ROOT / "scripts" / "train_grpo.py"), *options], timeout_s=240, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "script"), [("openai_agent", "train_grpo.py"), ("ppo", "train_ppo.py")])
+def test_the_other_recipes_run(recipe: str, script: str, tmp_path: Path) -> None:
+    options = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--output_dir", str(tmp_path / "run")]
+    options += ["--max_steps", "2", "--eval.every", "0", "--strategy", "single"]
+    run_program([sys.executable, str(ROOT / "scripts" / script), *options], timeout_s=240, cwd=ROOT)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
