@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from lightrl.config import PPOConfig, RolloutConfig, RunConfig
@@ -46,7 +47,7 @@ def fits(plan: Plan, machine: Machine, share: float = 1.0) -> bool:
 def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> list[Remedy]:
     """Returns single changes that lower the peak, those first that save most."""
     found = []
-    for changes in _single_changes(config, machine, plan):
+    for changes in _single_changes(config, models, machine, plan):
         smaller = changed(config, changes)
         other = plan_run(smaller, models.of(smaller) if "lora.rank" in changes else models, machine)
         saved = plan.peak.total - other.peak.total
@@ -58,7 +59,7 @@ def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) ->
 def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy | None:
     """Returns the mildest changes with which the run fits, as little slower as can be; None if nothing helps."""
     first = plan_run(config, models, machine)
-    for changes in _ladder(config, machine, first):
+    for changes in _ladder(config, models, machine, first):
         other = plan_run(changed(config, changes), models, machine)
         if fits(other, machine, _MARGIN):
             return Remedy(changes=changes, plan=other, saved=first.peak.total - other.peak.total)
@@ -77,30 +78,28 @@ def changed(config: RunConfig, changes: Changes) -> RunConfig:
     return result
 
 
-def _single_changes(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[Changes]:
+def _single_changes(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> Iterator[Changes]:
     yield from ({"max_tokens_per_microbatch": size} for size in _budgets(config, plan)[-1:])
     if not config.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
     if config.dtype == "float32":
         yield {"dtype": "bfloat16"}
     yield from _spreads(config, machine)
-    yield from _engines(config, machine)
+    yield from _engines(config, models, machine)
     if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
         yield {"critic.offload_waiting_optimizer": True}
     if not config.lora.is_on and config.tp_size == 1:
         yield {"lora.rank": 32}
 
 
-def _ladder(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[Changes]:
-    """Yields combinations from the mildest on: smaller micro-batches, checkpointing, the engine, then more spread."""
+def _ladder(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> Iterator[Changes]:
+    """Yields combinations, the mildest first: micro-batches, checkpointing, the engine, more spread, the type."""
     budgets: list[Changes] = [{}, *({"max_tokens_per_microbatch": size} for size in _budgets(config, plan))]
     passes = budgets[:3] + [{**size, "gradient_checkpointing": True} for size in budgets]
-    engines = [{}, *_engines(config, machine)]
-    spreads = [{}, *_spreads(config, machine)]
-    for spread in spreads:
-        for engine in engines:
-            for cheaper in passes:
-                yield {**spread, **engine, **cheaper}
+    types: list[Changes] = [{}, {"dtype": "bfloat16"}] if config.dtype == "float32" else [{}]
+    engines = [{}, *_engines(config, models, machine)]
+    for rounded, spread, engine, cheaper in product(types, [{}, *_spreads(config, machine)], engines, passes):
+        yield {**rounded, **spread, **engine, **cheaper}
 
 
 def _budgets(config: RunConfig, plan: Plan) -> list[int]:
@@ -116,7 +115,7 @@ def _budgets(config: RunConfig, plan: Plan) -> list[int]:
     return [*sizes, shortest] if shortest < config.max_tokens_per_microbatch else sizes
 
 
-def _engines(config: RunConfig, machine: Machine) -> list[Changes]:
+def _engines(config: RunConfig, models: Models, machine: Machine) -> list[Changes]:
     if not isinstance(config, RolloutConfig):
         return []
     found: list[Changes] = []
@@ -126,7 +125,16 @@ def _engines(config: RunConfig, machine: Machine) -> list[Changes]:
     if not config.offload_while_generating:
         found += [{"offload_while_generating": True}]
         found += [{**change, "offload_while_generating": True} for change in found[:-1]]
+    away: Changes = {} if config.offload_while_generating else {"offload_while_generating": True}
+    found += [{"engine_tp_size": size, **away} for size in _tp_sizes(config, models, machine)]
     return found
+
+
+def _tp_sizes(config: RolloutConfig, models: Models, machine: Machine) -> list[int]:
+    """Returns the sizes above the run's by which the heads of the model and the ranks can be split; native has none."""
+    heads, ranks = models.policy.hf_config.get_text_config().num_attention_heads, config.rollout_ranks or machine.ranks
+    sizes = (2, 4, 8) if config.engine in ("vllm", "sglang") else ()
+    return [size for size in sizes if size > config.engine_tp_size and heads % size == 0 and ranks % size == 0]
 
 
 def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
