@@ -30,7 +30,7 @@ class Statistics:
 
     def mean(self, name: str, total: float, count: float) -> None:
         """Adds to a weighted mean: totals and counts are summed over calls and ranks before they are divided."""
-        _, numerator, denominator = self._values.get(name, ("mean", 0.0, 0.0))
+        numerator, denominator = self._before(name, "mean", 0.0)
         self._values[name] = ("mean", numerator + float(total), denominator + float(count))
 
     def values(self, name: str, values: Sequence[float]) -> None:
@@ -39,18 +39,24 @@ class Statistics:
 
     def add(self, name: str, value: float) -> None:
         """Adds to a sum over calls and ranks."""
-        _, before, _ = self._values.get(name, ("sum", 0.0, 0.0))
+        before, _ = self._before(name, "sum", 0.0)
         self._values[name] = ("sum", before + float(value), 0.0)
 
     def maximum(self, name: str, value: float) -> None:
         """Keeps the maximum over calls and ranks, which for a number that all ranks share is that number."""
-        _, before, _ = self._values.get(name, ("max", float("-inf"), 0.0))
+        before, _ = self._before(name, "max", float("-inf"))
         self._values[name] = ("max", max(before, float(value)), 0.0)
 
     def minimum(self, name: str, value: float) -> None:
         """Keeps the minimum over calls and ranks."""
-        _, before, _ = self._values.get(name, ("min", float("inf"), 0.0))
+        before, _ = self._before(name, "min", float("inf"))
         self._values[name] = ("min", min(before, float(value)), 0.0)
+
+    def _before(self, name: str, kind: str, start: float) -> tuple[float, float]:
+        known, *numbers = self._values.get(name, (kind, start, 0.0))
+        if known != kind:
+            raise ValueError(f"The metric {name} is a {known} already and no {kind}: give one of them another name.")
+        return numbers[0], numbers[1]
 
     def take(self) -> dict[str, tuple[str, float, float]]:
         """Returns what was added, for merge() in another process, and starts anew."""

@@ -1,5 +1,7 @@
 import time
 
+import pytest
+
 from lightrl.comm import Comm
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 
@@ -53,3 +55,11 @@ def test_what_one_process_took_another_can_merge() -> None:
         "max": ("max", 3.0, 0.0),
         "min": ("min", 1.0, 0.0),
     }
+
+
+def test_a_name_has_one_kind() -> None:
+    statistics = Statistics()
+    statistics.mean("loss", 1.0, 1)
+    with pytest.raises(ValueError, match="The metric loss is a mean already and no sum: give one of them another name"):
+        statistics.add("loss", 1.0)
+    assert statistics.reduce(Comm()) == {"loss": 1.0}

@@ -38,7 +38,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if missing <= 0:
         return _linear(rows, weight, bias)
     product = _linear(F.pad(rows.reshape(-1, rows.shape[-1]), (0, 0, 0, missing)), weight, bias)
-    return product[:-missing].view(*rows.shape[:-1], -1)
+    return product[:-missing].view(*rows.shape[:-1], len(weight))  # also of no row at all
 
 
 def rows_are_independent() -> bool:

@@ -26,7 +26,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def evaluate(groups: Sequence[ScoredGroup], *, ks: Sequence[int] = (), source_field: str = "") -> dict[str, float]:
-    """Returns the metrics of finished groups; nothing is sampled.
+    """Returns the metrics of the finished groups of all ranks; every rank calls it, with its own. Nothing is sampled.
 
     accuracy is the share of samples with a reward of 1 or more, reward their mean; both are means over prompts, so that
     one whose rewards failed in part weighs as much. avg@n is the accuracy of n samples. pass@k leaves out prompts with

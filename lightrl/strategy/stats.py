@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +9,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from lightrl.comm import Comm
-from lightrl.metrics import Statistics
+from lightrl.metrics import Statistics, Stopwatch
 
 _SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this thread, or of this episode
 
@@ -23,9 +22,11 @@ class Stats:
         self._comm = comm
         self._statistics = Statistics()
 
-    def write_to(self, statistics: Statistics) -> None:
-        """Adds what comes from now on to a trainer's statistics, which each step reduces and logs."""
+    def write_to(self, statistics: Statistics) -> Statistics:
+        """Adds all numbers from now on to a trainer's statistics, which each step reduces and logs; returns these."""
+        statistics.merge(self._statistics.take())
         self._statistics = statistics
+        return statistics
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -57,15 +58,14 @@ class Stats:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Records the seconds of the body: name/mean, name/min and name/max over calls and ranks."""
-        started = time.perf_counter()
-        try:
+        """Records the seconds of the body, the device's work included: their mean, minimum and maximum."""
+        watch = Stopwatch()
+        with watch.measure(name):
             yield
-        finally:
-            self.record(name, time.perf_counter() - started)
+        self.record(name, watch.take()[name])
 
     def export(self) -> dict[str, float]:
-        """Returns the numbers over all ranks, and starts anew; every rank calls it. A trainer does so in each step."""
+        """Returns the numbers over all ranks, and starts anew; every rank calls it, in a loop without a trainer."""
         return self._statistics.reduce(self._comm())
 
 

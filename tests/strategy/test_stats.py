@@ -10,6 +10,7 @@ import torch
 from lightrl.comm import Comm
 from lightrl.config import EvalConfig, GRPOConfig, RolloutLogConfig
 from lightrl.config.strategy import CheckpointConfig
+from lightrl.metrics import Statistics
 from lightrl.strategy.stats import Stats
 from lightrl.testing import run_spmd
 from lightrl.trainers.grpo import GRPOTrainer
@@ -64,6 +65,14 @@ def test_ranks_may_record_other_names_and_numbers_of_values(tmp_path: Path) -> N
         "reward/none/mean": 0.0,
         "calls": 3.0,
     }
+
+
+def test_what_was_recorded_before_the_trainer_was_made_is_kept() -> None:
+    stats = Stats(Comm)
+    stats.add("early", 2)
+    statistics = stats.write_to(Statistics())
+    stats.add("early", 3)
+    assert statistics.reduce(Comm()) == {"early": 5.0}
 
 
 class Recording(GRPOTrainer):
