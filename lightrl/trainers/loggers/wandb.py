@@ -30,5 +30,5 @@ class WandbLogger:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Ends the run of W&B, and waits until all is sent or on disk."""
+        """Ends the run of W&B, whose service writes the last of its file by the end of the process."""
         self._run.finish()

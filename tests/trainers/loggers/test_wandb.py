@@ -7,7 +7,7 @@ import pytest
 from lightrl.trainers.loggers.attach import LoggedRun
 from lightrl.trainers.loggers.wandb import WandbLogger
 
-pytest.importorskip("wandb", reason='needs wandb: pip install "lightrl[wandb]"')
+wandb = pytest.importorskip("wandb", reason='needs wandb: pip install "lightrl[wandb]"')
 
 
 def test_a_run_is_written_without_a_network(
@@ -22,6 +22,8 @@ def test_a_run_is_written_without_a_network(
     for step in (0, 1):
         logger.log(step, {"reward/mean": 0.25 * step})
     logger.close()
+    # What wandb does at the end of a process: its service writes the file behind the run's back until then.
+    wandb.teardown()
     files = [path for path in logged_run.folder.rglob("*") if path.is_file()]
     written = b"".join(path.read_bytes() for path in files)
     assert any(path.suffix == ".wandb" and logged_run.id in path.name for path in files)
