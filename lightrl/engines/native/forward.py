@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.masks import DecodeMasks
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.models.fixed_rope import FIXED
@@ -296,7 +297,7 @@ class FusedForward:
         self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
         self._parts = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
         self._rope = torch.empty(0, 2, self._dim)
-        self._ramps = {layer.window: torch.empty(0) for layer in self._layers}
+        self._masks = DecodeMasks((layer.window for layer in self._layers), config.num_key_value_heads)
 
     def refresh(self) -> None:
         """Brings what is derived from the parameters up to date."""
@@ -305,13 +306,16 @@ class FusedForward:
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
-        masks = {window: self._mask(cache, window) for window in self._ramps}
-        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
+        masks = {window: self._masks.of(cache, window, self._head.weight) for window in self._masks.windows}
+        grouped = (-1, self._num_heads // self._num_kv_heads, self._dim)
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.append(keys, values, layer.index)
-            keys, values = cache.read(layer.index)
-            return self.mix(queries.reshape(grouped), keys, values, masks[layer.window]).reshape(len(tokens), -1)
+            mixed = [
+                self.mix(queries[part.rows].reshape(grouped), *cache.read(layer.index, index), mask)
+                for index, (part, mask) in enumerate(zip(cache.decode_phase.parts, masks[layer.window], strict=True))
+            ]
+            return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(len(tokens), -1)
 
         return self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
 
@@ -321,7 +325,7 @@ class FusedForward:
         positions = torch.arange(width, device=ids.device)
         masks = {
             window: visible(width, width, window, ids.device) if window is not None and width > window else None
-            for window in self._ramps
+            for window in self._masks.windows
         }
 
         def attend(layer: _Layer, *parts: Tensor) -> Tensor:
@@ -390,25 +394,6 @@ class FusedForward:
             self._rope = torch.stack((cos[0], signed), dim=1)
         chosen = self._rope.index_select(0, positions)
         return chosen[:, :1], chosen[:, 1:]
-
-    def _mask(self, cache: RowCache, window: int | None) -> Tensor:
-        """Returns the additive mask [n * kv_heads or 1, 1, num_read] that baddbmm starts from.
-
-        A query at position p may look at what one at position 0 may, shifted by p: every row of the mask is a window
-        of one ramp of [-inf, ..., -inf, 0, ..., 0, -inf, ..., -inf].
-        """
-        phase, weight, ramp = cache.decode_phase, self._head.weight, self._ramps[window]
-        if len(ramp) < 2 * cache.capacity or ramp.device != weight.device or ramp.dtype != weight.dtype:
-            half = round_up(cache.capacity, 256)
-            distance = half - torch.arange(2 * half, device=weight.device)  # from the query back to the key
-            is_seen = (distance >= 0) & (distance < (half if window is None else window))
-            ramp = torch.zeros(2 * half, dtype=weight.dtype, device=weight.device).masked_fill_(~is_seen, float("-inf"))
-            self._ramps[window] = ramp
-        half = len(ramp) // 2
-        if phase.shared_position is not None:
-            return ramp[half - phase.shared_position :][: phase.num_read].view(1, 1, -1)
-        starts = (half - phase.positions).repeat_interleave(self._num_kv_heads)
-        return ramp.unfold(0, phase.num_read, 1)[starts][:, None]
 
     def _read_layer(self, index: int, module: Any, config: Any) -> _Layer:
         attention, mlp, eps = module.self_attn, module.mlp, config.rms_norm_eps
