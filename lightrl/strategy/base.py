@@ -30,6 +30,7 @@ from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, Sampling
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.imports import load_object
+from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks
@@ -90,6 +91,7 @@ class StrategyBase(ForeignNames, ABC):
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
         self.global_step = 0
+        self.statistics = Statistics()  # what `stats` records; a trainer gives its own, which each step reduces
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 

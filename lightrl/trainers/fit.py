@@ -115,7 +115,9 @@ class Trainer(ABC):
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
-        self.statistics = self.strategy.stats.write_to(self.make_statistics())
+        self.statistics = self.make_statistics()
+        self.statistics.merge(self.strategy.statistics.take())  # what strategy.stats recorded before the first step
+        self.strategy.statistics = self.statistics
         self.watch = Stopwatch()
         self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint
