@@ -265,9 +265,9 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
         end_process(130)
-    found = find_disk_error(error, trainer.folder.root) if trainer is not None else None
-    if found is not None:
-        print_user_error(OSError(f"{describe_disk_error(found)}; {how_to_go_on(trainer)}"))
+    disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
+    if disk_error is not None:
+        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
         sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
     else:
