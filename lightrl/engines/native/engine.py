@@ -363,6 +363,7 @@ class NativeEngine(InferenceEngine):
         self._is_awake = False
         if level == 2:
             self._dropped = drop_weights(self._runner.model)
+        self._runner.refresh()  # gives back what was derived from the weights, too
         return self._cache.free() + sum(size for _, size in self._dropped)
 
     def wake(self, part: EnginePart) -> None:

@@ -23,6 +23,7 @@ from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.masks import DecodeMasks
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
+from lightrl.engines.native.products import FusedLinear, OutputHead
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import visible
@@ -196,39 +197,6 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
 # ---- The Llama family
 
 
-class FusedLinear:
-    """Linear layers of one input as one product; their parameters become views of its storage.
-
-    The storage is [in, out], the layout that matrix products of few rows read fastest.
-    """
-
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self._layers = layers
-        self.weight, self.bias = self._lay_side_by_side()
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return inputs.mm(self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
-
-    def refresh(self) -> None:
-        """Fuses again if something (a move to another device and back) gave the parameters storage of their own."""
-        start = self.weight.untyped_storage().data_ptr()
-        if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
-            self.weight, self.bias = self._lay_side_by_side()
-
-    @torch.no_grad()
-    def _lay_side_by_side(self) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([layer.weight for layer in self._layers]).t().contiguous()
-        sizes = [layer.out_features for layer in self._layers]
-        for layer, part in zip(self._layers, weight.split(sizes, dim=1), strict=True):
-            layer.weight.data = part.t()
-        if self._layers[0].bias is None:
-            return weight, None
-        bias = torch.cat([layer.bias for layer in self._layers])
-        for layer, part in zip(self._layers, bias.split(sizes), strict=True):
-            layer.bias.data = part
-        return weight, bias
-
-
 class RMSNorm:
     """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
 
@@ -280,8 +248,6 @@ class _Layer:
 class FusedForward:
     """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
 
-    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # that gives the logits
-
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self._model = model
@@ -295,7 +261,8 @@ class FusedForward:
         self._scaling: float = attention.scaling
         self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
         self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
-        self._parts = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
+        self._logits = OutputHead(self._head)
+        self._parts = [self._last_norm, self._logits, *(part for layer in self._layers for part in layer.parts())]
         self._rope = torch.empty(0, 2, self._dim)
         self._masks = DecodeMasks((layer.window for layer in self._layers), config.num_key_value_heads)
 
@@ -361,11 +328,15 @@ class FusedForward:
             self.add_output(hidden, mixed, layer.output)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
             self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
-        return self.product(self._last_norm(hidden), self._head.weight)
+        return self.score(self._last_norm(hidden))
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocab] of the last hidden states."""
+        return self._logits(hidden)
 
     def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
-        hidden.addmm_(inputs, layer.weight)
+        layer.add_to(hidden, inputs)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""

@@ -4,28 +4,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.engines.native.forward import FusedLinear, RMSNorm, is_supported
-
-
-def test_fused_linear_equals_its_layers_and_follows_their_parameters():
-    layers = [nn.Linear(3, 2), nn.Linear(3, 4)]
-    inputs = torch.randn(5, 3)
-    expected = torch.cat([layer(inputs) for layer in layers], dim=1)
-    fused = FusedLinear(layers)
-    assert_close(fused(inputs), expected)
-    with torch.no_grad():
-        layers[1].weight.fill_(1.0)
-        layers[1].bias.fill_(0.5)
-    assert_close(fused(inputs)[:, 2:], (inputs.sum(1, keepdim=True) + 0.5).expand(-1, 4))
-
-
-def test_refresh_fuses_parameters_that_got_storage_of_their_own():
-    layers = [nn.Linear(3, 2, bias=False), nn.Linear(3, 4, bias=False)]
-    fused = FusedLinear(layers)
-    layers[0].weight.data = torch.ones(2, 3)
-    fused.refresh()
-    inputs = torch.randn(5, 3)
-    assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=1))
+from lightrl.engines.native.forward import RMSNorm, is_supported
 
 
 def test_rms_norm_by_hand_and_after_a_refresh():
