@@ -65,6 +65,7 @@ from lightrl.config.strategy import (
     RoutingConfig,
     StrategyOptions,
     TrainingConfig,
+    check_own_options,
     lr_scales,
 )
 
@@ -116,6 +117,7 @@ __all__ = [
     "as_dict",
     "changed_options",
     "check_options",
+    "check_own_options",
     "engine_arguments",
     "exit_with_user_error",
     "lr_scales",

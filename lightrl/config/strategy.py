@@ -14,6 +14,8 @@ from lightrl.config.options import check_values, engine_arguments, option, optio
 
 logger = logging.getLogger(__name__)
 
+OF_ONE_STRATEGY = ("deepspeed", "megatron")  # sections, each named as the strategy that reads it
+
 # ---- Sections ----------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +334,31 @@ class StrategyOptions(CriticTrainingConfig, ExactConfig, EngineConfig, ParallelC
     def from_args(cls, args: Any) -> StrategyOptions:
         """Returns a run's config itself; of a Namespace or dict it takes the known names and warns about the rest."""
         return args if isinstance(args, StrategyOptions) else _from_foreign(args)
+
+
+def check_own_options(config: Any, kind: type[Any]) -> None:
+    """Raises ValueError for options of a section that is not among the strategy's own_options.
+
+    A config has the strategy's name alone, which may be that of a plug-in. So the class says what it reads.
+
+    Args:
+        config: The options of a run.
+        kind: The class of the strategy that it gets.
+    """
+    for owner in OF_ONE_STRATEGY:
+        given = [] if owner in getattr(kind, "own_options", ()) else _given(owner, getattr(config, owner))
+        if given:
+            raise ValueError(
+                f"{kind.__name__} (--strategy {config.strategy}) does not read {' and '.join(given)}. Leave the option "
+                f"out, or use --strategy {owner}. A class of your own reads --{owner}.* if it inherits from that "
+                f'strategy, or if its own_options has "{owner}".'
+            )
+
+
+def _given(owner: str, chosen: Any) -> list[str]:
+    """Returns the options of a section that are not at their defaults, each with its default."""
+    named = [(item.name, getattr(chosen, item.name), item.default) for item in dataclasses.fields(chosen)]
+    return [f"--{owner}.{name} {value} (default {default})" for name, value, default in named if value != default]
 
 
 def _check_compile(options: StrategyOptions) -> None:

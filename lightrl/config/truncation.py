@@ -14,16 +14,11 @@ class TruncationConfig:
 
     __slots__ = ()
 
-    top_p: float = option(1.0, above=0, at_most=1)
+    top_p: float = option(1.0, above=0, at_most=1, check=lambda config: _check_truncation(config))
     """Draw from the likeliest tokens that together have this probability. 1: from all. The training logprobs are those
     of the same distribution (docs/truncated_sampling.md)."""
-    top_k: int = option(0, at_least=0)
+    top_k: int = option(0, at_least=0, check=lambda config: _check_truncation(config))
     """Draw from so many of the likeliest tokens. 0: from all."""
-
-    def check(self) -> None:
-        """Raises ValueError for options with which the trainer would compute logprobs of another distribution."""
-        if self.is_truncated:
-            _check_truncation(self)
 
     @property
     def is_truncated(self) -> bool:
@@ -44,6 +39,7 @@ def _truncated_engine(config: Any) -> str:
 
 
 def _check_truncation(config: Any) -> None:
+    """Raises ValueError for options with which the trainer would compute logprobs of another distribution."""
     reasons = (
         ("engine", config.engine != "native", "only the native engine reports the tokens that were left"),
         ("tp_size", config.tp_size > 1, "its ranks split the vocabulary"),

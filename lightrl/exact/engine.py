@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.engines.native.forward import FusedForward, FusedLinear, ModelRunner, RMSNorm, SampleState
+from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
+from lightrl.engines.native.products import FusedLinear
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
 from lightrl.exact.attention import ENGINE_ATTENTION, LEAST_KEYS, attend, attend_causally
 from lightrl.exact.environment import linear
@@ -70,6 +71,8 @@ class ExactModules(ModuleForward):
 class ExactLinear(FusedLinear):
     """Linear layers of one input as one product, whose rows have the same bits in any number."""
 
+    may_pack = False
+
     def __call__(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight.t(), self.bias)
 
@@ -77,10 +80,9 @@ class ExactLinear(FusedLinear):
 class ExactForward(FusedForward):
     """The fused forward with every number rounded where the model's modules round it."""
 
-    product = staticmethod(linear)
-
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
+        self._parts.remove(self._logits)  # score() below reads the head's own weight
         for part in self._parts:
             if isinstance(part, RMSNorm):
                 part.by_parts = False
@@ -97,6 +99,9 @@ class ExactForward(FusedForward):
 
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         return attend_causally(queries, keys, values, self._scaling, layer.window)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._head.weight)
 
     def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Rounds the product before it is added, as the modules do."""

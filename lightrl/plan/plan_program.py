@@ -21,6 +21,7 @@ from lightrl.config import (
     OfflineConfig,
     PPOConfig,
     RunConfig,
+    check_own_options,
     exit_with_user_error,
     option,
     option_names,
@@ -35,7 +36,6 @@ from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import strategy_name
 from lightrl.plan.text import as_json, table, verdict
 from lightrl.strategy import strategy_class
-from lightrl.strategy.own_options import check_own_options
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _RESPONSE = 512  # tokens of an example whose data is not read

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,11 +25,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrl import comm as comm_module
 from lightrl.comm import Comm
-from lightrl.config import OptimConfig, RunConfig, StrategyOptions
+from lightrl.config import OptimConfig, RunConfig, StrategyOptions, check_own_options
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.imports import load_object
+from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks
@@ -39,7 +40,6 @@ from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
-from lightrl.strategy.own_options import check_own_options
 from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
@@ -91,6 +91,7 @@ class StrategyBase(ForeignNames, ABC):
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
         self.global_step = 0
+        self.statistics = Statistics()  # what `stats` records; a trainer gives its own, which each step reduces
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
@@ -408,11 +409,11 @@ def strategy_class(name: str) -> type[StrategyBase]:
     """Returns the class that a name or a package.module:Class path stands for; a built-in one is imported alike."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
-    found = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
-    if not isinstance(found, type) or not issubclass(found, StrategyBase):
+    kind = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    if not isinstance(kind, type) or not issubclass(kind, StrategyBase):
         raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    return found if not missing else _refuse_unfinished(name, missing)
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    return kind if not missing else _refuse_unfinished(name, missing)
 
 
 def _refuse_unfinished(name: str, missing: list[str]) -> NoReturn:
@@ -426,9 +427,7 @@ def _refuse_unfinished(name: str, missing: list[str]) -> NoReturn:
 
 def _seed_generators(seed: int, *, deterministic: bool) -> None:
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without

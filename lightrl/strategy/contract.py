@@ -58,7 +58,7 @@ class ForeignNames(ABC):
     @cached_property
     def stats(self: Native) -> Stats:
         """The numbers of your own code, by scope: a trainer logs them with those of its step."""
-        return Stats(lambda: self.comm)
+        return Stats(self)
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
 

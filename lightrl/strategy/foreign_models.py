@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrl.comm import Comm
 from lightrl.config import OptimConfig, StrategyOptions
 from lightrl.engines.colocated import SyncReport
+from lightrl.metrics import Statistics
 from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.optim.value_head import has_value_head
@@ -55,6 +56,7 @@ class Native(Protocol):
     seed: int
     tokenizer: foreign_inputs.Decoder | None
     trained: TrainedModels
+    statistics: Statistics
     grad_scaler: GradScaler | None
     num_generations: int
 

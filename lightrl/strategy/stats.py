@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,19 +15,21 @@ from lightrl.metrics import Statistics, Stopwatch
 _SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this thread, or of this episode
 
 
+class Counting(Protocol):
+    """What Stats needs of the strategy whose numbers it takes."""
+
+    statistics: Statistics
+
+    @property
+    def comm(self) -> Comm: ...
+
+
 class Stats:
     """Takes numbers under the names of the open scopes. Ranks may record other names, and other numbers of values."""
 
-    def __init__(self, comm: Callable[[], Comm]) -> None:
-        """comm: returns the collectives, which the strategy has after setup_distributed()."""
-        self._comm = comm
-        self._statistics = Statistics()
-
-    def write_to(self, statistics: Statistics) -> Statistics:
-        """Adds all numbers from now on to a trainer's statistics, which each step reduces and logs; returns these."""
-        statistics.merge(self._statistics.take())
-        self._statistics = statistics
-        return statistics
+    def __init__(self, strategy: Counting) -> None:
+        """strategy: asked at each number, since its collectives and a trainer's statistics come later."""
+        self._strategy = strategy
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -47,14 +50,15 @@ class Stats:
         """
         numbers = _numbers(values, mask)
         full = _full(name)
-        self._statistics.values(f"{full}/mean", numbers)
+        statistics = self._strategy.statistics
+        statistics.values(f"{full}/mean", numbers)
         if numbers:
-            self._statistics.minimum(f"{full}/min", min(numbers))
-            self._statistics.maximum(f"{full}/max", max(numbers))
+            statistics.minimum(f"{full}/min", min(numbers))
+            statistics.maximum(f"{full}/max", max(numbers))
 
     def add(self, name: str, value: float) -> None:
         """Adds to the sum over calls and ranks that has this name."""
-        self._statistics.add(_full(name), value)
+        self._strategy.statistics.add(_full(name), value)
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -66,7 +70,7 @@ class Stats:
 
     def export(self) -> dict[str, float]:
         """Returns the numbers over all ranks, and starts anew; every rank calls it, in a loop without a trainer."""
-        return self._statistics.reduce(self._comm())
+        return self._strategy.statistics.reduce(self._strategy.comm)
 
 
 def _full(name: str) -> str:

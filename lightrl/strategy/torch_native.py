@@ -18,7 +18,7 @@ from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
-from lightrl.strategy.layout.plain import PlainLayout, Weights, any_adapter, has_adapters
+from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
 from lightrl.strategy.optim.hooks import attach
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
@@ -161,10 +161,9 @@ class TorchStrategy(StrategyBase):
         self.after_forward_only(model)
         self.trained.require_on_device(model)
         unwrapped = self.unwrap_model(model)
-        named = sorted(unwrapped.named_parameters())
-        if any_adapter(named):
+        if has_adapters(unwrapped):
             return MergedWeights(unwrapped, self.layout)
-        return Weights(named, self.layout)
+        return Weights(sorted(unwrapped.named_parameters()), self.layout)
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""

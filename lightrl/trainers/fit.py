@@ -115,7 +115,9 @@ class Trainer(ABC):
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
-        self.statistics = self.strategy.stats.write_to(self.make_statistics())
+        self.statistics = self.make_statistics()
+        self.statistics.merge(self.strategy.statistics.take())  # what strategy.stats recorded before the first step
+        self.strategy.statistics = self.statistics
         self.watch = Stopwatch()
         self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint
@@ -263,9 +265,9 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
         end_process(130)
-    found = find_disk_error(error, trainer.folder.root) if trainer is not None else None
-    if found is not None:
-        print_user_error(OSError(f"{describe_disk_error(found)}; {how_to_go_on(trainer)}"))
+    disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
+    if disk_error is not None:
+        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
         sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
     else:

@@ -15,7 +15,7 @@ from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.models.policy import Policy, context_length
+from lightrl.models.policy import Policy
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_update, even_parts
@@ -144,12 +144,11 @@ def _by_position(examples: Sequence[Example]) -> Examples:
 def _keep_fitting(run: RunContext, examples: list[Example]) -> tuple[list[Example], int]:
     """Returns the examples that fit into the model's context, and the number of the others."""
     config: OfflineConfig = run.config
-    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
-    if config.data.max_tokens > context:
+    if config.data.max_tokens > run.context:
         raise ValueError(
-            f"--data.max_tokens {config.data.max_tokens} is more than the model's context of {context} tokens."
+            f"--data.max_tokens {config.data.max_tokens} is more than the model's context of {run.context} tokens."
         )
-    max_tokens = config.data.max_tokens or context
+    max_tokens = config.data.max_tokens or run.context
     fitting, num_skipped = keep_fitting(examples, max_tokens=max_tokens, too_long=config.data.too_long)
     longest = max(fitting, key=lambda example: example.num_tokens, default=None)
     run.longest.append(max((answer.num_tokens for example in fitting for answer in example.answers), default=0))

@@ -26,7 +26,6 @@ from lightrl.data.packing import (
 from lightrl.data.prompts import MediaFields, build_prompts
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
-from lightrl.models.policy import context_length
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
@@ -70,15 +69,14 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
     if not records:
         return []
     config: RolloutConfig = run.config
-    context = context_length(run.model_path, trust_remote_code=config.trust_remote_code)
-    if context <= config.max_new_tokens:
-        raise _no_room_for_prompts(config, context)
+    if run.context <= config.max_new_tokens:
+        raise _no_room_for_prompts(config, run.context)
     prompts = build_prompts(
         records,
         run.tokenizer,
         prompt_field=config.data.prompt_field,
         answer_field=config.data.answer_field,
-        max_prompt_tokens=context - config.max_new_tokens,
+        max_prompt_tokens=run.context - config.max_new_tokens,
         chat_template=config.data.chat_template,
         media=MediaFields(
             image_field=config.data.image_field,
@@ -88,7 +86,7 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
         ),
     )
     longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
-    run.longest.append(longest if run.workflow is None else longest_episode(config, context))
+    run.longest.append(longest if run.workflow is None else longest_episode(config, run.context))
     if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, longest)
     return prompts

@@ -39,6 +39,7 @@ from lightrl.models.policy import (
     load_policy,
     load_tokenizer,
     needs_score_check,
+    stated_context,
 )
 from lightrl.models.routing_replay import attach_replay
 from lightrl.models.score_check import check_scores
@@ -66,6 +67,7 @@ class RunContext:
     folder: RunFolder
     checkpoint: Path | None  # to continue from; None starts at step 0
     model_path: str  # a folder or a Hugging Face name
+    context: int  # tokens of prompt and response together that the model takes
     tokenizer: PreTrainedTokenizerBase
     media: MediaProcessor | None  # None: the model takes text alone
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
@@ -110,6 +112,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         folder=folder,
         checkpoint=checkpoint,
         model_path=model_path,
+        context=stated_context(model_config.get_text_config()),
         tokenizer=tokenizer,
         media=media,
         encoder=PromptEncoder(media) if media is not None else None,
@@ -234,7 +237,23 @@ class RunFolder:
 
     def sample_row(self, step: int, item: Experience) -> dict[str, Any]:
         """Returns what samples.jsonl says of a sample."""
-        return _sample_row(step, item)
+        sample = item.sample
+        return {
+            "step": step,
+            "position": sample.position,
+            "sample": sample.sample_index,
+            "prompt": sample.prompt.text,
+            "response": sample.text,
+            "answer": sample.prompt.answer,
+            "reward": item.reward,
+            "shaping": item.shaping,
+            "advantage": item.advantage,
+            "finish_reason": sample.finish_reason,
+            "version": sample.versions[-1] if sample.versions else None,
+            "oldest_version": sample.oldest_version,
+            "status": sample.status.value,
+            "ticket": sample.ticket,
+        }
 
     def metrics(self) -> list[dict[str, Any]]:
         """Reads what has been logged so far."""
@@ -300,26 +319,6 @@ def _number(value: float) -> float | int | None:
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no NaN
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > 1e6 else value
-
-
-def _sample_row(step: int, item: Experience) -> dict[str, Any]:
-    sample = item.sample
-    return {
-        "step": step,
-        "position": sample.position,
-        "sample": sample.sample_index,
-        "prompt": sample.prompt.text,
-        "response": sample.text,
-        "answer": sample.prompt.answer,
-        "reward": item.reward,
-        "shaping": item.shaping,
-        "advantage": item.advantage,
-        "finish_reason": sample.finish_reason,
-        "version": sample.versions[-1] if sample.versions else None,
-        "oldest_version": sample.oldest_version,
-        "status": sample.status.value,
-        "ticket": sample.ticket,
-    }
 
 
 # ---- The owner of the folder -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightrl.comm import RankError
-from lightrl.config import RolloutConfig
+from lightrl.config import RolloutConfig, check_own_options
 from lightrl.config.rollout_sections import ScheduleConfig
 from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
@@ -19,7 +19,6 @@ from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
-from lightrl.strategy.own_options import check_own_options
 from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.engines.native.forward import FusedForward, FusedLinear, ModelRunner
+from lightrl.engines.native.forward import FusedForward, ModelRunner
+from lightrl.engines.native.products import FusedLinear
 from lightrl.engines.weights.account import raise_problems
 from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
 from lightrl.models.lora import lora_layers

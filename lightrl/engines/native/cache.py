@@ -6,12 +6,15 @@ Transformers sees the cache as a `Cache`; what `update` does depends on the phas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
+
+from lightrl.engines.native.row_parts import RowPart
 
 _LINE = 16  # positions of fp32 in a cache line
 _STEP = 2 * _LINE  # storage grows in multiples of this
@@ -79,6 +82,15 @@ class Decode:
     positions: Tensor  # [n] int64
     num_read: int
     shared_position: int | None  # the position of every row, if it is one
+    parts: tuple[ReadPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPart:
+    """Rows that are read together, up to a position of their own."""
+
+    rows: slice
+    num_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +113,10 @@ class RowCache(Cache):
         self.storage: list[LayerStorage | None] = []
         self.num_rows = 0
         self.capacity = 0
-        self.decode_phase = Decode(torch.empty(0), 0, None)  # the one that was begun last
+        self.decode_phase = Decode(torch.empty(0), 0, None, ())  # the one that was begun last
         self._prefill: Prefill | None = None  # None while decoding
         self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
-        self._views: dict[int, _Views] = {}  # by layer; valid while the same positions of as many rows are read
+        self._views: dict[tuple[int, int], _Views] = {}  # by layer and part; valid while the same parts are read
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
         """Grows to hold rows x positions; by half at least, so that a long answer does not copy at every step."""
@@ -123,15 +135,22 @@ class RowCache(Cache):
         """Makes update() store prompts."""
         self._prefill = Prefill(target_rows, source_prompts)
 
-    def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
-        """Makes update() and append() store one token a row, at these positions."""
-        num_read = max(self.least_read, round_up(highest_position + 1, _STEP_READ))
-        before, num_read = self.decode_phase, min(num_read, self.capacity)
-        if (before.num_read, len(before.positions)) != (num_read, len(positions)):
-            self._views.clear()
+    def begin_decode(
+        self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
+    ) -> None:
+        """Makes update() and append() store one token a row, at these positions; parts: of rows that read() reads."""
+        num_read = self._num_read(highest_position)
         shared_position = highest_position if lowest_position == highest_position else None
-        self.decode_phase, self._prefill = Decode(positions, num_read, shared_position), None
+        read: tuple[ReadPart, ...] = (ReadPart(slice(0, len(positions)), num_read),)
+        if parts and shared_position is None:
+            read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
+        if self.decode_phase.parts != read:
+            self._views.clear()
+        self.decode_phase, self._prefill = Decode(positions, num_read, shared_position, read), None
         self._write_index.clear()
+
+    def _num_read(self, highest_position: int) -> int:
+        return min(max(self.least_read, round_up(highest_position + 1, _STEP_READ)), self.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -141,9 +160,9 @@ class RowCache(Cache):
             self.store_prompts(key_states, value_states, layer_idx)
             return key_states, value_states
         self.append(key_states[:, :, 0], value_states[:, :, 0], layer_idx)
-        keys, values = self.read(layer_idx)
-        rows = key_states.shape[:2]
-        return keys.unflatten(0, rows).transpose(2, 3), values.unflatten(0, rows)
+        phase, layer = self.decode_phase, self.layer(layer_idx)
+        read = (slice(len(phase.positions)), slice(None), slice(phase.num_read))
+        return layer.keys[read], layer.values[read]
 
     def store_prompts(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """Stores keys and values [prompts, kv_heads, t, dim] in the rows of the prefill phase."""
@@ -162,7 +181,7 @@ class RowCache(Cache):
         layer = self.layer(layer_idx)
         num_heads, key_dim = keys.shape[1:]
         if phase.shared_position is not None:  # plain copies take half the time of indexed ones
-            views = self._views_of(layer_idx)
+            views = self._views_of(layer_idx, 0)  # rows at one position are one part
             views.keys_by_position[phase.shared_position] = keys
             views.values_by_position[phase.shared_position] = values
             return
@@ -170,17 +189,17 @@ class RowCache(Cache):
         index = self._flat_index(phase, num_heads)
         layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
 
-    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Returns views of what a decode step reads: keys [n * kv_heads, dim, num_read], values [.., num_read, dim]."""
-        views = self._views_of(layer_idx)
+    def read(self, layer_idx: int, part: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns views of what a step reads of a part's rows, n kv heads in all: keys [n, dim, num_read], values."""
+        views = self._views_of(layer_idx, part)
         return views.keys, views.values
 
-    def _views_of(self, layer_idx: int) -> _Views:
-        views = self._views.get(layer_idx)
+    def _views_of(self, layer_idx: int, part: int) -> _Views:
+        views = self._views.get((layer_idx, part))
         if views is None:
-            phase, layer = self.decode_phase, self.layer(layer_idx)
-            keys, values = (part[: len(phase.positions), :, : phase.num_read] for part in (layer.keys, layer.values))
-            views = self._views[layer_idx] = _Views(
+            chosen, layer = self.decode_phase.parts[part], self.layer(layer_idx)
+            keys, values = (whole[chosen.rows, :, : chosen.num_read] for whole in (layer.keys, layer.values))
+            views = self._views[layer_idx, part] = _Views(
                 keys=keys.transpose(2, 3).flatten(0, 1),
                 values=values.flatten(0, 1),
                 keys_by_position=keys.movedim(2, 0),
@@ -195,7 +214,7 @@ class RowCache(Cache):
         return layer
 
     def move_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first positions of rows; sources and targets share no row."""
+        """Copies the first positions of rows, all of which are read before any is written."""
         for layer in filter(None, self.storage):
             layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]

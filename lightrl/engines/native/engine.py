@@ -27,6 +27,15 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
+from lightrl.engines.native.row_parts import (
+    LEAST_SAVED,
+    LEAST_SAVED_ON_CPU,
+    RowPart,
+    at_positions,
+    cut,
+    is_padded,
+    sorted_rows,
+)
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
@@ -158,6 +167,7 @@ class NativeEngine(InferenceEngine):
         eos_table = np.isin(np.arange(self.vocab_size), list(eos_token_ids))
         self._scheduler = Scheduler(max_num_seqs, eos_table)
         self._plan: SamplingPlan | None = None  # of the running rows; None after they changed
+        self._parts: list[RowPart] = []  # as they were when the running rows changed last
         self._next_request_id = 0
         self._version = 0
         self._is_awake = True
@@ -258,16 +268,30 @@ class NativeEngine(InferenceEngine):
     def _decode(self) -> list[Completion]:
         """Runs the last token of every running sample and draws the next."""
         rows, running = self._scheduler.rows, slice(self._scheduler.num_running)
+        if self._plan is None:
+            self._parts = self._arrange_rows() if self._runner.uses_fused_forward else []
+            self._plan = self._sampling_plan(0)
         tokens, positions = rows.token[running], rows.position[running]
         highest = int(positions.max())
         self._reserve(highest + 1)
-        if self._plan is None:
-            self._plan = self._sampling_plan(0)
         rope_deltas = None if self._media is None else self._put(self._rope_deltas())
         positions_here = self._put(positions)
-        self._cache.begin_decode(positions_here, int(positions.min()), highest)
+        parts = at_positions(self._parts, positions)
+        self._cache.begin_decode(positions_here, int(positions.min()), highest, parts)
         logits = self._runner.decode(self._put(tokens), positions_here, self._cache, rope_deltas)
         return self._draw(logits, 0, self._plan)
+
+    def _arrange_rows(self) -> list[RowPart]:
+        """Returns which rows are read together, after sorting them if that pays; none where all are."""
+        running = slice(self._scheduler.num_running)
+        positions = self._scheduler.rows.position[running]
+        least_saved = LEAST_SAVED_ON_CPU if self._device.type == "cpu" else LEAST_SAVED
+        if not is_padded(positions, least_saved):
+            return []
+        order = sorted_rows(positions, least_saved)
+        if order is not None:
+            self._move_rows(self._scheduler.reorder(order))
+        return cut(self._scheduler.rows.position[running], least_saved)
 
     def _rope_deltas(self) -> NDArray[np.int64]:
         requests = self._scheduler.rows.request[: self._scheduler.num_running]
@@ -339,6 +363,7 @@ class NativeEngine(InferenceEngine):
         self._is_awake = False
         if level == 2:
             self._dropped = drop_weights(self._runner.model)
+        self._runner.refresh()  # gives back what was derived from the weights, too
         return self._cache.free() + sum(size for _, size in self._dropped)
 
     def wake(self, part: EnginePart) -> None:

@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.masks import DecodeMasks
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
+from lightrl.engines.native.products import FusedLinear, OutputHead
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import visible
@@ -195,39 +197,6 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
 # ---- The Llama family
 
 
-class FusedLinear:
-    """Linear layers of one input as one product; their parameters become views of its storage.
-
-    The storage is [in, out], the layout that matrix products of few rows read fastest.
-    """
-
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self._layers = layers
-        self.weight, self.bias = self._lay_side_by_side()
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return inputs.mm(self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
-
-    def refresh(self) -> None:
-        """Fuses again if something (a move to another device and back) gave the parameters storage of their own."""
-        start = self.weight.untyped_storage().data_ptr()
-        if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
-            self.weight, self.bias = self._lay_side_by_side()
-
-    @torch.no_grad()
-    def _lay_side_by_side(self) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([layer.weight for layer in self._layers]).t().contiguous()
-        sizes = [layer.out_features for layer in self._layers]
-        for layer, part in zip(self._layers, weight.split(sizes, dim=1), strict=True):
-            layer.weight.data = part.t()
-        if self._layers[0].bias is None:
-            return weight, None
-        bias = torch.cat([layer.bias for layer in self._layers])
-        for layer, part in zip(self._layers, bias.split(sizes), strict=True):
-            layer.bias.data = part
-        return weight, bias
-
-
 class RMSNorm:
     """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
 
@@ -279,8 +248,6 @@ class _Layer:
 class FusedForward:
     """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
 
-    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # that gives the logits
-
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self._model = model
@@ -294,9 +261,10 @@ class FusedForward:
         self._scaling: float = attention.scaling
         self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
         self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
-        self._parts = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
+        self._logits = OutputHead(self._head)
+        self._parts = [self._last_norm, self._logits, *(part for layer in self._layers for part in layer.parts())]
         self._rope = torch.empty(0, 2, self._dim)
-        self._ramps = {layer.window: torch.empty(0) for layer in self._layers}
+        self._masks = DecodeMasks((layer.window for layer in self._layers), config.num_key_value_heads)
 
     def refresh(self) -> None:
         """Brings what is derived from the parameters up to date."""
@@ -305,13 +273,16 @@ class FusedForward:
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
-        masks = {window: self._mask(cache, window) for window in self._ramps}
-        grouped = (len(tokens) * self._num_kv_heads, self._num_heads // self._num_kv_heads, self._dim)
+        masks = {window: self._masks.of(cache, window, self._head.weight) for window in self._masks.windows}
+        grouped = (-1, self._num_heads // self._num_kv_heads, self._dim)
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.append(keys, values, layer.index)
-            keys, values = cache.read(layer.index)
-            return self.mix(queries.reshape(grouped), keys, values, masks[layer.window]).reshape(len(tokens), -1)
+            mixed = [
+                self.mix(queries[part.rows].reshape(grouped), *cache.read(layer.index, index), mask)
+                for index, (part, mask) in enumerate(zip(cache.decode_phase.parts, masks[layer.window], strict=True))
+            ]
+            return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(len(tokens), -1)
 
         return self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
 
@@ -321,7 +292,7 @@ class FusedForward:
         positions = torch.arange(width, device=ids.device)
         masks = {
             window: visible(width, width, window, ids.device) if window is not None and width > window else None
-            for window in self._ramps
+            for window in self._masks.windows
         }
 
         def attend(layer: _Layer, *parts: Tensor) -> Tensor:
@@ -357,11 +328,15 @@ class FusedForward:
             self.add_output(hidden, mixed, layer.output)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
             self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
-        return self.product(self._last_norm(hidden), self._head.weight)
+        return self.score(self._last_norm(hidden))
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocab] of the last hidden states."""
+        return self._logits(hidden)
 
     def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
         """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
-        hidden.addmm_(inputs, layer.weight)
+        layer.add_to(hidden, inputs)
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
@@ -390,25 +365,6 @@ class FusedForward:
             self._rope = torch.stack((cos[0], signed), dim=1)
         chosen = self._rope.index_select(0, positions)
         return chosen[:, :1], chosen[:, 1:]
-
-    def _mask(self, cache: RowCache, window: int | None) -> Tensor:
-        """Returns the additive mask [n * kv_heads or 1, 1, num_read] that baddbmm starts from.
-
-        A query at position p may look at what one at position 0 may, shifted by p: every row of the mask is a window
-        of one ramp of [-inf, ..., -inf, 0, ..., 0, -inf, ..., -inf].
-        """
-        phase, weight, ramp = cache.decode_phase, self._head.weight, self._ramps[window]
-        if len(ramp) < 2 * cache.capacity or ramp.device != weight.device or ramp.dtype != weight.dtype:
-            half = round_up(cache.capacity, 256)
-            distance = half - torch.arange(2 * half, device=weight.device)  # from the query back to the key
-            is_seen = (distance >= 0) & (distance < (half if window is None else window))
-            ramp = torch.zeros(2 * half, dtype=weight.dtype, device=weight.device).masked_fill_(~is_seen, float("-inf"))
-            self._ramps[window] = ramp
-        half = len(ramp) // 2
-        if phase.shared_position is not None:
-            return ramp[half - phase.shared_position :][: phase.num_read].view(1, 1, -1)
-        starts = (half - phase.positions).repeat_interleave(self._num_kv_heads)
-        return ramp.unfold(0, phase.num_read, 1)[starts][:, None]
 
     def _read_layer(self, index: int, module: Any, config: Any) -> _Layer:
         attention, mlp, eps = module.self_attn, module.mlp, config.rms_norm_eps

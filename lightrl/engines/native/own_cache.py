@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lightrl.engines.native.cache import Prefill
+from lightrl.engines.native.row_parts import RowPart
 from lightrl.models.per_sequence import leave_weights_alone
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ class SampleCaches:
         """Says which rows receive which prompts."""
         self.prefill = Prefill(target_rows, source_prompts)
 
-    def begin_decode(self, positions: Tensor, lowest_position: int, highest_position: int) -> None:
-        """Says at which positions the rows decode."""
+    def begin_decode(
+        self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
+    ) -> None:
+        """Says at which positions the rows decode; each is computed by itself, so parts make no difference."""
         self.positions = positions
 
     def store_prompt(self, prompt: int, state: Any) -> None:

@@ -190,6 +190,13 @@ class Scheduler:
         self._waiting = deque(request for request in self._waiting if not is_chosen(request))
         return sorted(done, key=lambda item: (item.request_id, item.sample_index)), moves
 
+    def reorder(self, order: NDArray[np.int64]) -> Moves:
+        """Puts the running sample of row order[j] into row j, for every j; returns the rows to move."""
+        (targets,) = np.nonzero(order != np.arange(len(order)))
+        moves = Moves(order[targets], targets)
+        self.rows.move(moves)
+        return moves
+
     def _remove(self, leaving: NDArray[np.int64]) -> Moves | None:
         remaining = self.num_running - len(leaving)
         is_leaving = np.zeros(self.num_running, np.bool_)

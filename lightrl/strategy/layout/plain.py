@@ -267,12 +267,7 @@ class Weights:
 
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
-    return any_adapter(model.named_parameters())
-
-
-def any_adapter(named: Iterable[tuple[str, Any]]) -> bool:
-    """Returns whether a name is that of a parameter of a LoRA adapter."""
-    return any(".lora_A." in name for name, _ in named)
+    return any(".lora_A." in name for name, _ in model.named_parameters())
 
 
 def innermost(model: Any) -> nn.Module:

@@ -128,7 +128,7 @@ def parameter_groups(
     shape_of: Callable[[Tensor], Size],  # of the whole parameter
 ) -> list[dict[str, Any]]:
     """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
-    embeddings = _embeddings(model)
+    embeddings = _embeddings(model) if optim.name == "muon" or not optim.decay_embeddings else set()
     in_blocks = _in_blocks(model) if optim.name == "muon" else set()
     groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.row_parts import RowPart
 
 
 def test_round_up():
@@ -42,6 +43,21 @@ def test_rows_at_one_position_store_and_read_like_others():
     cache.begin_decode(torch.tensor([9] * 3), 9, 9)
     cache.append(tokens, tokens, 0)
     assert cache.layer(0).keys[:, 0, 9, 0].tolist() == [7, 8, 9]  # not in the storage outgrown
+
+
+def test_parts_are_read_each_to_its_own_position():
+    cache = filled_cache()
+    tokens, parts = torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1), [RowPart(0, 2, 2), RowPart(2, 3, 12)]
+    cache.begin_decode(torch.tensor([2, 0, 12]), 0, 12, parts)
+    cache.append(tokens, -tokens, 0)
+    (short, _), (long, values) = cache.read(0, 0), cache.read(0, 1)
+    assert short.tolist() == [[[3, 4, 7, 0, 0, 0, 0, 0]], [[8, 0, 0, 0, 0, 0, 0, 0]]]
+    assert long.tolist() == [[[1, 2, *[0] * 10, 9, 0, 0, 0]]]
+    assert values[0, 12].tolist() == [-9]
+    cache.begin_decode(torch.tensor([3, 1, 13]), 1, 13, [*parts[:1], RowPart(2, 3, 13)])
+    assert cache.read(0, 0)[0].data_ptr() == short.data_ptr()
+    cache.move_rows(torch.tensor([2, 0]), torch.tensor([0, 2]), 3)  # two rows change places
+    assert cache.layer(0).keys[:, 0, :3, 0].tolist() == [[1, 2, 0], [8, 0, 0], [3, 4, 7]]
 
 
 @pytest.mark.parametrize(("places", "capacity"), [(1, 16), (16, 16), (17, 48), (48, 48), (49, 80)])

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.native import products
 from lightrl.engines.native.engine import NativeEngine
 
 CPU = torch.device("cpu")
@@ -107,6 +108,48 @@ def test_tokens_do_not_depend_on_what_else_runs(make_engine):
         for place, index in enumerate(order):
             got = [item.output_token_ids for item in done if item.request_id == place]
             assert got == expected[index]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_rows_that_are_sorted_and_read_in_parts_give_the_same_logprobs(family, make_engine, tiny_model, monkeypatch):
+    monkeypatch.setattr("lightrl.engines.native.engine.LEAST_SAVED_ON_CPU", 8)
+    reference, engine, seen = tiny_model(family), make_engine(family, eos_token_ids=()), []
+    begin = engine._cache.begin_decode
+    monkeypatch.setattr(engine._cache, "begin_decode", lambda *given: (seen.append(len(given[3])), begin(*given)))
+    reorder, sorts = engine._scheduler.reorder, []
+    monkeypatch.setattr(engine._scheduler, "reorder", lambda order: (sorts.append(order), reorder(order))[1])
+    rng = random.Random(5)
+    prompts = [[rng.randrange(61) for _ in range(length)] for length in (3, 30, 2, 41, 5, 4, 2, 38, 3, 6)]
+    params = [SamplingParams(max_new_tokens=rng.choice([4, 9, 20]), seed=i) for i in range(10)]
+    done = engine.generate(prompts, params)
+    assert sorts  # the long prompts lay between short ones
+    assert max(seen) >= 2
+    for item in done:
+        expected = reference_logprobs(reference, item, 1.0)
+        assert_close(torch.tensor(item.logprobs), expected, atol=1e-5, rtol=0)
+    alone = make_engine(family, eos_token_ids=(), max_num_seqs=1)
+    expected = [alone.generate([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert [item.output_token_ids for item in done] == [item.output_token_ids for item in expected]
+
+
+@pytest.mark.skipif(not products._can_pack(torch.float32), reason="torch has no packed products on this processor")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_packed_weights_follow_what_is_loaded_and_slept_through(family, make_engine, tiny_model, monkeypatch):
+    monkeypatch.setitem(products.LEAST_PACKED, torch.float32, 1)
+    engine, other = make_engine(family), tiny_model(family, seed=7)
+    for version, level in ((1, 1), (2, 2)):
+        engine.sleep(level)
+        engine.wake("weights")
+        engine.load_weights(other.named_parameters(), version)
+        engine.wake("cache")
+        prompts, params = random_requests(5, seed=version)
+        done = engine.generate(prompts, params)
+        for item in done:
+            expected = reference_logprobs(other, item, params[item.request_id - done[0].request_id].temperature)
+            assert_close(torch.tensor(item.logprobs), expected, atol=1e-5, rtol=0)
+        assert engine._runner._fused._layers[0].qkv._packed._packed is not None
+    engine.sleep(1)
+    assert engine._runner._fused._layers[0].qkv._packed._packed is None
 
 
 def test_requests_that_arrive_later_share_the_batch(make_engine):

@@ -4,29 +4,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.engines.native.cache import RowCache
-from lightrl.engines.native.forward import FusedForward, FusedLinear, RMSNorm, is_supported
-
-
-def test_fused_linear_equals_its_layers_and_follows_their_parameters():
-    layers = [nn.Linear(3, 2), nn.Linear(3, 4)]
-    inputs = torch.randn(5, 3)
-    expected = torch.cat([layer(inputs) for layer in layers], dim=1)
-    fused = FusedLinear(layers)
-    assert_close(fused(inputs), expected)
-    with torch.no_grad():
-        layers[1].weight.fill_(1.0)
-        layers[1].bias.fill_(0.5)
-    assert_close(fused(inputs)[:, 2:], (inputs.sum(1, keepdim=True) + 0.5).expand(-1, 4))
-
-
-def test_refresh_fuses_parameters_that_got_storage_of_their_own():
-    layers = [nn.Linear(3, 2, bias=False), nn.Linear(3, 4, bias=False)]
-    fused = FusedLinear(layers)
-    layers[0].weight.data = torch.ones(2, 3)
-    fused.refresh()
-    inputs = torch.randn(5, 3)
-    assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=1))
+from lightrl.engines.native.forward import RMSNorm, is_supported
 
 
 def test_rms_norm_by_hand_and_after_a_refresh():
@@ -51,21 +29,6 @@ def test_refreshing_a_norm_whose_weights_are_dropped_waits_for_the_next_refresh(
     weight.fill_(4.0)
     norm.refresh()
     assert_close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3.0, 4.0]]), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(("window", "seen"), [(None, [[0], [0, 1, 2, 3, 4]]), (3, [[0], [2, 3, 4]])])
-def test_the_mask_shows_each_row_what_its_position_and_window_allow(window, seen, tiny_model):
-    forward, cache = FusedForward(tiny_model("llama")), RowCache()
-    forward._ramps = {window: torch.empty(0)}
-    cache.reserve(2, 16, 2, 16)
-    cache.begin_decode(torch.tensor([0, 4]), 0, 4)
-    mask = forward._mask(cache, window)
-    kv_heads = 2
-    assert tuple(mask.shape) == (2 * kv_heads, 1, 8)
-    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
-    assert [row.nonzero().flatten().tolist() for row in mask[:, 0] == 0] == [seen[0], seen[0], seen[1], seen[1]]
-    cache.begin_decode(torch.tensor([4, 4]), 4, 4)
-    assert (forward._mask(cache, window)[0, 0] == 0).nonzero().flatten().tolist() == seen[1]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ def admitted(scheduler):
 # ---- Running samples
 
 
+def test_rows_change_places_with_all_that_they_have():
+    scheduler = running(5, 5, 5, 5)
+    record(scheduler, [4, 5, 6, 7])
+    moves = scheduler.reorder(np.array([2, 1, 3, 0]))
+    assert (moves.sources.tolist(), moves.targets.tolist()) == ([2, 3, 0], [0, 2, 3])
+    done, _ = scheduler.abort({0, 3})
+    assert [(item.request_id, item.output_token_ids) for item in done] == [(0, (4,)), (3, (7,))]
+    assert [item.request_id for item in scheduler.rows.request[:2]] == [2, 1]
+
+
 def test_the_last_rows_fill_the_holes_and_keep_their_outputs():
     scheduler = running(5, 1, 5, 1, 5)
     done, moves = record(scheduler, [5, 6, 7, 8, 9], version=4)

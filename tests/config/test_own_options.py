@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.config import EvaluateConfig, GRPOConfig, SFTConfig, parse_config
+from lightrl.config import EvaluateConfig, GRPOConfig, SFTConfig, check_own_options, parse_config
 from lightrl.exact.strategy import exact_strategy
 from lightrl.programs import main
 from lightrl.roles import Role
@@ -10,7 +10,6 @@ from lightrl.strategy import BUILTIN_STRATEGIES, create_strategy
 from lightrl.strategy.ddp import DDPStrategy
 from lightrl.strategy.deepspeed import DeepSpeedStrategy
 from lightrl.strategy.megatron.strategy import MegatronStrategy
-from lightrl.strategy.own_options import check_own_options
 from lightrl.trainers.rollout_server import _server_options
 from lightrl.trainers.separate import check_split
 
