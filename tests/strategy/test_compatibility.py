@@ -22,8 +22,8 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy, response_batch
-from lightrl.rollout.rollouts import Rollouts
 from lightrl.rollout.late_drop import DroppingScheduler
+from lightrl.rollout.rollouts import Rollouts
 from lightrl.rollout.scheduler import Rules, forced_first
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.serving.foreign_params import as_params
