@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lightrl.config.options import option
 
@@ -19,7 +20,10 @@ class ScheduleConfig:
     weights. False: samples that are not finished begin again at their prompt."""
     max_staleness: int = option(0, at_least=0, at_most=1000)
     """Maximum number of steps by which the weights that a group was started under may be behind when it is trained. A
-    step waits for a group that would become older; no group is dropped."""
+    step waits for a group that would become older, unless --rollout.late says otherwise."""
+    late: Literal["wait", "drop"] = option("wait")
+    """What happens to a group that would become older than max_staleness. wait: a step waits for it. drop: no step
+    waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue."""
     max_token_staleness: int = option(0, at_least=0)
     """Tokens of weights that are more than this many steps behind are not trained. 0: all are trained."""
     tail_batch: int = option(-1, at_least=-1)
@@ -61,8 +65,22 @@ class ScheduleConfig:
                 f"--rollout.{given[0]} does nothing in a run in which every step waits for all its samples. Give "
                 "--rollout.over_issue and --rollout.max_staleness, or leave it out."
             )
+        if self.late == "drop":
+            self._check_drop()
         if self.tail_batch == -1 and self.tail_after != defaults.tail_after:
             raise ValueError("--rollout.tail_after does nothing without --rollout.tail_batch of 0 or above.")
+
+    def _check_drop(self) -> None:
+        if not self.over_issue:
+            raise ValueError(
+                "--rollout.late drop does nothing without --rollout.over_issue: every step waits for all that it "
+                "started. Ranks that only generate (--rollout_ranks) drop nothing; leave it out there."
+            )
+        if self.tail_batch >= 0:
+            raise ValueError(
+                f"--rollout.late drop drops the slow groups that --rollout.tail_batch {self.tail_batch} waits for: "
+                "leave one of them out."
+            )
 
 
 @dataclass(kw_only=True)

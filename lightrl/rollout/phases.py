@@ -139,13 +139,19 @@ class PhasedDriver(EpisodeDriver):
 
     def _drop(self) -> list[tuple[int, int]]:
         dropped = [key for key, task in self._tasks.items() if not task.done()]
-        tasks = [self._tasks.pop(key) for key in dropped]
+        self.end(dropped)
+        self._wishes = []
+        return dropped
+
+    def end(self, keys: Collection[tuple[int, int]]) -> None:
+        """Ends the code of episodes and forgets what they wished for; between two phases."""
+        tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
-        self._wishes = []
-        return dropped
+        tickets = {ticket for ticket, _ in keys}
+        self._wishes = [wish for wish in self._wishes if wish.ticket not in tickets]
 
     def close(self) -> None:
         """Ends the episodes."""

@@ -232,10 +232,12 @@ def scheduled_collector(
     pace: Pace,
     statistics: Statistics,
     config: RolloutConfig,
+    *,
+    kind: type[ScheduledCollector] = ScheduledCollector,
 ) -> ScheduledCollector:
     """Returns the collector of a scheduled run; without a workflow a sample is one response."""
     limits = episode_limits(config, strategy)
-    return ScheduledCollector(
+    return kind(
         strategy,
         rewards,
         workflow or SingleTurn(),

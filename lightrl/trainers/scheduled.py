@@ -10,6 +10,7 @@ from lightrl.config import RolloutConfig
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, ScoredGroup, Status
+from lightrl.rollout.late_drop import DroppingScheduler, LateDropCollector
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, scheduled_collector
 from lightrl.rollout.scheduler import AsyncScheduler, Rules, Scheduler, SyncScheduler
@@ -17,6 +18,8 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import Batch, PolicyUpdates
 from lightrl.trainers.run import RunContext
 
+SCHEDULERS = {"wait": AsyncScheduler, "drop": DroppingScheduler}  # by --rollout.late
+COLLECTORS = {"wait": ScheduledCollector, "drop": LateDropCollector}
 BUILTIN_FILTERS = {"unequal_rewards": "lightrl.trainers.scheduled:unequal_rewards"}
 
 
@@ -51,7 +54,14 @@ class ScheduledTrainer(Trainer):
             self._check_prompts()
         pace = Pace(agree_every=config.rollout.agree_every, partial=config.rollout.partial, keep=keep)
         self.collector = scheduled_collector(
-            self.run.workflow, self.strategy, self.rewards, self.schedule, pace, self.statistics, config
+            self.run.workflow,
+            self.strategy,
+            self.rewards,
+            self.schedule,
+            pace,
+            self.statistics,
+            config,
+            kind=COLLECTORS[config.rollout.late],
         )
         self.updates = YoungUpdates(self.run, self.statistics)
 
@@ -116,7 +126,7 @@ def scheduler_of(config: RolloutConfig) -> Scheduler:
         tail_batch=options.tail_batch,
         tail_after=options.tail_after,
     )
-    return AsyncScheduler(rules) if options.over_issue else SyncScheduler(rules)
+    return SCHEDULERS[options.late](rules) if options.over_issue else SyncScheduler(rules)
 
 
 def load_filter(config: RolloutConfig) -> Filter | None:

@@ -14,6 +14,8 @@ from lightrl.config import GRPOConfig, WorkflowConfig, parse_config
         ({"agree_every": 4}, "--rollout.agree_every does nothing"),
         ({"max_staleness": 2, "tail_after": 1}, "--rollout.tail_after does nothing without --rollout.tail_batch"),
         ({"over_issue": -1.0}, "over_issue"),
+        ({"max_staleness": 2, "late": "drop"}, "--rollout.late drop does nothing without --rollout.over_issue"),
+        ({"over_issue": 1.0, "max_staleness": 2, "late": "drop", "tail_batch": 0}, "tail_batch 0 waits for"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], text: str) -> None:

@@ -1,6 +1,8 @@
 """Rolls out six steps by a schedule on any number of ranks; rank 0 writes what each batch has.
 
-usage: scheduled_program.py OUTPUT.json KILLED_AFTER PARTIAL TAIL_BATCH
+usage: scheduled_program.py OUTPUT.json KILLED_AFTER PARTIAL TAIL_BATCH wait|drop
+
+With drop the bound is 1 in place of 3.
 
 After step KILLED_AFTER the state goes through a file into a new schedule, as after a kill. -1: never.
 """
@@ -23,11 +25,12 @@ from lightrl.rollout.client import EpisodeLimits
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.journal import remembered
 from lightrl.rollout.schedule import Schedule
-from lightrl.rollout.scheduled_collector import Pace, ScheduledCollector
-from lightrl.rollout.scheduler import AsyncScheduler, Rules
+from lightrl.rollout.scheduled_collector import Pace
+from lightrl.rollout.scheduler import Rules
 from lightrl.rollout.workflow import Workflow
 from lightrl.seeding import mix_seed
 from lightrl.strategy import create_strategy
+from lightrl.trainers.scheduled import COLLECTORS, SCHEDULERS
 
 RULES = {"batch_size": 4, "max_staleness": 3, "over_issue": 1.0, "tail_after": 2}
 LIMIT = 40
@@ -54,14 +57,15 @@ class Uneven(Workflow):
         return [3 + data.index % 9, 5]
 
 
-def parts(strategy, tail_batch, partial):
+def parts(strategy, tail_batch, partial, late):
     comm = strategy.comm
     ids = [strategy.tokenizer(f"{index}+{index}=")["input_ids"] for index in range(64)]
     prompts = [Prompt(index=index, text="", token_ids=tuple(item)) for index, item in enumerate(ids)]
-    scheduler = AsyncScheduler(Rules(**RULES, tail_batch=tail_batch))
+    rules = Rules(**{**RULES, "max_staleness": 1 if late == "drop" else 3}, tail_batch=tail_batch)
+    scheduler = SCHEDULERS[late](rules)
     schedule = Schedule(scheduler, comm, prompts, lambda ticket: ticket)
     limits = EpisodeLimits(max_new_tokens=LIMIT, max_turns=2, max_tokens=200)
-    return ScheduledCollector(
+    return COLLECTORS[late](
         strategy,
         RewardSet.of(episode_reward),
         Uneven(),
@@ -80,15 +84,15 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def main(output, killed_after, partial, tail_batch):
+def main(output, killed_after, partial, tail_batch, late):
     torch.set_num_threads(1)
     strategy = create_strategy(GRPOConfig(strategy="ddp"))
     strategy.setup_distributed()
     model, strategy.tokenizer = tiny_model()
     policy = strategy.prepare(Policy(model))
     strategy.setup_inference_engine(strategy.options, "native", actor=policy)
-    collector = parts(strategy, int(tail_batch), partial == "True")
-    comm, batches, carried = strategy.comm, [], []
+    collector = parts(strategy, int(tail_batch), partial == "True", late)
+    comm, batches, carried, dropped = strategy.comm, [], [], []
     for step in range(6):
         samples = collector.sample([], step=step, group_size=3, temperature=1.0)
         assert not strategy.engine.has_unfinished()
@@ -99,18 +103,19 @@ def main(output, killed_after, partial, tail_batch):
         ]
         batches.append(sorted(row for part in comm.all_gather_object(rows) for row in part))
         carried.append([collector.schedule.scheduler.running, sorted(collector.schedule.scheduler.finished)])
+        dropped.append(collector._statistics.take().get("rollout/dropped"))
         strategy.set_global_step(step + 1)
         strategy.sync_weights(policy)
         if step == int(killed_after):
             state = through_a_file(collector.schedule.state_dict())
             collector.close()
-            collector = parts(strategy, int(tail_batch), partial == "True")
+            collector = parts(strategy, int(tail_batch), partial == "True", late)
             collector.schedule.load_state_dict(state)
     collector.close()
     calls = sum(comm.all_gather_object(len(TOOL_CALLS)))
     if comm.is_main:
         with open(output, "w") as file:
-            json.dump({"batches": batches, "carried": carried, "tool_calls": calls}, file)
+            json.dump({"batches": batches, "carried": carried, "tool_calls": calls, "dropped": dropped}, file)
     strategy.close()
 
 

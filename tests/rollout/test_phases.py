@@ -46,6 +46,19 @@ def run_through(made: PhasedDriver) -> dict[tuple[int, int], tuple[tuple[int, ..
     return ended
 
 
+def test_an_episode_that_is_ended_asks_for_nothing_more() -> None:
+    whole, made = driver(), driver()
+    begun(whole, [3, 9])
+    expected = run_through(whole)
+    begun(made, [30, 9])
+    made.step(3, range(9))
+    made.pause(keep=True)
+    made.end([(0, 0), (5, 0)])  # the second one never began
+    assert list(made.under_way) == [(1, 0)]
+    assert [wish.ticket for wish in made._wishes] == [1]
+    assert run_through(made)[1, 0] == expected[1, 0]
+
+
 def test_stopped_episodes_go_on_at_the_same_token() -> None:
     whole, made = driver(), driver()
     begun(whole, [3, 9])

@@ -14,7 +14,7 @@ LIMIT = 40  # of a turn, in the program
 
 def play(folder: Path, world: int, *, killed_after: int = -1, partial: bool = True, tail: int = -1) -> dict[str, Any]:
     output = folder / f"{world}-{killed_after}-{partial}-{tail}.json"
-    run_spmd(PROGRAM, str(output), str(killed_after), str(partial), str(tail), world_size=world, timeout_s=200)
+    run_spmd(PROGRAM, str(output), str(killed_after), str(partial), str(tail), "wait", world_size=world, timeout_s=200)
     made: dict[str, Any] = json.loads(output.read_text())
     return made
 

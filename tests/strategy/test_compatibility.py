@@ -22,6 +22,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy, response_batch
+from lightrl.rollout.late_drop import DroppingScheduler
 from lightrl.rollout.rollouts import Rollouts
 from lightrl.rollout.scheduler import Rules, forced_first
 from lightrl.strategy import StrategyBase
@@ -557,3 +558,8 @@ def _(_: Any, __: Path) -> None:
     started, rules = {0: 0, 1: 1}, Rules(batch_size=1, max_staleness=1)
     assert forced_first(started, {1}, step=1, rules=rules) is None
     assert forced_first(started, {0, 1}, step=1, rules=rules) == (0,)
+    # Where late groups are dropped, step 1 takes ticket 1, and step 2 drops ticket 0.
+    drops = DroppingScheduler(rules)
+    drops.started, drops.finished = dict(started), {1}
+    assert drops.batch(1) == (1,)
+    assert drops.drop_late(2) == [0]

@@ -112,6 +112,8 @@ def test_the_options_choose_the_scheduler() -> None:
     made = scheduler_of(GRPOConfig(rollout=WorkflowConfig(over_issue=0.5, max_staleness=1, tail_batch=2)))
     assert type(made).__name__ == "AsyncScheduler"
     assert (made.rules.batch_size, made.rules.max_unused, made.rules.tail_batch) == (16, 24, 2)
+    drops = scheduler_of(GRPOConfig(rollout=WorkflowConfig(over_issue=0.5, max_staleness=1, late="drop")))
+    assert type(drops).__name__ == "DroppingScheduler"
 
 
 def test_filters_are_found_by_name() -> None:

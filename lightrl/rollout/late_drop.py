@@ -1,0 +1,57 @@
+"""Drops groups that have become too old (--rollout.late drop), where a step would otherwise have waited for them."""
+
+from __future__ import annotations
+
+from lightrl.records import Sample
+from lightrl.rollout.collector import Prompts
+from lightrl.rollout.scheduled_collector import ScheduledCollector
+from lightrl.rollout.scheduler import AsyncScheduler
+
+
+class DroppingScheduler(AsyncScheduler):
+    """A step takes the oldest finished groups and waits for no particular one; what becomes too old is dropped."""
+
+    def drop_late(self, step: int) -> list[int]:
+        """Forgets the groups that are too old for this step, finished or not, and returns their tickets.
+
+        They count as never started, so that others take their places.
+        """
+        late = [ticket for ticket, version in self.started.items() if step - version > self.rules.max_staleness]
+        for ticket in late:
+            del self.started[ticket]
+            self.finished.discard(ticket)
+        self.num_started -= len(late)
+        return late
+
+    def _choose(self, step: int) -> tuple[int, ...] | None:
+        size = self.rules.batch_size
+        oldest = sorted(self.finished, key=lambda ticket: (self.started[ticket], ticket))[:size]
+        return tuple(sorted(oldest)) if len(oldest) == size else None
+
+
+class LateDropCollector(ScheduledCollector):
+    """Begins each step by dropping what is too old for it. Every rank calls each method."""
+
+    def sample(
+        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
+    ) -> list[Sample]:
+        """Returns this rank's samples of the step's batch, of groups that are young enough."""
+        self._drop_late(step)
+        return super().sample(
+            prompts, step=step, group_size=group_size, temperature=temperature, sleep_engine=sleep_engine
+        )
+
+    def _drop_late(self, step: int) -> None:
+        """Ends the episodes of groups that are too old. Their journals go too, and what they have finished."""
+        scheduler = self.schedule.scheduler
+        assert isinstance(scheduler, DroppingScheduler), "the two are made together"
+        late = scheduler.drop_late(step)
+        with self._comm.phase("dropping late groups", local=True):
+            keys = [key for key in self.schedule.journals if key[0] in late]
+            if self._driver is not None:
+                self._driver.end(keys)
+            for key in keys:
+                self._ended.pop(key, None)
+            self.schedule.close(late)
+            self.schedule.buffer.take(late)
+        self._statistics.maximum("rollout/dropped", len(late))
