@@ -16,8 +16,9 @@ format:  ## fix what a tool can fix
 check:  ## run formatter, linter, types, layers, and build the docs
 	bash scripts/check.sh
 
-test:  ## run the whole CPU suite
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu and not sglang" -n 2 --dist loadscope --no-loadscope-reorder
+test:  ## run the CPU suite, except the tests marked engine and long
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu and not sglang and not engine and not long" -n 2 \
+		--dist loadscope --no-loadscope-reorder
 
 test-gpu:  ## run the tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu

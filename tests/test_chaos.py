@@ -16,6 +16,7 @@ PROGRAM = ROOT / "benchmarks" / "chaos_program.py"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ten_kills_lose_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -32,6 +33,7 @@ def test_ten_kills_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("num_agents", [1, 2])
 def test_torchrun_restarts_a_killed_run_by_itself(num_agents: int, toy_run: list[str], tmp_path: Path) -> None:
     """One agent with two ranks, or two agents with one each: the last rank is killed after two steps."""

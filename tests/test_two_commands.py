@@ -94,14 +94,27 @@ def test_quickstart_fails_as_the_run_does(clone: Path) -> None:
     assert "done" not in said
 
 
-@pytest.mark.parametrize("script", ["scripts/test.sh", ".ci/run"])
-def test_the_exit_code_is_that_of_pytest(clone: Path, script: str) -> None:
-    code, said = run_script(clone, script, "-k", "a or b", PYTHON_EXIT="5", CI="true")
+@pytest.mark.parametrize(
+    ("script", "flags", "chosen"),
+    [
+        ("scripts/test.sh", (), "not gpu and not sglang and not engine and not long"),
+        ("scripts/test.sh", ("--all",), "not gpu and not sglang"),
+        (".ci/run", (), "not gpu and not sglang"),
+    ],
+)
+def test_the_exit_code_is_that_of_pytest(clone: Path, script: str, flags: tuple[str, ...], chosen: str) -> None:
+    code, said = run_script(clone, script, *flags, "-k", "a or b", PYTHON_EXIT="5", CI="true")
     assert code == 5
     assert "set up dev" in said
     options = "-n 2 --dist loadscope --no-loadscope-reorder -k a or b"
-    assert started(said) == f"OMP_NUM_THREADS=1 -m pytest -m not gpu and not sglang {options}"
-    assert "sglang" not in said.replace("not sglang", "")  # what failed already is told at once
+    assert started(said) == f"OMP_NUM_THREADS=1 -m pytest -m {chosen} {options}"
+    assert "testing sglang" not in said  # what failed already is told at once
+
+
+def test_sglang_is_left_to_ci(clone: Path) -> None:
+    code, said = run_script(clone, "scripts/test.sh", SGLANG_EXIT="6")
+    assert code == 0
+    assert "testing sglang" not in said
 
 
 @pytest.mark.parametrize("code", [0, 6])

@@ -104,7 +104,8 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
     elif max(smooth) - smooth[-1] > max(0.2 * spread, 4 * noise):
         top = smooth.index(max(smooth))
         title = f"The reward fell after step {rewards[top][0]}"
-        text = f"It rose from {first} to {max(smooth):.3g} and ended at {last}."
+        rise = f"rose from {first} to {max(smooth):.3g}" if top else f"was highest at the start, {first},"
+        text = f"It {rise} and ended at {last}."
         start = top
     else:
         start = plateau(smooth, noise)
@@ -161,10 +162,31 @@ def _evidence(run: RunFiles, since: int) -> _Evidence:
 
 
 def _causes(evidence: _Evidence) -> Iterator[Finding]:
+    collapse = _collapse(evidence)
+    if collapse is not None:
+        yield collapse
+        return  # what else is odd since then follows from it
     for cause in _CAUSES:
         found = cause(evidence)
         if found is not None:
             yield found
+
+
+def _collapse(evidence: _Evidence) -> Finding | None:
+    rewards = [value for _, value in evidence.run.values("reward/mean")]
+    steps = [step for step, _ in evidence.run.values("reward/mean")]
+    for index in range(1, len(rewards) - _FEWEST // 2):
+        before, since = rewards[index - 1], statistics.fmean(rewards[index:])
+        if before >= 0.5 * max(rewards) > 0 and max(rewards[index], since) <= 0.3 * before:
+            told = f"It was {before:.3g} in step {steps[index - 1]}, {rewards[index]:.3g} in step {steps[index]}, and"
+            remedy = f"Lower --lr (here {evidence.option('lr'):g}), and go on from a checkpoint before it."
+            return Finding(
+                "warning",
+                "One update ruined the policy",
+                f"{told} {since:.3g} on the mean since: the update between them changed the policy too much. {remedy}",
+                "reward/mean",
+            )
+    return None
 
 
 def _equal_groups(evidence: _Evidence) -> Finding | None:

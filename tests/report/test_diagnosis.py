@@ -82,6 +82,20 @@ def test_a_flat_and_a_falling_reward_are_told_apart() -> None:
     assert titles(a_run(lambda step: 0.01 * min(step, 70 - step)))[0].startswith("The reward fell after step 3")
 
 
+def test_a_reward_that_one_update_ruined() -> None:
+    run = a_run(lambda step: 0.4 if step < 20 else 0.02, {"lr": 0.5}, reward__equal_groups=1.0)
+    fell, cause = diagnose(run)[:2]
+    assert fell.title.startswith("The reward fell after step ")
+    assert cause.title == "One update ruined the policy"
+    assert "in step 19" in cause.text
+    assert "Lower --lr (here 0.5)" in cause.text
+    assert "Few groups teach anything" not in titles(run)
+    slowly = a_run(lambda step: max(0.02, 0.4 - 0.01 * step), {"lr": 0.5}, reward__equal_groups=1.0)
+    assert titles(slowly)[1] == "Few groups teach anything"
+    at_once = diagnose(a_run(lambda step: 0.4 * (step == 1)))
+    assert at_once[0].text.startswith("It was highest at the start, ")
+
+
 def test_bad_steps_are_counted_with_the_limits_of_the_run() -> None:
     run = a_run(lambda step: 0.01 * step, entropy=lambda step: 0.01 if 4 <= step <= 6 or step == 9 else 0.5)
     assert titles(run) == ["The reward was still rising"]

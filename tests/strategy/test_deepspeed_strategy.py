@@ -19,6 +19,7 @@ IN_HOST_MEMORY = ("--deepspeed.offload_optimizer", "True")
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero0(StrategyContract):
     strategy = "deepspeed"
@@ -27,6 +28,7 @@ class TestZero0(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero1(StrategyContract):
     strategy = "deepspeed"
@@ -34,6 +36,7 @@ class TestZero1(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero2(StrategyContract):
     strategy = "deepspeed"
@@ -43,6 +46,7 @@ class TestZero2(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero3(StrategyContract):
     strategy = "deepspeed"
@@ -52,6 +56,7 @@ class TestZero3(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero2InHostMemory(StrategyContract):
     strategy = "deepspeed"
@@ -61,6 +66,7 @@ class TestZero2InHostMemory(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero3InHostMemory(StrategyContract):
     strategy = "deepspeed"
@@ -70,6 +76,7 @@ class TestZero3InHostMemory(StrategyContract):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 class TestZero3Checkpointed(StrategyParity):
     strategy = "deepspeed"
@@ -79,6 +86,7 @@ class TestZero3Checkpointed(StrategyParity):
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 def test_sharding_bfloat16_warmup_and_frozen_models(tmp_path: Path) -> None:
     assert run_spmd(PROGRAM, str(tmp_path), world_size=2, timeout_s=200).count("all checked") == 2

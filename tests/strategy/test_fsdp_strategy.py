@@ -59,6 +59,7 @@ class TestSequenceParallel(StrategyContract):
     world_sizes = (2,)
 
 
+@pytest.mark.long
 class TestShardsOfTensorParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--tp_size", "2")
@@ -66,6 +67,7 @@ class TestShardsOfTensorParallel(StrategyParity):
     variants = FEW_VARIANTS
 
 
+@pytest.mark.long
 class TestGroupsOfSequenceParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--sp_size", "2", "--gradient_checkpointing", "True")
@@ -73,6 +75,7 @@ class TestGroupsOfSequenceParallel(StrategyParity):
     variants = FEW_VARIANTS
 
 
+@pytest.mark.long
 class TestTensorAndSequenceParallel(StrategyParity):
     strategy = "fsdp"
     flags = ("--sp_size", "2", "--tp_size", "2")

@@ -55,6 +55,7 @@ def test_one_process_and_two_ranks(tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 def test_two_ranks_of_deepspeed(tmp_path: Path) -> None:
     command = "--strategy deepspeed --deepspeed.zero_stage"

@@ -82,6 +82,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.engine
 @pytest.mark.slow
 def test_two_ranks_of_deepspeed(tmp_path: Path) -> None:
     commands = [f"{ZERO} {stage}" for stage in range(4)]

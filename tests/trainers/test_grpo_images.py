@@ -20,7 +20,8 @@ from lightrl.testing import run_program, run_spmd
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
 NO_VLLM = not is_installed("vllm")
-ENGINES = ["native", pytest.param("vllm", marks=pytest.mark.skipif(NO_VLLM, reason="vllm is not installed"))]
+IF_VLLM = pytest.mark.skipif(NO_VLLM, reason="vllm is not installed")
+ENGINES = ["native", pytest.param("vllm", marks=[pytest.mark.engine, IF_VLLM])]
 COLORS = {"red": "R", "lime": "G", "blue": "B"}
 REWARD = '''
 def letters(sample):

@@ -165,7 +165,13 @@ def test_the_models_of_a_run_are_loaded_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "strategy"), [("a critic of its own", "fsdp"), ("a shared backbone", "deepspeed")])
+@pytest.mark.parametrize(
+    ("variant", "strategy"),
+    [
+        ("a critic of its own", "fsdp"),
+        pytest.param("a shared backbone", "deepspeed", marks=pytest.mark.engine),
+    ],
+)
 def test_a_killed_run_goes_on_with_the_same_numbers(
     variant: str, strategy: str, toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:

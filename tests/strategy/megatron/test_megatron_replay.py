@@ -12,7 +12,7 @@ from upcycled_moe import write_upcycled
 from lightrl.testing import run_spmd
 
 pytest.importorskip("megatron.core", reason="needs lightrl[megatron]")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 CPU = "--strategy lightrl_megatron_cpu:CpuMegatronStrategy"
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ from lightrl.strategy.saving.state_reader import TensorReader
 from lightrl.testing import StrategyContract, run_spmd
 
 pytest.importorskip("megatron.core", reason="needs lightrl[megatron]")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 CPU = "lightrl_megatron_cpu:CpuMegatronStrategy"
 ROOT = Path(__file__).resolve().parents[3]

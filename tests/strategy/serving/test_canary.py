@@ -24,6 +24,7 @@ def test_every_sabotage_is_caught_on_two_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_every_sabotage_is_caught_where_zero_shards_the_parameters() -> None:
     flags = ["--deepspeed.zero_stage", "3", "--deepspeed.param_persistence_threshold", "0"]

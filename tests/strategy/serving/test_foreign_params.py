@@ -96,6 +96,7 @@ def test_parameters_in_the_words_of_others() -> None:
             as_params(given)
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
 def test_vllms_own_object() -> None:
     from vllm import SamplingParams as OfVLLM
