@@ -50,6 +50,9 @@ COMMANDS: dict[str, Run | Command] = {
         f"Say what a run needs before it starts: lightrl plan {'|'.join(TRAINERS)}.", "lightrl.programs:plan"
     ),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
+    "lm-eval": Command(
+        "Evaluate a Hugging Face folder by tasks of lm-evaluation-harness.", "lightrl.trainers.harness_run:main"
+    ),
     "replay": Command(
         "Repeat a recorded asynchronous run, or a step of any.",
         "lightrl.trainers.recorded_run:replay",

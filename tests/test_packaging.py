@@ -120,6 +120,7 @@ def test_the_extras_are_there_and_the_core_is_small() -> None:
         "deepspeed",
         "dev",
         "docs",
+        "lm-eval",
         "lora",
         "math",
         "mcp",

@@ -33,7 +33,6 @@ from lightrl.engines.native.row_parts import (
     RowPart,
     at_positions,
     cut,
-    is_padded,
     sorted_rows,
 )
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
@@ -269,26 +268,24 @@ class NativeEngine(InferenceEngine):
         """Runs the last token of every running sample and draws the next."""
         rows, running = self._scheduler.rows, slice(self._scheduler.num_running)
         if self._plan is None:
-            self._parts = self._arrange_rows() if self._runner.uses_fused_forward else []
+            least_saved = LEAST_SAVED_ON_CPU if self._device.type == "cpu" else LEAST_SAVED
+            is_padded = self._runner.uses_fused_forward and self._scheduler.is_padded(2 * least_saved)
+            self._parts = self._arrange_rows(least_saved) if is_padded else []
             self._plan = self._sampling_plan(0)
         tokens, positions = rows.token[running], rows.position[running]
         highest = int(positions.max())
         self._reserve(highest + 1)
         rope_deltas = None if self._media is None else self._put(self._rope_deltas())
         positions_here = self._put(positions)
-        parts = at_positions(self._parts, positions)
+        parts = at_positions(self._parts, positions) if self._parts else ()
         self._cache.begin_decode(positions_here, int(positions.min()), highest, parts)
         logits = self._runner.decode(self._put(tokens), positions_here, self._cache, rope_deltas)
         return self._draw(logits, 0, self._plan)
 
-    def _arrange_rows(self) -> list[RowPart]:
-        """Returns which rows are read together, after sorting them if that pays; none where all are."""
+    def _arrange_rows(self, least_saved: int) -> list[RowPart]:
+        """Returns which rows are read together, after sorting them if that pays."""
         running = slice(self._scheduler.num_running)
-        positions = self._scheduler.rows.position[running]
-        least_saved = LEAST_SAVED_ON_CPU if self._device.type == "cpu" else LEAST_SAVED
-        if not is_padded(positions, least_saved):
-            return []
-        order = sorted_rows(positions, least_saved)
+        order = sorted_rows(self._scheduler.rows.position[running], least_saved)
         if order is not None:
             self._move_rows(self._scheduler.reorder(order))
         return cut(self._scheduler.rows.position[running], least_saved)

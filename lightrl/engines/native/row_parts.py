@@ -67,12 +67,6 @@ def num_read(parts: list[RowPart]) -> int:
     return sum((part.stop - part.start) * (part.highest + 1) for part in parts)
 
 
-def is_padded(positions: NDArray[np.int64], least_saved: int) -> bool:
-    """Tells cheaply whether much of what the rows read together is padding, so that there may be something to save."""
-    real, read = int(positions.sum()), int(positions.max()) * len(positions)
-    return read - real >= 2 * least_saved and read >= 1.5 * real
-
-
 def sorted_rows(positions: NDArray[np.int64], least_saved: int) -> NDArray[np.int64] | None:
     """Returns the rows from the longest to the shortest, [n]; None if moving them costs more than it saves."""
     order = np.argsort(-positions, kind="stable")

@@ -190,6 +190,12 @@ class Scheduler:
         self._waiting = deque(request for request in self._waiting if not is_chosen(request))
         return sorted(done, key=lambda item: (item.request_id, item.sample_index)), moves
 
+    def is_padded(self, least: int) -> bool:
+        """Returns whether much of what the rows read up to the longest one is padding: so many positions or more."""
+        positions = self.rows.position[: self.num_running]
+        real, read = int(positions.sum()), int(positions.max()) * len(positions)
+        return read - real >= least and read >= 1.5 * real
+
     def reorder(self, order: NDArray[np.int64]) -> Moves:
         """Puts the running sample of row order[j] into row j, for every j; returns the rows to move."""
         (targets,) = np.nonzero(order != np.arange(len(order)))

@@ -38,6 +38,15 @@ def admitted(scheduler):
 # ---- Running samples
 
 
+def test_padding_is_found():
+    scheduler = running(9, 9, 9, 9)
+    scheduler.rows.position[:4] = [100, 10, 10, 10]
+    assert scheduler.is_padded(270)  # 400 are read, and 130 of them are real
+    assert not scheduler.is_padded(271)
+    scheduler.rows.position[:4] = [100, 60, 60, 60]
+    assert not scheduler.is_padded(1)  # 400 are less than 1.5 times 280
+
+
 def test_rows_change_places_with_all_that_they_have():
     scheduler = running(5, 5, 5, 5)
     record(scheduler, [4, 5, 6, 7])

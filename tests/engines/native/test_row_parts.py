@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightrl.engines.native.row_parts import RowPart, at_positions, cut, is_padded, num_read, sorted_rows
+from lightrl.engines.native.row_parts import RowPart, at_positions, cut, num_read, sorted_rows
 
 
 def test_rows_are_cut_where_it_saves_most():
@@ -34,18 +34,6 @@ def test_parts_follow_their_rows():
         RowPart(1, 3, 5),
     ]
     assert at_positions([], np.array([10])) == []
-
-
-@pytest.mark.parametrize(
-    ("positions", "least_saved", "expected"),
-    [
-        ([100, 10, 10, 10], 135, True),  # 400 read, 130 of them real: 270 are padding
-        ([100, 10, 10, 10], 136, False),
-        ([100, 60, 60, 60], 1, False),  # 400 are less than 1.5 * 280
-    ],
-)
-def test_padding_is_found(positions, least_saved, expected):
-    assert is_padded(np.array(positions), least_saved) == expected
 
 
 def test_rows_are_sorted_when_that_saves_more_than_it_copies():
