@@ -63,6 +63,15 @@ class Statistics:
         values, self._values = self._values, {}
         return values
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Forgets what the body adds."""
+        before = dict(self._values)
+        try:
+            yield
+        finally:
+            self._values = before
+
     def merge(self, values: Mapping[str, Sequence[Any]]) -> None:
         """Adds what another process took."""
         for name, (kind, numerator, denominator) in values.items():

@@ -27,6 +27,16 @@ def test_means_are_of_sums_over_calls() -> None:
     assert statistics.reduce(Comm()) == {}
 
 
+def test_what_is_not_to_count_is_forgotten() -> None:
+    statistics = Statistics()
+    statistics.add("tokens", 3)
+    with statistics.kept():
+        statistics.add("tokens", 4)
+        statistics.maximum("longest", 2)
+    statistics.add("tokens", 1)
+    assert statistics.reduce(Comm()) == {"tokens": 4.0}
+
+
 def test_a_stopwatch_adds_up_and_starts_anew() -> None:
     watch = Stopwatch()
     for _ in range(2):

@@ -47,6 +47,7 @@ from lightrl.strategy.serving.colocated_serving import ColocatedServing, Offload
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency
 from lightrl.strategy.skipped import drop_update, explained, nothing_to_train
+from lightrl.strategy.stats import once_each
 from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
@@ -260,9 +261,8 @@ class StrategyBase(ForeignNames, ABC):
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
-        trained tokens, however they are split. backward() scales the loss by its weight / W. The update is skipped on
-        all ranks if W is 0, or if the loss or the norm of its gradient is not finite. A dictionary of tensors is split
-        and packed here, and loss_fn gets logits: docs/user_batches.md.
+        trained tokens, however they are split. The update is skipped on all ranks if W is 0, or if the loss or the norm
+        of its gradient is not finite. A dictionary of tensors is packed, and loss_fn gets logits: docs/user_batches.md.
         """
         if isinstance(data, Mapping):
             return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
@@ -278,6 +278,7 @@ class StrategyBase(ForeignNames, ABC):
             return nothing_to_train(self, trained, total)
         trained.model.train()
         shares = [weight / total for weight in weights] + [0.0] * (len(batches) - len(weights))
+        loss_fn = once_each(self, loss_fn, batches, len(weights))
         loss_sum = self.comm.all_reduce(self._add_gradients(trained, batches, shares, loss_fn, mine), "sum")
         if math.isfinite(loss_sum):
             step = self.optimizer_step(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from itertools import count
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightrl.comm import Comm
 from lightrl.metrics import Statistics, Stopwatch
+from lightrl.strategy.results import LossFn
 
 _SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this thread, or of this episode
 
@@ -71,6 +73,21 @@ class Stats:
     def export(self) -> dict[str, float]:
         """Returns the numbers over all ranks, and starts anew; every rank calls it, in a loop without a trainer."""
         return self._strategy.statistics.reduce(self._strategy.comm)
+
+
+def once_each(strategy: Counting, loss_fn: LossFn, batches: Sequence[Any], num_own: int) -> LossFn:
+    """Returns the loss function; of micro-batches after the first num_own, which are repeats, it records nothing."""
+    if len(batches) == num_own:
+        return loss_fn
+    calls = count()
+
+    def compute(output: Any, batch: Any) -> Tensor:
+        if next(calls) < num_own:
+            return loss_fn(output, batch)
+        with strategy.statistics.kept():
+            return loss_fn(output, batch)
+
+    return compute
 
 
 def _full(name: str) -> str:

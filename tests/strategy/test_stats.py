@@ -16,6 +16,8 @@ from lightrl.trainers.grpo import GRPOTrainer
 PROGRAM = """
 import json
 
+import torch
+
 from lightrl.config import GRPOConfig
 from lightrl.strategy import create_strategy
 
@@ -30,6 +32,20 @@ with strategy.stats.scope("reward"):
 strategy.stats.add("calls", 1 + rank)
 print("EXPORT", json.dumps(strategy.stats.export()) if rank == 0 else strategy.stats.export() and "")
 assert strategy.stats.export() == {}
+
+
+class Recorded(torch.nn.Linear):
+    def loss(self, output, batch):
+        strategy.stats.record("seen", float(batch[0, 0]))
+        return output.mean()
+
+
+model = Recorded(1, 1)
+model, optimizer, _ = strategy.prepare((model, strategy.create_optimizer(model), None))
+batches = [torch.full((1, 1), value) for value in [[1.0, 2.0, 3.0], [8.0]][rank]]  # rank 1 repeats its own twice
+result = strategy.train_batch(batches, strategy.unwrap_model(model).loss, len, model=model)
+assert (result.total_weight, result.num_micro_batches) == (4, 3)
+assert strategy.stats.export()["seen/mean"] == 3.5  # (1 + 2 + 3 + 8) / 4
 strategy.close()
 """
 
