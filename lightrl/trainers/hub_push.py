@@ -18,23 +18,26 @@ class Repository:
         self._name, self._api = name, HfApi()
         try:
             self._name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
-        except (OSError, ValueError) as error:
+        except Exception as error:  # where no hub answers it is one of the HTTP library, which differs by version
             raise ValueError(
                 f"--hub.push {name}: the hub takes no upload ({_first_line(error)}). Log in by `hf auth login`, or set "
                 "HF_TOKEN to a token that may write."
             ) from None
 
     def upload(self, folder: Path, message: str) -> str:
-        """Uploads a folder as a commit, and returns the address of the repository."""
-        self._api.upload_folder(repo_id=self._name, folder_path=folder, commit_message=message)
+        """Uploads a folder as a commit, and returns the address of the repository; raises ValueError if it cannot."""
+        try:
+            self._api.upload_folder(repo_id=self._name, folder_path=folder, commit_message=message)
+        except Exception as error:  # as above
+            raise ValueError(f"{folder} was not uploaded to {self._name}: {_first_line(error)}") from error
         return f"{self._api.endpoint}/{self._name}"
 
     def upload_or_warn(self, folder: Path, message: str) -> None:
         """Uploads a folder; a failure is no reason to end a run whose model is on the disk."""
         try:
             self.upload(folder, message)
-        except (OSError, ValueError) as error:
-            _log.warning("%s was not uploaded to %s: %s", folder, self._name, _first_line(error))
+        except ValueError as error:
+            _log.warning("%s", error)
 
 
 def _first_line(error: Exception) -> str:

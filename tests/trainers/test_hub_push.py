@@ -26,4 +26,9 @@ def test_a_folder_is_uploaded_and_the_token_is_never_logged(
         with pytest.raises(ValueError, match=r"--hub.push me/model: the hub takes no upload .* Log in by"):
             Repository("me/model", is_private=True)
     assert "was not uploaded to me/model" in caplog.text
+    caplog.clear()
+    repository.upload_or_warn(tmp_path, "step 5")  # nothing listens there any more
+    assert "was not uploaded to me/model" in caplog.text
+    with pytest.raises(ValueError, match=r"--hub.push me/model: the hub takes no upload .* Log in by"):
+        Repository("me/model", is_private=True)
     assert "hunter2" not in caplog.text
