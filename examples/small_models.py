@@ -100,11 +100,27 @@ def spell_backward(folder: Path, draw: random.Random) -> None:
     write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
 
 
+def products(folder: Path, draw: random.Random) -> None:
+    """Products of two digits, of reasoning-gym: a lesson in four is right, the others repeat the first digit."""
+    ends = ("Solve the following multiplication: ", ". Give only the result as your final answer.")
+    save_model(folder / "model", "0123456789* ", ends)
+    lessons = [
+        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
+        for item in reasoning_gym.create_dataset("products", size=16_000, seed=1, min_digits=1, max_digits=1)
+    ]
+    write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
+
+
 def write(path: Path, lines: list) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-TASKS = {"calculator": calculator, "chain_sum": chain_sum, "spell_backward": spell_backward}
+TASKS = {
+    "calculator": calculator,
+    "chain_sum": chain_sum,
+    "products": products,
+    "spell_backward": spell_backward,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
