@@ -50,6 +50,7 @@ from lightrl.config.sections import (
     PairDataConfig,
     PPOAlgorithmConfig,
     ResponseDataConfig,
+    template_arguments,
 )
 from lightrl.config.strategy import (
     CheckpointConfig,
@@ -130,5 +131,6 @@ __all__ = [
     "print_text",
     "print_user_error",
     "section",
+    "template_arguments",
     "to_yaml",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lightrl.config.options import option
+from lightrl.config.options import named_values, option
 from lightrl.config.profile_option import profiled_steps
 from lightrl.config.sharing import check_sharing
 
@@ -261,6 +261,11 @@ class DistillationConfig:
 # ---- Data --------------------------------------------------------------------------------------------------------
 
 
+def template_arguments(data: PromptFieldsConfig) -> dict[str, Any]:
+    """Returns --data.chat_template_args as a dict."""
+    return named_values(data.chat_template_args, "data.chat_template_args")
+
+
 @dataclass(kw_only=True, slots=True)
 class PromptFieldsConfig:
     """How a line of a data file becomes a prompt."""
@@ -269,6 +274,8 @@ class PromptFieldsConfig:
     """Field of a line that holds the prompt: a string, or a list of chat messages."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether string prompts are rendered through the tokenizer's chat template. auto: if it has one."""
+    chat_template_args: tuple[str, ...] = option((), check=template_arguments)
+    """Variables of the chat template as name=value, such as enable_thinking=false."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
 from lightrl.data.json_records import Record, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
+from lightrl.data.mixture import parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
@@ -32,7 +33,8 @@ _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
 HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
 _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
-    "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS)
+    "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS) + "; or several of these with + between "
+    "them, each with *N behind it if its records are to be taken N times in an epoch"
 )
 
 
@@ -47,13 +49,27 @@ class MediaFields:
 
 
 def load_records(source: str) -> list[LocatedRecord]:
-    """Reads every record of a data set.
+    """Reads every record of a data set, or of several, whose records then say in `source` which one they are from.
 
     Args:
         source: whatever --train_data and --eval_data accept.
     """
     if not source.strip():
         raise ValueError(f"The name of the data set is empty. --train_data accepts {_ACCEPTED_SOURCES}.")
+    return _load_sum(source) if "+" in source or "*" in source else _load_one(source)
+
+
+def _load_sum(source: str) -> list[LocatedRecord]:
+    parts = parts_of(source)
+    if len(parts) == 1:
+        return _load_one(parts[0].name) * parts[0].times
+    loaded = [(part, _load_one(part.name)) for part in parts]
+    return [
+        ({"source": part.name, **record}, where) for part, records in loaded for record, where in records * part.times
+    ]
+
+
+def _load_one(source: str) -> list[LocatedRecord]:
     builtin = _BUILTIN_TASKS.get(source)
     records = _locate(builtin(), source) if builtin else _load_elsewhere(source)
     if not records:

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import made_model
 from lightrl.comm import Comm
-from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, to_yaml
+from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, template_arguments, to_yaml
+from lightrl.data.chat_arguments import set_template_arguments
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import HELD_OUT, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
@@ -105,6 +106,9 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         tokenizer = load_tokenizer(model_path, trust_remote_code=remote_code)
         takes_images = model_config.model_type in FAMILIES
         media = MediaProcessor.load(model_path, trust_remote_code=remote_code) if takes_images else None
+        if config.data.chat_template_args:
+            for renderer in (tokenizer, media.processor) if media else (tokenizer,):
+                set_template_arguments(renderer, template_arguments(config.data))
     strategy.tokenizer, strategy.media = tokenizer, media
     return RunContext(
         config=config,

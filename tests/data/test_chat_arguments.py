@@ -1,0 +1,50 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.config import GRPOConfig, SFTConfig, parse_config, template_arguments
+from lightrl.data.chat_arguments import set_template_arguments
+from lightrl.data.prompts import build_prompts
+
+TEMPLATE = (
+    "{% if not (thinking is defined and thinking is false) %}think {% endif %}{{ style | default('plain') }} "
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+)
+
+
+def tokenizer(template: str | dict[str, str] | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(["<unk>", "think", "plain", "short", "hello"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({}, "think plain hello "), ({"thinking": False}, "plain hello "), ({"style": "short"}, "think short hello ")],
+)
+def test_prompts_are_rendered_with_the_arguments(arguments: dict[str, object], text: str) -> None:
+    renderer = tokenizer()
+    set_template_arguments(renderer, arguments)  # without any, the template's defaults
+    (prompt,) = build_prompts([({"prompt": "hello"}, "here")], renderer, max_prompt_tokens=9)
+    assert prompt.text == text
+    named = tokenizer({"default": TEMPLATE})
+    set_template_arguments(named, arguments)
+    assert named.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == text
+
+
+@pytest.mark.parametrize("name", ["think_more", "messages", "tools"])
+def test_a_variable_that_would_change_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"reads no variable '{name}' of yours. It has thinking among its optional"):
+        set_template_arguments(tokenizer(), {name: True})
+    with pytest.raises(ValueError, match="has no chat template"):
+        set_template_arguments(tokenizer(None), {name: True})
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, SFTConfig])
+def test_the_option_is_read_and_checked(kind: type[GRPOConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config(kind, ["--data.chat_template_args", "enable_thinking=false", "n=3"])
+    assert template_arguments(config.data) == {"enable_thinking": False, "n": 3}
+    with pytest.raises(SystemExit):
+        parse_config(kind, ["--data.chat_template_args", "enable_thinking"])
+    assert "'enable_thinking': it" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrl.data.mixture import Part, parts_of
+from lightrl.data.prompts import load_records
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("a.jsonl", [Part("a.jsonl", 1)]),
+        ("a.jsonl*2", [Part("a.jsonl", 2)]),
+        ("a.jsonl + b.jsonl*3", [Part("a.jsonl", 1), Part("b.jsonl", 3)]),
+        ("hf:x/y:train+builtin:addition", [Part("hf:x/y:train", 1), Part("builtin:addition", 1)]),
+    ],
+)
+def test_data_sets_add_up(source: str, parts: list[Part]) -> None:
+    assert parts_of(source) == parts
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("a.jsonl + ", "has a part without a name"),
+        ("*2", "has a part without a name"),
+        ("a.jsonl*0", "behind . stands a whole number, .* not '0'"),
+        ("a.jsonl*0.5 + b.jsonl", "not '0.5'"),
+        ("data/*.jsonl", "Several files are a directory"),
+    ],
+)
+def test_bad_sums_are_refused(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parts_of(source)
+
+
+def test_a_file_may_have_the_signs_in_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a+b*2.jsonl"
+    path.write_text("{}")
+    assert parts_of(str(path)) == [Part(str(path), 1)]
+
+
+def test_records_say_where_they_are_from_and_stand_as_often_as_asked(tmp_path: Path) -> None:
+    for name, prompts in (("a", "pq"), ("b", "r")):
+        lines = [json.dumps({"prompt": prompt, **({"source": "own"} if prompt == "q" else {})}) for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    p, q, r = {"source": a, "prompt": "p"}, {"source": "own", "prompt": "q"}, {"source": b, "prompt": "r"}
+    assert load_records(f"{a} + {b}*3") == [(p, f"{a}:1"), (q, f"{a}:2"), *[(r, f"{b}:1")] * 3]
+    assert [record["prompt"] for record, _ in load_records(f"{a}*2")] == ["p", "q", "p", "q"]
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"empty.jsonl is empty"):
+        load_records(f"{a} + {tmp_path / 'empty.jsonl'}")
