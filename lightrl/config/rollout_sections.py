@@ -168,6 +168,8 @@ class EvalConfig(EvalScheduleConfig):
 
     temperature: float = option(1.0, at_least=0)
     """Sampling temperature of the evaluation. 0: greedy."""
+    max_new_tokens: int = option(0, at_least=0)
+    """Maximum length of a response, or of a turn of a workflow, in an evaluation. 0: --max_new_tokens."""
     top_p: float = option(1.0, above=0, at_most=1)
     """Draw from the likeliest tokens that together have this probability. 1: from all."""
     top_k: int = option(0, at_least=0)

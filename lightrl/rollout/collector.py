@@ -87,7 +87,8 @@ def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
     """Returns what the requests of a run ask for, as arguments of Collector."""
     sampling = SamplingParams(stop=config.stop, top_p=config.top_p, top_k=config.top_k)
     changes = {name: getattr(config.eval, name) for name in _OF_EVALUATION}  # which training may not make
-    return {"sampling": sampling, "evaluation": replace(sampling, **changes)}
+    longest = config.eval.max_new_tokens or config.max_new_tokens
+    return {"sampling": sampling, "evaluation": replace(sampling, max_new_tokens=longest, **changes)}
 
 
 class Collector(Scorer):
@@ -109,7 +110,7 @@ class Collector(Scorer):
 
         Args:
             sampling: what else each request asks for, such as stop strings.
-            evaluation: the same for evaluate(), where any setting is allowed; None: as sampling.
+            evaluation: all that evaluate() asks for, where any setting is allowed; None: as in training.
         """
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
@@ -118,7 +119,7 @@ class Collector(Scorer):
             engine = strategy.serving.engine
             sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        self._evaluation = replace(evaluation or sampling, max_new_tokens=max_new_tokens)
+        self._evaluation = evaluation or self._sampling
 
     def sample(
         self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True

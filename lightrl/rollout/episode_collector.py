@@ -7,6 +7,7 @@ import logging
 import math
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightrl.comm import enter_episode
@@ -142,7 +143,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
             seed=job.seed,
             sample_index=job.sample_index,
             sampling=job.sampling,
-            limits=self._limits,
+            limits=replace(self._limits, max_new_tokens=job.sampling.max_new_tokens),
             prompt=job.prompt,
             position=job.position,
             siblings=siblings,

@@ -54,8 +54,9 @@ class PromptData:
         config: RolloutConfig = run.config
         self._comm = run.strategy.comm
         with self._comm.phase("set-up", local=True):
-            self.train = _build_prompts(run, run.train_records, config.train_data)
-            evaluation = _build_prompts(run, run.eval_records, config.eval_data)
+            self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
+            room = config.eval.max_new_tokens or config.max_new_tokens
+            evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
         self.evaluation = evaluation[: config.eval.max_prompts or None]
         self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
 
@@ -65,18 +66,18 @@ class PromptData:
         return shard(drawn, self._comm.rank, self._comm.world)
 
 
-def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Prompt]:
+def _build_prompts(run: RunContext, records: list[Any], source: str, max_new_tokens: int) -> list[Prompt]:
     if not records:
         return []
     config: RolloutConfig = run.config
-    if run.context <= config.max_new_tokens:
-        raise _no_room_for_prompts(config, run.context)
+    if run.context <= max_new_tokens:
+        raise _no_room_for_prompts(max_new_tokens, run.context)
     prompts = build_prompts(
         records,
         run.tokenizer,
         prompt_field=config.data.prompt_field,
         answer_field=config.data.answer_field,
-        max_prompt_tokens=run.context - config.max_new_tokens,
+        max_prompt_tokens=run.context - max_new_tokens,
         chat_template=config.data.chat_template,
         media=MediaFields(
             image_field=config.data.image_field,
@@ -85,17 +86,19 @@ def _build_prompts(run: RunContext, records: list[Any], source: str) -> list[Pro
             processor=run.media,
         ),
     )
-    longest = max(prompt.num_tokens for prompt in prompts) + config.max_new_tokens
+    longest_prompt = max(prompt.num_tokens for prompt in prompts)
+    longest = longest_prompt + max_new_tokens
     run.longest.append(longest if run.workflow is None else longest_episode(config, run.context))
-    if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
-        raise _micro_batch_too_small(config, longest)
+    trained = longest_prompt + config.max_new_tokens
+    if not config.micro_batch_size and trained > config.max_tokens_per_microbatch:
+        raise _micro_batch_too_small(config, trained)
     return prompts
 
 
-def _no_room_for_prompts(config: RolloutConfig, context: int) -> ValueError:
+def _no_room_for_prompts(max_new_tokens: int, context: int) -> ValueError:
     return ValueError(
-        f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's context of "
-        f"{context} tokens."
+        f"--max_new_tokens (or --eval.max_new_tokens) {max_new_tokens} leaves no room for a prompt in the model's "
+        f"context of {context} tokens."
     )
 
 

@@ -139,6 +139,19 @@ def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:
         sample(strategy, [(0, missing)])
 
 
+def test_an_evaluation_may_have_a_length_of_its_own(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    held_out, lengths = [prompt for _, prompt in prompts], []
+    for longest in (0, 2, 9):
+        config = GRPOConfig(
+            strategy="single", max_new_tokens=4, eval=EvalConfig(max_new_tokens=longest, min_new_tokens=2)
+        )
+        mine = Collector(strategy, length_reward, seed=0, max_new_tokens=4, **sampling_of(config))
+        lengths.append(mine.evaluate(held_out, temperature=1.0)["eval/response_tokens"])
+        assert max(len(item.response_ids) for item in mine.sample(prompts, step=1, group_size=8, temperature=1.0)) <= 4
+    assert lengths[1] == 2
+    assert 2 < lengths[0] <= 4 <= lengths[2]
+
+
 def test_stop_strings_end_training_and_evaluation_samples(
     strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
 ) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from episode_program import LIMITS, collector_of, prompts_of, row, start
+from episodes import OneTurn
 
 from lightrl.config import WorkflowConfig
+from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import has_reward
@@ -47,6 +49,16 @@ def test_one_turn_draws_what_the_plain_collector_draws(
     assert ours == theirs
     assert strategy.engine is not None
     assert strategy.engine.status is EngineStatus.SLEEPED
+
+
+def test_a_turn_of_an_evaluation_may_have_a_length_of_its_own(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    longest = SamplingParams(max_new_tokens=LIMITS.max_new_tokens + 5, min_new_tokens=LIMITS.max_new_tokens + 5)
+    rewards = RewardSet.of(lambda sample: 1.0)
+    ours = EpisodeCollector(strategy, rewards, OneTurn(), seed=3, limits=LIMITS, evaluation=longest)
+    found = ours.evaluate([prompt for _, prompt in prompts], temperature=1.0)
+    assert found["eval/response_tokens"] == LIMITS.max_new_tokens + 5
 
 
 def test_what_was_heard_is_kept_apart_from_what_was_said(
