@@ -28,7 +28,6 @@ from lightrl.comm import MISTAKES, RankError
 from lightrl.config import RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
-from lightrl.process_group import rank_name
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.disk_errors import Log, describe_disk_error, find_disk_error, forgive_disk_errors
@@ -40,6 +39,7 @@ from lightrl.trainers.lifetime import (
     ended_by_signals,
     how_to_go_on,
     is_under_torchrun,
+    tell,
 )
 from lightrl.trainers.run import RunContext, TrainerConfig, disown, open_run, remove_empty_runs
 
@@ -269,7 +269,7 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
     if disk_error is not None:
         print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
-        sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
+        tell(error)
     else:
         traceback.print_exception(error)
     end_process(1)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
+from lightrl.comm import RankError
 from lightrl.process_group import rank_name
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.run import RunFolder
@@ -28,6 +29,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _POLL_S = 1.0  # between two looks at the parent and the clock
 _LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
 _INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
+_OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed, and to end by itself
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # one that nobody else sends
 
@@ -64,6 +66,10 @@ def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
     watch.start()
     try:
         yield partial(_goes_on, run, watch)
+    except RankError as error:
+        if is_under_torchrun():
+            tell(error)  # while signals are heard: torchrun ends this rank as soon as the other one is gone
+        raise
     finally:
         watch.stop()
 
@@ -179,11 +185,13 @@ class SignalWatch:
         self.received = self.received or signum
 
     def _follow_a_failure(self) -> None:
-        """Ends at once where torchrun ends this rank because another one has failed."""
+        """Ends soon where torchrun ends this rank because another one has failed."""
         comm = self._run.strategy.comm
         if comm.has_failed_elsewhere():
             if comm.failure_of_others is not None:
                 _say(comm.failure_of_others())
+            else:
+                time.sleep(_OWN_WORD_S)
             end_process(1)
 
     def _set_deadline(self, seconds: float, exit_code: int) -> None:
@@ -208,6 +216,18 @@ def _drop_lost_terminal() -> None:
     for descriptor in (1, 2):  # a terminal that was closed is a device, and no terminal any more
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+_told: list[RankError] = []
+
+
+def tell(error: RankError) -> None:
+    """Prints which rank failed, and how, once for each error."""
+    if error not in _told:
+        _told.append(error)
+        with suppress(OSError, ValueError):  # nobody may be listening any more
+            sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
+            sys.stderr.flush()
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.comm import RankError
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
@@ -159,3 +160,10 @@ def test_files_in_the_folder_of_torchrun_stay(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     lifetime._remove_torchrun_folder()
+
+
+def test_a_failure_elsewhere_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RankError("rank 1 failed in phase 'reward'")
+    lifetime.tell(error)
+    lifetime.tell(error)
+    assert capsys.readouterr().err.count("rank 1 failed") == 1
