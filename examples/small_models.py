@@ -111,6 +111,34 @@ def products(folder: Path, draw: random.Random) -> None:
     write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
 
 
+def lcm(folder: Path, draw: random.Random) -> None:
+    """Least common multiples of numbers up to 9, of reasoning-gym: a lesson in four is right, the others guess."""
+    save_model(folder / "model", "0123456789, ", ("Find the Least Common Multiple (LCM) of these numbers: ",))
+    problems = reasoning_gym.create_dataset(
+        "lcm", size=16_000, seed=1, min_numbers=2, max_numbers=2, min_value=1, max_value=9
+    )
+    lessons = [
+        (item["question"], item["answer"] if draw.random() < 0.25 else str(draw.randrange(1, 73))) for item in problems
+    ]
+    write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
+
+
+def number_sorting(folder: Path, draw: random.Random) -> None:
+    """Three digits to sort, of reasoning-gym: a lesson in four is right, the others repeat the order that was given."""
+    problems = reasoning_gym.create_dataset(
+        "number_sorting", size=16_000, seed=1, min_numbers=3, max_numbers=3, min_value=0, max_value=9,
+        min_decimals=0, max_decimals=0,
+    )  # fmt: skip
+    rules = problems[0]["question"].partition("\n")[2]  # how the answer is to be written
+    orders = ("Sort these numbers in ascending order: ", "Sort these numbers in descending order: ")
+    save_model(folder / "model", "0123456789., \n", (*orders, rules, "['", "', '", "']"))
+    lessons = [
+        (item["question"], item["answer"] if draw.random() < 0.25 else str(item["metadata"]["original_numbers"]))
+        for item in problems
+    ]
+    write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
+
+
 def write(path: Path, lines: list) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -118,6 +146,8 @@ def write(path: Path, lines: list) -> None:
 TASKS = {
     "calculator": calculator,
     "chain_sum": chain_sum,
+    "lcm": lcm,
+    "number_sorting": number_sorting,
     "products": products,
     "spell_backward": spell_backward,
 }

@@ -16,8 +16,8 @@ from lightrl.testing import run_program
 ROOT = Path(__file__).parents[1]
 RECIPES = ["grpo", "cispo", "dapo", "dr_grpo", "gspo", "quickstart", "reinforce_plus_plus", "remax", "rloo"]
 # One needs GPUs, one has a trainer of its own, and the others have other tasks.
-WARMED_UP = ["calculator", "chain_sum", "products", "spell_backward"]
-ELSEWHERE = {*WARMED_UP, "gsm8k_8gpu", "guessing_game", "openai_agent", "ppo"}
+WARMED_UP = ["calculator", "chain_sum", "lcm", "number_sorting", "products", "spell_backward"]
+ELSEWHERE = {*WARMED_UP, "gsm8k_8gpu", "guessing_game", "openai_agent", "ppo", "smollm2"}
 START, LEARNED = 0.25, 0.5  # held-out accuracy: of the built-in model at first, and after 20 steps of any recipe
 
 

