@@ -202,7 +202,8 @@ class _Step:
     def _computation(self) -> Computation:
         if self._config.dtype == "float32":
             return "float32"
-        return "bfloat16" if strategy_name(self._config, self._machine.ranks) == "fsdp" else "autocast"
+        rounds = strategy_name(self._config, self._machine.ranks) in ("fsdp", "megatron")
+        return "bfloat16" if rounds else "autocast"
 
     def _activations(self, role: str, num_bytes: float) -> dict[str, float]:
         if role == "critic":

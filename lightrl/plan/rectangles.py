@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lightrl.config import RunConfig
+from lightrl.models.reward_model import HEAD_NAME
 from lightrl.plan.models import Model, Weight
 from lightrl.strategy.megatron.checks import check_config, check_options
 from lightrl.strategy.megatron.parts import (
@@ -20,7 +21,7 @@ from lightrl.strategy.megatron.parts import (
     slot_of,
 )
 
-_FLOAT = 4  # bytes
+_FLOAT, _HALF = 4, 2  # bytes
 _IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\.weight")
 
 
@@ -28,8 +29,9 @@ _IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\
 class StageBytes:
     """The bytes of the stage that has most."""
 
-    weights: float
-    trained: float
+    weights: float  # that compute
+    main: float  # float32 copies of them, which the optimizer steps where they compute in bfloat16
+    trained: float  # as float32
     states: float  # AdamW's two moments
 
 
@@ -53,7 +55,7 @@ def stage_bytes(model: Model, config: RunConfig, world: int) -> StageBytes:
     text = model.hf_config.get_text_config()
     check_config(text, sizes, sequence_parallel=config.megatron.sequence_parallel)
     stages = [_of_stage(model, sizes, stage, world, config) for stage in range(sizes.pp)]
-    return max(stages, key=lambda stage: stage.weights + stage.trained + stage.states)
+    return max(stages, key=lambda stage: stage.weights + stage.main + stage.trained + stage.states)
 
 
 def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunConfig) -> StageBytes:
@@ -63,19 +65,30 @@ def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunCon
         True: max(1, world // (sizes.ep * sizes.etp * sizes.pp)),
     }
     loads = {is_expert: [0] * count for is_expert, count in replicas.items()}
-    weights = trained = 0
+    weights = rounded = trained = 0
     for weight in sorted(model.weights, key=lambda weight: weight.name):
         cut = _cut(weight, model, sizes, place)
         if cut is None:
             continue
         numel = _numel(weight, cut, sizes, place)
         weights += numel
+        rounded += 0 if config.dtype == "float32" or _is_head(weight.name) else numel
         if weight.is_trained:
             trained += numel
             load = loads[cut in (EXPERT_ROWS, EXPERT_COLUMNS)]
             load[load.index(min(load))] += numel  # as the strategy gives them out
     stepped = sum(max(load) for load in loads.values()) if config.megatron.distributed_optimizer else trained
-    return StageBytes(weights=_FLOAT * weights, trained=_FLOAT * trained, states=2 * _FLOAT * stepped)
+    return StageBytes(
+        weights=_FLOAT * (weights - rounded) + _HALF * rounded,
+        main=_FLOAT * rounded if model.trained else 0,
+        trained=_FLOAT * trained,
+        states=2 * _FLOAT * stepped,
+    )
+
+
+def _is_head(name: str) -> bool:
+    """Returns whether a weight belongs to a head of one number, which computes in float32."""
+    return name.startswith("value_head.") or name.endswith(f".{HEAD_NAME}.weight")
 
 
 def _cut(weight: Weight, model: Model, sizes: Sizes, place: Place) -> str | None:

@@ -20,7 +20,7 @@ class Kept:
     """The bytes of one model on the rank that has most."""
 
     weights: float = 0
-    master: float = 0  # the copy of the weights that ZeRO steps on
+    master: float = 0  # the copy of the weights that ZeRO or Megatron steps on
     optimizer: float = 0
     average: float = 0
     waiting: float = 0  # gradients of earlier micro-batches while the next one runs
@@ -75,6 +75,7 @@ def _in_stages(model: Model, config: RunConfig, world: int, several: bool) -> Ke
     found = stage_bytes(model, config, world)
     return Kept(
         weights=found.weights + model.buffer_bytes,
+        master=found.main,
         optimizer=found.states,
         average=found.trained if config.ema_decay and model.role == "policy" else 0,
         waiting=found.trained if several else 0,

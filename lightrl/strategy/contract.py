@@ -404,6 +404,21 @@ class ForeignNames(ABC):
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
 
+    def offload_megatron_copy_params(self: Native, optimizers: Optimizer | Sequence[Optimizer]) -> int:
+        """Moves the float32 copies of bfloat16 weights to host memory, and no weights that compute; returns the bytes.
+
+        Passes without a backward go on. It is 0 under every strategy whose optimizers step the weights themselves.
+        """
+        return sum(self.residency.of_optimizer(item).offload_main_copies() for item in _each(optimizers))
+
+    def load_megatron_copy_params(self: Native, optimizers: Optimizer | Sequence[Optimizer]) -> int:
+        """Brings the float32 copies back; returns the bytes loaded."""
+        return sum(self.residency.of_optimizer(item).load_main_copies() for item in _each(optimizers))
+
+
+def _each(optimizers: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+
 
 def _without_length(schedule: str) -> ValueError:
     return ValueError(

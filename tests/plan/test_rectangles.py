@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.config import GRPOConfig, MegatronConfig
-from lightrl.plan.models import policy_of
+from lightrl.plan.models import critic_of, policy_of
 from lightrl.plan.rectangles import stage_bytes
 from lightrl.plan.spread import kept_of
 
@@ -37,6 +37,23 @@ def test_replicas_share_the_states_of_the_distributed_optimizer(small_config: An
     weights, trained, states = bytes_of(small_config, 2, distributed_optimizer=True)
     assert (weights, trained) == (4 * numel, 4 * numel)
     assert 4 * numel <= states <= 4.4 * numel  # whole tensors are given out, so not quite a half
+
+
+def test_bfloat16_has_two_bytes_of_a_weight_and_main_copies_where_it_trains(small_config: Any) -> None:
+    config = GRPOConfig(strategy="megatron", dtype="bfloat16", megatron=MegatronConfig(pp_size=3), ema_decay=0.9)
+    numel = VOCABULARY + 32 + MATRICES + NORMS
+    model = policy_of(small_config, config)
+    found = kept_of(model, config, 3, several=True)
+    assert (found.weights, found.master) == (2 * numel + model.buffer_bytes, 4 * numel)
+    assert (found.gradients, found.waiting, found.average, found.optimizer) == (*[4 * numel] * 3, 8 * numel)
+    frozen = policy_of(small_config, config, role="reference")
+    found = kept_of(frozen, config, 3, several=True)
+    assert (found.weights, found.master) == (2 * numel + model.buffer_bytes, 0)
+
+    whole = GRPOConfig(strategy="megatron", dtype="bfloat16")
+    held = stage_bytes(critic_of(small_config, whole), whole, 1)
+    numel = VOCABULARY + 32 + 3 * (MATRICES + NORMS)
+    assert (held.weights, held.main) == (2 * numel + 4 * 33, 4 * numel)  # the head of 33 computes in float32
 
 
 def test_the_plan_counts_them(small_config: Any) -> None:

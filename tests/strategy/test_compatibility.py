@@ -528,13 +528,16 @@ def _(served: Any, __: Path) -> None:
     assert (found != 0).tolist() == [[False, False, True], [False, True, True]]
 
 
-@row("`offload_megatron_copy_params`, `load_megatron_copy_params`")
+@row("`offload_megatron_copy_params(optimizers)`, `load_megatron_copy_params(optimizers)`")
 def _(_: Any, __: Path) -> None:
     strategy = fresh(dtype="bfloat16")
     model, optimizer = trained(strategy)
     assert optimizer.param_groups[0]["params"] == [model.weight]
     assert model.weight.dtype == torch.float32
     assert strategy.offload_param_and_grad() == strategy.load_param_and_grad() == 8  # two float32
+    for optimizers in (optimizer, [optimizer]):  # tests/megatron_cpu/bfloat16_ranks.py has copies to move
+        assert strategy.offload_megatron_copy_params(optimizers) == 0
+        assert strategy.load_megatron_copy_params(optimizers) == 0
 
 
 @row("`init_worker`, `recv_rollout_trajectories`, `compute_advantages_and_returns`, `run_training`")

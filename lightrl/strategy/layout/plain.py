@@ -210,6 +210,10 @@ class PlainLayout:
         """Returns this rank's tensors of weights and buffers."""
         return [self.shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
+    def main_copies(self, model: nn.Module) -> list[Tensor]:
+        """Returns what an optimizer steps beside the weights that compute; nothing where it steps those."""
+        return []
+
     def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
         """Returns this rank's tensors of gradients."""
         return [self.shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]

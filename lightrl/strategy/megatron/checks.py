@@ -21,11 +21,6 @@ def check_options(options: StrategyOptions) -> None:
         (options.sp_size > 1, f"--sp_size {options.sp_size}", "split tokens by --megatron.cp_size"),
         (options.compile, "--compile", "leave it out"),
         (options.gradient_checkpointing, "--gradient_checkpointing", "use --megatron.recompute full"),
-        (
-            options.dtype != "float32",
-            f"--dtype {options.dtype}",
-            "its weights are what the optimizer steps, with no copy in float32 beside them: use --dtype float32",
-        ),
         (options.optim.name != "adamw", f"--optim.name {options.optim.name}", "use adamw"),
         (options.routing.has_losses, "--routing.balance_coef and --routing.z_coef", "use --strategy fsdp"),
     ):

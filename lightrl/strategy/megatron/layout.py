@@ -20,7 +20,9 @@ from lightrl.comm import Comm
 from lightrl.engines.weights.fingerprint import Span, span_of
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, SavedTensors
+from lightrl.strategy.megatron.main_copies import copies_of, is_emptied
 from lightrl.strategy.megatron.parts import Part
+from lightrl.strategy.optim.optimizers import refuse_without_main_copies
 
 HELD = "megatron_held"  # on a parameter of the model: what this rank holds of it, or None
 _WORD = 8  # bytes; tensors that are gathered together begin at whole words
@@ -30,7 +32,7 @@ _WORD = 8  # bytes; tensors that are gathered together begin at whole words
 class Held:
     """A rank's part of one tensor, and which ranks it shares it with."""
 
-    local: nn.Parameter  # in a module of the layout; a vocabulary's has rows of padding at its end
+    local: nn.Parameter  # in a module, or its main copy; a vocabulary's has rows of padding at its end
     part: Part
     is_first_holder: bool  # true on exactly one of the ranks that hold the same values
     sums: tuple[dist.ProcessGroup, ...]  # a gradient is the sum over each of them
@@ -41,6 +43,8 @@ class Held:
     def values(self, tensor: Tensor) -> Tensor:
         """Returns the part of a tensor that is as large as the parameter, without the padding."""
         detached = tensor.detach()
+        if is_emptied(detached):
+            refuse_without_main_copies()
         return detached if detached.shape == self.part.shape else detached[: self.part.shape[0]]
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -218,7 +222,12 @@ class MegatronLayout(PlainLayout):
     # ---- The memory behind a model -----------------------------------------------------------------------------
 
     def parameter_tensors(self, model: nn.Module) -> list[Tensor]:
-        return [held.local.detach() for held in held_parts(model)]
+        copies = copies_of(model)
+        return [*(held.local.detach() for held in held_parts(model)), *(copies.rounded() if copies else ())]
+
+    def main_copies(self, model: nn.Module) -> list[Tensor]:
+        copies = copies_of(model)
+        return [] if copies is None else copies.main()
 
     def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
         return [held.local.grad for held in held_parts(model) if held.local.grad is not None]

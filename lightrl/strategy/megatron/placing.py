@@ -88,7 +88,9 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
 def _head(model: nn.Module, hidden_size: int) -> nn.Linear | None:
     """Returns the last stage's own head of one number per token, without its weights."""
     if isinstance(model, RewardModel):
-        return nn.Linear(hidden_size, 1, bias=False)
+        head = nn.Linear(hidden_size, 1, bias=False)
+        head.computes_in_float32 = True  # type: ignore[assignment]  # as the model's own
+        return head
     return ValueHead(hidden_size) if hasattr(model, "value_head") else None
 
 

@@ -235,7 +235,7 @@ class Stage(nn.Module):
         assert head is not None
         if self._ranks.sequence_parallel:  # all ranks compute the same values, so a gradient is not their sum
             hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        (values,) = self._joined(hidden, positions, pack, lambda rows, _: (head(rows).reshape(-1),))
+        (values,) = self._joined(hidden, positions, pack, lambda rows, _: (head(rows.float()).reshape(-1),))
         return values
 
     def _joined(

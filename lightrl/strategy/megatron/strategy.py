@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.strategy.layout.meshes import ensure_process_group
-from lightrl.strategy.megatron import checks, updates
+from lightrl.strategy.layout.plain import Weights
+from lightrl.strategy.megatron import checks, main_copies, updates
 from lightrl.strategy.megatron.layout import MegatronLayout
 from lightrl.strategy.megatron.parts import Sizes
 from lightrl.strategy.megatron.placing import Placed, place, placed_of
@@ -101,13 +102,15 @@ class MegatronStrategy(TorchStrategy):
         """Spreads rank 0's weights over the layout; the other ranks' model may be on the meta device."""
         source = {name: item.detach() for name, item in model.named_parameters()} if self.comm.is_main else {}
         chosen = self.options.megatron
-        place(
+        placed = place(
             model,
             self.ranks,
             device=self.device,
             recompute=chosen.recompute == "full",
             shards_states=chosen.distributed_optimizer,
         )
+        if self.options.dtype == "bfloat16":
+            main_copies.compute_in_bfloat16(model, placed.stages)
         for name, parameter in sorted(model.named_parameters()):
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             if self.comm.is_main:
@@ -119,6 +122,7 @@ class MegatronStrategy(TorchStrategy):
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
         """Makes the optimizer step this rank's parts of the parameters that it was given."""
         updates.give_local_parameters(optimizer)
+        main_copies.follow_steps(optimizer, model)
         super().register(model, optimizer, scheduler)
 
     def group_batches(self, data: Sequence[Any]) -> GroupBatches:
@@ -131,6 +135,11 @@ class MegatronStrategy(TorchStrategy):
         index = self.ranks.same_batches_ranks.index(self.comm.rank)
         start = sum(len(part) for part in parts[:index])
         return GroupBatches([item.to(self.device) for part in parts for item in part], range(start, start + len(data)))
+
+    def weights_of(self, model: nn.Module) -> Weights:
+        """Returns the parameters under their Hugging Face names; of the main copies, which must be on the device."""
+        main_copies.require_on_device(model)
+        return super().weights_of(model)
 
     # ---- Training ----------------------------------------------------------------------------------------------
 

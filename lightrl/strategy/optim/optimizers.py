@@ -20,6 +20,7 @@ from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
 from lightrl.strategy.optim.muon import MuonWithAdamW
 from lightrl.strategy.results import TrainedModel
 
+MAIN_COPIES = "main copies"  # float32 weights that an optimizer steps beside those that compute
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
 
@@ -45,7 +46,7 @@ class TrainedModels:
         self.entries: list[TrainedModel] = []  # registered by prepare() and the like
         self.seen: list[TrainedModel] = []  # known only from their updates
         self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
-        self.offloaded: set[Any] = set()  # the models and optimizers that residency moved to host memory
+        self.offloaded: set[Any] = set()  # what residency moved: a model, an optimizer, (MAIN_COPIES, optimizer)
         self.scheduled: set[Optimizer] = set()  # whose last update took care of the schedule
         self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
 
@@ -101,6 +102,8 @@ class TrainedModels:
         for item in items:
             if item in self.offloaded:
                 refuse_offloaded(item)
+            if (MAIN_COPIES, item) in self.offloaded:
+                refuse_without_main_copies()
 
 
 def refuse_offloaded(item: nn.Module | Optimizer) -> NoReturn:
@@ -114,6 +117,14 @@ def _refuse_to_choose(num_models: int) -> NoReturn:
     if num_models:
         raise ValueError(f"{num_models} models are trained here: say which one by model=... .")
     raise ValueError("This model has no optimizer yet. Pass (model, optimizer, scheduler) to prepare() first.")
+
+
+def refuse_without_main_copies() -> NoReturn:
+    """Raises RuntimeError: the float32 weights that are wanted are in host memory."""
+    raise RuntimeError(
+        "The model's float32 weights are offloaded. Call load_megatron_copy_params() before using them, or "
+        "load_param_and_grad() if they left with the others."
+    )
 
 
 # ---- Parameter groups --------------------------------------------------------------------------------------------

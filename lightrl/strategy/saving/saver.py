@@ -144,13 +144,12 @@ class TrainingStateSaver:
         trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
         owner = model if trained is None else trained.model
         trainer.after_forward_only(owner)
-        trainer.trained.require_on_device(owner)
+        trainer.trained.require_on_device(owner, *([] if trained is None else [trained.optimizer]))
         writer = StateWriter(folder, comm, deferred=self.in_background)
         writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
         if trained is not None:
-            trainer.trained.require_on_device(trained.optimizer)
             for hook in trainer.trained.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, trainer.layout.pieces(named)))
                 state |= hook.state(trained.optimizer)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightrl.strategy.layout.plain import PlainLayout
-from lightrl.strategy.optim.optimizers import TrainedModels, refuse_offloaded
+from lightrl.strategy.optim.optimizers import MAIN_COPIES, TrainedModels, refuse_offloaded
 
 
 class OffloadedTrainer(Protocol):
@@ -62,6 +62,20 @@ class ModelResidency:
             self._guard = None
         self._offloaded.discard(self.model)
         return self._restore("parameters")
+
+    def offload_main_copies(self) -> int:
+        """Moves the float32 copies of weights that compute in bfloat16 to host memory; returns the bytes freed."""
+        if self.model is None or self.model in self._offloaded:  # they have left with its weights
+            return 0
+        freed = self._offload(MAIN_COPIES, self._trainer.layout.main_copies(self.model))
+        if freed:
+            self._offloaded.add((MAIN_COPIES, self.optimizer))
+        return freed
+
+    def load_main_copies(self) -> int:
+        """Brings the float32 copies back to the device; returns the bytes loaded."""
+        self._offloaded.discard((MAIN_COPIES, self.optimizer))
+        return self._restore(MAIN_COPIES)
 
     def offload_gradients(self) -> int:
         """Moves the gradients to host memory; returns the bytes freed."""

@@ -25,7 +25,6 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
         ({"megatron": MegatronConfig(impl="te")}, "--megatron.impl te: .* use local"),
         ({"sp_size": 2}, "--sp_size 2: split tokens by --megatron.cp_size"),
         ({"gradient_checkpointing": True}, "use --megatron.recompute full"),
-        ({"dtype": "bfloat16"}, "--dtype bfloat16: .* use --dtype float32"),
         ({"routing": RoutingConfig(z_coef=0.1)}, "--routing.balance_coef and --routing.z_coef: use --strategy fsdp"),
         ({"compile": True}, "--compile"),
         ({"megatron": MegatronConfig(sequence_parallel=True)}, "ranks of --tp_size, which is 1"),
