@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -55,6 +56,8 @@ def family_config(family: str) -> Any:
     experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
     if family in ("qwen3_moe", "replayed"):
         return Qwen3MoeConfig(**_SIZES, **experts, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
+    if family in ("deepseek_v3", "deepseek_v3_groups"):
+        return deepseek_config(has_groups=family.endswith("groups"))
     if family == "mixtral":
         return MixtralConfig(**_SIZES, **experts, num_local_experts=4, sliding_window=None)
     if family == "qwen2":
@@ -64,6 +67,28 @@ def family_config(family: str) -> Any:
     if family == "mistral":
         return MistralConfig(**_SIZES, sliding_window=None)
     return Qwen3Config(**_SIZES, tie_word_embeddings=True)
+
+
+def deepseek_config(*, has_groups: bool) -> DeepseekV3Config:
+    """Returns a DeepSeek-V3 whose first layer is dense: with latent queries and groups of experts, or with neither."""
+    sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 4}
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "q_lora_rank": 12}
+    plain = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": None}
+    rotary = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+    rotary |= {"original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+    return DeepseekV3Config(
+        **sizes,
+        **(groups if has_groups else plain),
+        moe_intermediate_size=16,
+        n_shared_experts=1 + has_groups,
+        first_k_dense_replace=1,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        rope_interleave=has_groups,
+        **({"rope_parameters": rotary} if has_groups else {}),
+    )
 
 
 def build(family: str, seed: int) -> nn.Module:
@@ -77,6 +102,9 @@ def build(family: str, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.02)  # transformers starts them at 0
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
     policy = Policy(model)
     if family == "replayed":
         attach_replay(policy, keeps_logits=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightrl.config import RunConfig
 from lightrl.models.reward_model import HEAD_NAME
 from lightrl.plan.models import Model, Weight
+from lightrl.strategy.megatron import deepseek
 from lightrl.strategy.megatron.checks import check_config, check_options
 from lightrl.strategy.megatron.parts import (
     EXPERT_COLUMNS,
@@ -54,6 +55,7 @@ def stage_bytes(model: Model, config: RunConfig, world: int) -> StageBytes:
     sizes = sizes_of(config)
     text = model.hf_config.get_text_config()
     check_config(text, sizes, sequence_parallel=config.megatron.sequence_parallel)
+    deepseek.check_options(text, config)
     stages = [_of_stage(model, sizes, stage, world, config) for stage in range(sizes.pp)]
     return max(stages, key=lambda stage: stage.weights + stage.main + stage.trained + stage.states)
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from lightrl.config import StrategyOptions
 from lightrl.models.packed_attention import varies_with_length
+from lightrl.strategy.megatron import deepseek
 from lightrl.strategy.megatron.parts import Sizes
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_options(options: StrategyOptions) -> None:
@@ -50,9 +51,12 @@ def check_config(config: Any, sizes: Sizes, *, sequence_parallel: bool) -> None:
             f"--strategy megatron has no table for models of type {kind!r}. It has one for {', '.join(FAMILIES)}; use "
             "--strategy fsdp for others and for models with images."
         )
-    found = _unknown_part(config)
+    is_deepseek = kind == deepseek.KIND
+    found = _unknown_part(config) or (deepseek.refused_part(config) if is_deepseek else "")
     if found:
         raise ValueError(f"--strategy megatron does not build {found} of this {kind} model. Use --strategy fsdp.")
+    if is_deepseek:
+        deepseek.check_sizes(sizes)
     _check_counts(config, sizes)
     _check_experts(config, sizes, sequence_parallel=sequence_parallel)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightrl.records import PackedBatch
-from lightrl.strategy.megatron import modules
+from lightrl.strategy.megatron import deepseek, modules
 from lightrl.strategy.megatron.packing import Pack, lay_out
 from lightrl.strategy.megatron.parts import padded_rows
 from lightrl.strategy.megatron.ranks import Ranks
@@ -71,6 +71,8 @@ def core_config(shape: Shape, ranks: Ranks, *, recompute: bool) -> Any:
             "expert_model_parallel_size": sizes.ep,
             "expert_tensor_parallel_size": sizes.etp,
         }
+    if text.model_type == deepseek.KIND:
+        settings |= deepseek.core_settings(text)
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**_FIXED, **settings)
@@ -101,12 +103,13 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def _layer_spec(shape: Shape) -> Any:
-    """Returns megatron-core's layer with our leaves in it."""
+def _layer_spec(shape: Shape, number: int) -> Any:
+    """Returns megatron-core's layer of this number in the model, with our leaves in it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    num_experts = shape.num_experts if number >= getattr(shape.text, "first_k_dense_replace", 0) else 0
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=shape.num_experts or None, qk_layernorm=shape.has_query_norm, normalization="RMSNorm"
+        num_experts=num_experts or None, qk_layernorm=shape.has_query_norm, normalization="RMSNorm"
     )
     parts = spec.submodules
     attention = parts.self_attention.submodules
@@ -115,10 +118,12 @@ def _layer_spec(shape: Shape) -> Any:
     if shape.has_query_norm:
         attention.q_layernorm = attention.k_layernorm = modules.Norm
     parts.input_layernorm = parts.pre_mlp_layernorm = modules.Norm
-    if shape.num_experts:
+    if num_experts:
         parts.mlp.submodules.experts = modules.Experts
     else:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = modules.GateAndUp, modules.Rows
+    if shape.text.model_type == deepseek.KIND:
+        deepseek.fit_layer(parts, shape.text)
     return spec
 
 
@@ -147,9 +152,10 @@ class Stage(nn.Module):
                 config=config,
                 tp_group=ranks.tensors,
             )
-        layers = TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(shape)] * (config.num_layers // (sizes.pp * sizes.vpp)), layer_norm=modules.Norm
-        )
+        count = config.num_layers // (sizes.pp * sizes.vpp)
+        self.first_layer = count * (chunk * sizes.pp + ranks.place.pp)
+        specs = [_layer_spec(shape, self.first_layer + index) for index in range(count)]
+        layers = TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules.Norm)
         self.decoder = TransformerBlock(
             config, layers, pre_process=self.is_first, post_process=self.is_last, vp_stage=self.vp_stage
         )

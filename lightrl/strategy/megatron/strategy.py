@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.plain import Weights
-from lightrl.strategy.megatron import checks, main_copies, updates
+from lightrl.strategy.megatron import checks, deepseek, main_copies, updates
 from lightrl.strategy.megatron.layout import MegatronLayout
 from lightrl.strategy.megatron.parts import Sizes
 from lightrl.strategy.megatron.placing import Placed, place, placed_of
@@ -84,6 +84,7 @@ class MegatronStrategy(TorchStrategy):
     def check_model_config(self, config: Any) -> None:
         """Raises ValueError for a model that this layout cannot spread."""
         checks.check_config(config, self.sizes, sequence_parallel=self.options.megatron.sequence_parallel)
+        deepseek.check_options(config, self.options)
 
     @property
     def averaging_ranks(self) -> int:
@@ -102,6 +103,7 @@ class MegatronStrategy(TorchStrategy):
         """Spreads rank 0's weights over the layout; the other ranks' model may be on the meta device."""
         source = {name: item.detach() for name, item in model.named_parameters()} if self.comm.is_main else {}
         chosen = self.options.megatron
+        buffers = deepseek.take_buffers(model, self.device, self.comm)
         placed = place(
             model,
             self.ranks,
@@ -109,6 +111,7 @@ class MegatronStrategy(TorchStrategy):
             recompute=chosen.recompute == "full",
             shards_states=chosen.distributed_optimizer,
         )
+        deepseek.give_buffers(model, placed.stages, buffers)
         if self.options.dtype == "bfloat16":
             main_copies.compute_in_bfloat16(model, placed.stages)
         for name, parameter in sorted(model.named_parameters()):

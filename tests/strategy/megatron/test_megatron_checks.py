@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from lightrl.config import LoraConfig, MegatronConfig, RoutingConfig, StrategyOptions
 from lightrl.models.lora import add_adapters
@@ -40,7 +40,6 @@ def test_options_that_it_does_not_follow(options: dict[str, Any], text: str) -> 
     ("config", "sizes", "text"),
     [
         (GPT2Config(), Sizes(), "no table for models of type 'gpt2'.*--strategy fsdp"),
-        (DeepseekV3Config(), Sizes(), "no table for models of type 'deepseek_v3'"),
         (MistralConfig(**DENSE, sliding_window=8), Sizes(), "the sliding window of 8 tokens"),
         (Qwen3Config(**DENSE, attention_bias=True), Sizes(), "the bias of the attention's output"),
         (Qwen3Config(**DENSE, hidden_act="gelu"), Sizes(), "the activation gelu"),

@@ -92,6 +92,8 @@ def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -
         f"qwen3 last <- sharded: --strategy {CPU} --tp_size 2 --megatron.sequence_parallel True",
         f"qwen3 rounded <- sharded: --strategy {CPU} --tp_size 2 --megatron.sequence_parallel True --dtype bfloat16",
         f"qwen3 rounded_stages <- rounded: --strategy {CPU} --megatron.pp_size 2 --dtype bfloat16",
+        f"deepseek_v3_groups latent: --strategy {CPU} --megatron.pp_size 2",
+        f"deepseek_v3_groups latent_experts <- latent: --strategy {CPU} --megatron.ep_size 2",
         f"reward rounded_scores: --strategy {CPU} --megatron.pp_size 2 --dtype bfloat16",
         f"reward tensors: --strategy {CPU} --tp_size 2 --megatron.sequence_parallel True",
     )
@@ -100,6 +102,7 @@ def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -
         1,
         "qwen3 alone <- last: --strategy single",
         "reward alone_too: --strategy single",
+        "deepseek_v3_groups latent_alone <- latent_experts: --strategy single",
         "qwen3 rounded_alone <- rounded_stages: --strategy single --dtype bfloat16",
         "reward rounded_scores_alone: --strategy single --dtype bfloat16",
     )
@@ -115,6 +118,14 @@ def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -
             assert torch.equal(found[key], tensor), (name, key)
         if not name.startswith("rounded"):
             assert_close(reports[name]["next"], reports["first"]["next"], atol=1e-6, rtol=1e-5)
+
+    wanted = saved_tensors(tmp_path / "latent")
+    assert sum("e_score_correction_bias" in name for name in wanted if name.startswith("model ")) == 3
+    for name in ("latent_experts", "latent_alone"):
+        found = saved_tensors(tmp_path / name)
+        assert sorted(found) == sorted(wanted)
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()), name
+        assert_close(reports[name]["next"], reports["latent"]["next"], atol=1e-6, rtol=1e-5)
 
     for name in ("rounded", "rounded_stages"):  # bfloat16 has 8 bits: 4e-3 of each number
         assert_close(reports[name]["next"], reports["rounded_alone"]["next"], atol=1e-3, rtol=3e-2)
