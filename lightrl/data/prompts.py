@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY_CHARACTERS = 100_000  # of a prompt, from which on it is worth a look before it is tokenised
+_MOST_TOKENS_SHOWN = 200  # of a tokenizer that cannot read a text
 LocatedRecord = tuple[Record, str]  # the record and its file and line, for error messages
 ChatTemplateUse = Literal["auto", "always", "never"]
 
@@ -55,7 +56,7 @@ def load_records(source: str) -> list[LocatedRecord]:
         source: whatever --train_data and --eval_data accept.
     """
     if not source.strip():
-        raise ValueError(f"The name of the data set is empty. --train_data accepts {_ACCEPTED_SOURCES}.")
+        raise ValueError(f"The name of the data set is empty. A data set is {_ACCEPTED_SOURCES}.")
     return _load_sum(source) if "+" in source or "*" in source else _load_one(source)
 
 
@@ -140,6 +141,13 @@ def build_prompts(
     return prompts
 
 
+def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:
+    """Raises ValueError if no record has the field that an option names."""
+    if all(record.get(field) is None for record, _ in records):
+        found = sorted({name for record, _ in records for name in record})
+        raise ValueError(f"No record has the field {field!r} ({option}). They have {', '.join(found)}.")
+
+
 def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
     return ValueError(
         f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
@@ -151,11 +159,11 @@ def _load_from_disk(path: Path) -> list[LocatedRecord]:
     if path.is_dir():
         return _load_directory(path)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no data set {path}. --train_data accepts {_ACCEPTED_SOURCES}.")
+        raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {_ACCEPTED_SOURCES}.")
     if path.suffix == ".parquet":
         return _load_parquet(path)
     if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path} ends in {path.suffix!r}. --train_data accepts {_ACCEPTED_SOURCES}.")
+        raise ValueError(f"{path} ends in {path.suffix!r}. A data set is {_ACCEPTED_SOURCES}.")
     with path.open("rb") as file:
         is_array = path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     return _load_json_array(path) if is_array else _load_json_lines(path)
@@ -316,7 +324,9 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_ra
     try:
         return tokenize_raw(text, tokenizer) if is_raw else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}).") from error
+        known = tokenizer.get_vocab()
+        hint = f"; it knows only {' '.join(sorted(known))}" if len(known) <= _MOST_TOKENS_SHOWN else ""
+        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}{hint}).") from error
 
 
 def shorten(text: str) -> str:

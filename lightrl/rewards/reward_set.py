@@ -134,15 +134,16 @@ class RewardSet:
 
     def combine(self, outcomes: Mapping[str, Sequence[Outcome]], count: int) -> Scores:
         """Adds up what run() returned for each label, by weight."""
-        totals = [0.0] * count
+        parts: list[list[float]] = [[] for _ in range(count)]
         components: dict[str, list[float]] = {}
         missing = NO_REWARD if self.policy.value is None else self.policy.value
         for item in self.rewards:
             given = outcomes[item.label]
             components[item.label] = [outcome for outcome in given if not isinstance(outcome, RewardError)]
             for index, outcome in enumerate(given):
-                totals[index] += item.weight * (missing if isinstance(outcome, RewardError) else outcome)
-        return Scores(rewards=totals, components=components)
+                parts[index].append(item.weight * (missing if isinstance(outcome, RewardError) else outcome))
+        # Rounded once: 0.7 + 0.2 + 0.1, added one by one, is below the 1 from which a sample counts as right.
+        return Scores(rewards=[math.fsum(part) for part in parts], components=components)
 
     def close(self) -> None:
         """Ends worker processes."""

@@ -364,7 +364,8 @@ def _error(message: str, sample: Sample) -> RewardError:
 
 def describe_sample(sample: Sample) -> str:
     """Names a sample in a message."""
-    return f"prompt {sample.prompt.index}, sample {sample.sample_index}, response {shorten(sample.text)!r}"
+    prompt = f"{sample.prompt.index} {shorten(sample.prompt.text)!r}"
+    return f"prompt {prompt}, sample {sample.sample_index}, response {shorten(sample.text)!r}"
 
 
 def shorten(text: str) -> str:

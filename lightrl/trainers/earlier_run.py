@@ -31,8 +31,8 @@ def require_same(root: Path, config: RunConfig) -> None:
     if different:
         listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
         raise ValueError(
-            f"--output_dir {root} belongs to another run: {listed}. Choose another folder, or give the same "
-            "options to continue that run."
+            f"--output_dir {root} belongs to another run: {listed}. Give the same options to continue that run, choose "
+            f"another folder to begin anew, or branch off it by --output_dir NEW --resume {root}."
         )
 
 
@@ -74,6 +74,17 @@ def newest(checkpoints: Path) -> Path | None:
             f"{checkpoints} holds {damaged[-1].name}, and no checkpoint there is complete. Restore it, or delete "
             "the folder to begin again."
         )
+    return found
+
+
+def continued(path: Path, own: Path) -> Path:
+    """Returns the checkpoint at a path or, if the path is of another run, the newest of the run's own, if there is one.
+
+    A run that branched off another one is so continued by its own command. A path inside the run's folder goes back.
+    """
+    found = checkpoint_at(path)
+    if own.is_dir() and not found.resolve().is_relative_to(own.resolve()):
+        return newest(own) or found
     return found
 
 

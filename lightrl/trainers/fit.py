@@ -29,6 +29,8 @@ from lightrl.config import RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
+from lightrl.rewards.own_frames import explain
+from lightrl.rewards.scoring import RewardError
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.disk_errors import Log, describe_disk_error, find_disk_error, forgive_disk_errors
 from lightrl.trainers.health import BadSteps
@@ -270,6 +272,8 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
         print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
         tell(error)
+    elif isinstance(error, RewardError):
+        sys.stderr.write(f"{explain(error)}\n")
     else:
         traceback.print_exception(error)
     end_process(1)

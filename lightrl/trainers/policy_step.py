@@ -23,7 +23,7 @@ from lightrl.data.packing import (
     split_micro_batches,
     unpack,
 )
-from lightrl.data.prompts import MediaFields, build_prompts
+from lightrl.data.prompts import MediaFields, build_prompts, require_field
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
@@ -57,6 +57,8 @@ class PromptData:
             self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
             room = config.eval.max_new_tokens or config.max_new_tokens
             evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
+            if config.eval.source_field and run.eval_records:
+                require_field(run.eval_records, config.eval.source_field, "--eval.source_field")
         self.evaluation = evaluation[: config.eval.max_prompts or None]
         self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
 
@@ -70,6 +72,8 @@ def _build_prompts(run: RunContext, records: list[Any], source: str, max_new_tok
     if not records:
         return []
     config: RolloutConfig = run.config
+    if config.data.answer_field != "answer":  # which a reward may do without
+        require_field(records, config.data.answer_field, f"--data.answer_field, in {source}")
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
     prompts = build_prompts(

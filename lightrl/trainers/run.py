@@ -305,7 +305,7 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
         return None
     if config.resume == "auto":
         return earlier_run.newest(checkpoints) if checkpoints.is_dir() else None
-    return earlier_run.checkpoint_at(Path(config.resume))
+    return earlier_run.continued(Path(config.resume), checkpoints)
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.data.prompts import LocatedRecord, MediaFields, build_prompts, load_records
+from lightrl.data.prompts import LocatedRecord, MediaFields, build_prompts, load_records, require_field
 from lightrl.records import Prompt
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
@@ -95,13 +95,20 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_names_what_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no.jsonl. --train_data accepts a .jsonl, .*builtin:addition-heldout"):
+    with pytest.raises(FileNotFoundError, match=r"no.jsonl. A data set is a .jsonl, .*builtin:addition-heldout"):
         load_records(str(tmp_path / "no.jsonl"))
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ends in '.csv'. --train_data accepts"):
+    with pytest.raises(ValueError, match="ends in '.csv'. A data set is"):
         load_records(write(tmp_path / "data.csv", "prompt"))
+
+
+def test_a_field_that_no_record_has_is_refused() -> None:
+    records = [({"prompt": "1+1=", "answer": "2"}, "a:1"), ({"prompt": "2+2=", "size": None}, "a:2")]
+    require_field(records, "answer", "--data.answer_field")
+    with pytest.raises(ValueError, match=r"'size' \(--eval.source_field\). They have answer, prompt, size"):
+        require_field(records, "size", "--eval.source_field")
 
 
 @pytest.mark.parametrize(("name", "text"), [("data.jsonl", "\n \n"), ("data.json", "[]"), ("data.json", "")])

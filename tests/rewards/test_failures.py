@@ -19,7 +19,7 @@ def test_messages_name_reward_prompt_and_response() -> None:
     sample = answered("hello", position=3, sample_index=2)
     error = failed("mine", [sample], some_error())
     assert str(error) == (
-        "The reward 'mine' raised ValueError: invalid literal for int() with base 10: 'x' on prompt 13, sample 2, "
+        "The reward 'mine' raised ValueError: invalid literal for int() with base 10: 'x' on prompt 13 '', sample 2, "
         "response 'hello'."
     )
     assert error.key == (3, 2)

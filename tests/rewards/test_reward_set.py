@@ -39,6 +39,15 @@ def test_several_are_added_up_by_weight() -> None:
     assert components == {"exact_match": [1.0, 0.0, 0.0], "length": [1.0, 0.5, 0.0], "format": [1.0, 0.0, 1.0]}
 
 
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.6, 0.3, 0.1)])
+def test_weights_that_add_up_to_one_make_a_right_sample(weights: tuple[float, ...]) -> None:
+    """One after the other they add up to 0.9999999999999999, and a sample is right from 1 on."""
+    given = [
+        f"{name}={weight}" for name, weight in zip(("exact_match", "contains", "last_number"), weights, strict=True)
+    ]
+    assert scored(set_of(*given), [answered("1", 1)])[0] == [1.0]
+
+
 def test_a_file_of_ones_own_has_its_functions_name(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("def scaled(sample, *, by: float = 1.0):\n    return by * len(sample.text)\n")

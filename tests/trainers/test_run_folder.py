@@ -121,6 +121,11 @@ def test_what_resume_finds(tmp_path: Path) -> None:
     for path in (tmp_path / "run", root):
         assert find_checkpoint(GRPOConfig(resume=str(path)), tmp_path) == second
     assert find_checkpoint(GRPOConfig(resume=str(first)), tmp_path) == first
+    branch = tmp_path / "branch" / "checkpoints"
+    assert find_checkpoint(GRPOConfig(resume=str(first)), branch) == first
+    own = checkpoint(branch, 2)
+    assert find_checkpoint(GRPOConfig(resume=str(first)), branch) == own  # its own command continues a branch
+    assert find_checkpoint(GRPOConfig(resume=str(first)), root) == first  # and goes back within a run's folder
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         find_checkpoint(GRPOConfig(resume="nowhere"), root)
     with pytest.raises(ValueError, match="is no checkpoint"):

@@ -104,7 +104,7 @@ PROMPT_LINES: dict[str, tuple[str | bytes, str]] = {
     "a lone surrogate in the answer": (r'{"prompt": "1", "answer": "\uDFFF"}', "half of a pair of surrogates"),
     "a lone surrogate in a name": (r'{"prompt": "1", "\uD800": 1}', "half of a pair of surrogates"),
     "an escaped NUL": (r'{"prompt": "1\u0000"}', "the tokenizer cannot read the text"),
-    "letters that the tokenizer lacks": ('{"prompt": "what is it?"}', "the tokenizer cannot read the text"),
+    "letters that the tokenizer lacks": ('{"prompt": "what is it?"}', "it knows only + 0 1 2"),
     "other scripts": ('{"prompt": "\u4f60\u597d"}', "the tokenizer cannot read the text"),
     "no prompt": ('{"answer": "1"}', "has neither 'prompt' nor 'messages'"),
     "an empty prompt": ('{"prompt": ""}', "'prompt' is empty"),

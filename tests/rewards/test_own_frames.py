@@ -1,0 +1,27 @@
+"""A reward that ends a run is shown with the frames of the user's code."""
+
+import pytest
+
+from lightrl.records import Prompt, Sample
+from lightrl.rewards import load_reward, score
+from lightrl.rewards.own_frames import explain
+from lightrl.rewards.scoring import RewardError
+
+
+@pytest.mark.parametrize(("body", "in_frames"), [("return helper(sample)", True), ("return None", False)])
+def test_only_frames_of_the_user_are_shown(body: str, in_frames: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "mine.py"
+    path.write_text(f"def helper(sample):\n    return sample.text[9]\n\n\ndef third(sample):\n    {body}\n")
+    prompt = Prompt(index=3, text="1+1=", token_ids=(1,), answer="2")
+    sample = Sample(
+        prompt=prompt, position=0, sample_index=2, response_ids=(), sampler_logprobs=(), versions=(),
+        finish_reason="stop", text="2",
+    )  # fmt: skip
+    with pytest.raises(RewardError) as caught:
+        score(load_reward(f"{path}:third"), [sample])
+    shown = explain(caught.value)
+    assert "lightrl/" not in shown.replace(str(tmp_path), "")
+    assert ("mine.py" in shown and "line 2, in helper" in shown and "IndexError" in shown) is in_frames
+    assert "prompt 3 '1+1=', sample 2, response '2'" in shown.splitlines()[-1]
+    assert shown.splitlines()[-1].startswith("error: The reward 'third'")
+    assert "--max_reward_failures" in shown.splitlines()[-1]
