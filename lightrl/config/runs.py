@@ -61,7 +61,7 @@ class BasicConfig:
     """Folder of the run. Empty: a new folder under runs/."""
     resume: str = option("auto", resume="free")
     """auto: continue from the newest complete checkpoint, if any. never: fail if the folder already holds a run. PATH:
-    branch off this checkpoint, or the newest of this run's folder; a run with checkpoints of its own continues these."""
+    branch off this checkpoint or run; one that has checkpoints of its own continues these."""
     micro_batch_size: int = option(0, at_least=0, wanted="it must be 0 (by tokens) or above", resume="free")
     """Samples (or pairs of answers) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows.
     It changes memory and speed, never the result."""
