@@ -4,7 +4,7 @@ PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 NPROC := 2
 N := 100
 
-.PHONY: setup format check test test-gpu wheel smoke exact docs house bench gpu-report soak stalls resumes chaos recipes
+.PHONY: setup format check test test-gpu wheel smoke exact docs house bench gpu-report soak stalls resumes chaos recipes records
 
 setup:  ## create .venv with everything that checks, tests and docs need
 	bash scripts/setup_env.sh dev
@@ -58,6 +58,9 @@ resumes:  ## continue runs on the same and on other layouts of ranks, and compar
 
 recipes:  ## run every recipe of configs/ and compare it with the result that its file expects; about 10 minutes
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/recipes.py
+
+records:  ## time how long tasks take to a given accuracy, with TRL beside it (pip install trl==1.16.0)
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/records.py --write
 
 chaos:  ## kill runs N times at random points; each must end as the undisturbed one
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/chaos.py --kills $(N) --agents

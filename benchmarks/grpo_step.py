@@ -1,12 +1,13 @@
-"""Seconds of a whole GRPO step on the built-in task: lightrl against TRL's GRPOTrainer, in turn, in one run.
+"""Time and memory of a whole GRPO step: lightrl against TRL's GRPOTrainer, in turn, in one run.
 
 pip install trl==1.16.0     (and once more with 1.14.2: since 1.15 TRL scores prompts and padding too on a CPU)
-python benchmarks/grpo_step.py --steps 40 --rounds 3 --threads 2
+python benchmarks/grpo_step.py --steps 40 --rounds 3 --threads 1
+python benchmarks/grpo_step.py --task equal --steps 4 --rounds 2 --threads 1
 
-Both: one process, float32, the same model files and prompts, 16 prompts x 16 samples of at most 8 tokens at temperature
-1, one update a step, token-mean loss, clip 0.2, group-normalised advantages, no KL, fused AdamW, constant lr 1e-4, norm
-clipped at 1, no decay, no logging service, no checkpoint. A step is the time from its start to the start of the next,
-from the second on; lightrl's includes the weight sync to its engine and its metrics and samples files.
+addition: the built-in task and model, 16 prompts x 16 samples of at most 8 tokens. equal: a random model of 42 million
+parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
+The settings are in trl_side.py. A step is the time from its start to the start of the next, from the second on. Of
+lightrl it includes the weight sync to its engine and its metrics and samples files.
 """
 
 from __future__ import annotations
@@ -16,122 +17,157 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, LEARNING_RATE = 16, 16, 8, 1e-4
-
-
-def step_seconds(starts: list[float]) -> list[float]:
-    """The first step pays for warming up."""
-    return [after - before for before, after in itertools.pairwise(starts[1:])]
+LEARNING_RATE = 1e-4
+EQUAL_LENGTH, VOCAB_SIZE = 64, 32_000
 
 
-def run_lightrl(num_steps: int) -> dict[str, Any]:
+class Task(NamedTuple):
+    """What both sides train."""
+
+    model: str
+    records: list[dict[str, Any]]
+    num_prompts: int
+    group_size: int
+    max_new_tokens: int
+
+
+class Clock:
+    """Wall and CPU seconds between the starts of steps."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[float, float]] = []
+
+    def start_step(self) -> None:
+        self.starts.append((time.perf_counter(), time.process_time()))
+
+    def steps(self) -> dict[str, float]:
+        """Returns the medians; the first step pays for warming up."""
+        pairs = list(itertools.pairwise(self.starts[1:]))
+        wall, cpu = ([after[i] - before[i] for before, after in pairs] for i in (0, 1))
+        return {"seconds": statistics.median(wall), "cpu": statistics.median(cpu)}
+
+
+def make_task(name: str, folder: Path) -> Task:
+    if name == "addition":
+        from lightrl.builtin.model import builtin_model_path
+        from lightrl.builtin.task import train_problems
+
+        return Task(str(builtin_model_path()), train_problems(), 16, 16, 8)
+    return Task(*random_model_and_prompts(folder), 8, 8, EQUAL_LENGTH)
+
+
+def random_model_and_prompts(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """Makes a model whose tokens are words such as w17, and prompts of EQUAL_LENGTH words."""
+    import torch
+    from decode import random_model
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = random_model("mid", vocab_size=VOCAB_SIZE)
+    model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
+    drawn = torch.randint(2, VOCAB_SIZE, (256, EQUAL_LENGTH), generator=torch.Generator().manual_seed(0))
+    prompts = [" ".join(f"w{token}" for token in row) for row in drawn.tolist()]
+    return str(folder), [{"prompt": prompt, "answer": ""} for prompt in prompts]
+
+
+def score(text: str, answer: str) -> float:
+    """Returns 1 for the answer or, where there is none, the share of words with an even number."""
+    if answer:
+        return float(text.strip() == answer)
+    words = text.split()
+    return sum(word[-1] in "02468" for word in words) / max(1, len(words))
+
+
+def run_lightrl(task: Task, num_steps: int, folder: Path) -> dict[str, Any]:
     from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
     from lightrl.trainers.grpo import GRPOTrainer
 
-    starts: list[float] = []
+    clock = Clock()
 
     class Timed(GRPOTrainer):
         def step(self) -> Any:
-            starts.append(time.perf_counter())
+            clock.start_step()
             return super().step()
 
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in task.records))
     config = GRPOConfig(
         strategy="single",
+        model=task.model,
+        train_data=str(data),
         max_steps=num_steps,
-        num_prompts=NUM_PROMPTS,
-        group_size=GROUP_SIZE,
-        max_new_tokens=MAX_NEW_TOKENS,
+        num_prompts=task.num_prompts,
+        group_size=task.group_size,
+        max_new_tokens=task.max_new_tokens,
         lr=LEARNING_RATE,
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(folder / "run"),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
     )
-    trainer = Timed(config)
+    trainer = Timed(config, reward=lambda sample: score(sample.text, sample.prompt.answer))
     trainer.fit()
-    starts.append(time.perf_counter())
-    rewards = [row["reward/mean"] for row in trainer.folder.metrics()]
-    phases = [{k: v for k, v in row.items() if k.startswith("time/")} for row in trainer.folder.metrics()[1:]]
+    clock.start_step()
+    rows = trainer.folder.metrics()
+    phases = [{k: v for k, v in row.items() if k.startswith("time/")} for row in rows[1:]]
     middle = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
-    return {"seconds": step_seconds(starts), "rewards": rewards, "phases": middle}
+    return {**clock.steps(), "rewards": [row["reward/mean"] for row in rows], "phases": middle}
 
 
-def run_trl(num_steps: int) -> dict[str, Any]:
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
+    from transformers import TrainerCallback
+    from trl_side import trl_trainer
 
-    from lightrl.builtin.model import builtin_model_path
-    from lightrl.builtin.task import train_problems
-    from lightrl.data.sampler import PromptSampler
-
-    path = str(builtin_model_path())
-    starts: list[float] = []
+    clock = Clock()
 
     class Timer(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            starts.append(time.perf_counter())
-
-    problems = train_problems()
-    sampler = PromptSampler(len(problems), NUM_PROMPTS, 0)
-    order = [index for _ in range(num_steps) for index in sampler.next_batch()]
-    data = Dataset.from_list([problems[index] for index in order])
+            clock.start_step()
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 
-    settings: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": NUM_PROMPTS * GROUP_SIZE,
-        "num_generations": GROUP_SIZE,
-        "max_completion_length": MAX_NEW_TOKENS,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "weight_decay": 0.0,
-        "optim": "adamw_torch_fused",
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "shuffle_dataset": False,
-        "max_steps": num_steps,
-        "disable_tqdm": True,
-    }
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        reward_funcs=reward,
-        args=GRPOConfig(**settings),
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[Timer()],
+    trainer = trl_trainer(
+        task.model,
+        task.records,
+        reward,
+        Timer(),
+        num_steps=num_steps,
+        num_prompts=task.num_prompts,
+        group_size=task.group_size,
+        max_new_tokens=task.max_new_tokens,
+        lr=LEARNING_RATE,
     )
     trainer.train()
-    starts.append(time.perf_counter())
-    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    return {"seconds": step_seconds(starts), "rewards": rewards}
+    clock.start_step()
+    return {**clock.steps(), "rewards": [row["reward"] for row in trainer.state.log_history if "reward" in row]}
 
 
-def in_a_process(system: str, num_steps: int, num_threads: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", system, "--steps", str(num_steps), "--threads", str(num_threads)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+def run_child(system: str, task: str, num_steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = make_task(task, folder / "model")
+        result = {"lightrl": run_lightrl, "trl": run_trl}[system](made, num_steps, folder)
+    return {**result, "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+
+
+def in_a_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", system, "--steps", str(args.steps), "--task", args.task]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -141,36 +177,40 @@ def in_a_process(system: str, num_steps: int, num_threads: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=["addition", "equal"], default="addition")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", choices=["lightrl", "trl"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        result = {"lightrl": run_lightrl, "trl": run_trl}[args.child](args.steps)
-        print(json.dumps(result))
+        print(json.dumps(run_child(args.child, args.task, args.steps)))
         return
     if importlib.util.find_spec("trl") is None:
         raise SystemExit("This compares with TRL: pip install trl==1.16.0 first.")
     from trl import __version__ as trl_version
 
-    medians: dict[str, list[float]] = {"lightrl": [], "trl": []}
+    found: dict[str, list[dict[str, Any]]] = {"lightrl": [], "trl": []}
     for turn in range(args.rounds):
-        for system, found in medians.items():
-            result = in_a_process(system, args.steps, args.threads)
-            found.append(statistics.median(result["seconds"]))
+        for system, results in found.items():
+            results.append(result := in_a_process(system, args))
             rewards = result["rewards"]
             tenth = max(1, len(rewards) // 10)
             first, last = statistics.mean(rewards[:tenth]), statistics.mean(rewards[-tenth:])
             print(
-                f"round {turn + 1} {system:8s} median step {found[-1] * 1e3:6.1f} ms reward {first:.2f} -> {last:.2f} ",
+                f"round {turn + 1} {system:8s} step {result['seconds'] * 1e3:7.1f} ms, "
+                f"CPU {result['cpu'] * 1e3:7.1f} ms, peak {result['gb']:.2f} GB, reward {first:.2f} -> {last:.2f} ",
                 *(f"{name[5:]} {seconds * 1e3:.1f}" for name, seconds in result.get("phases", {}).items()),
                 flush=True,
             )
-    ratios = [theirs / ours for ours, theirs in zip(medians["lightrl"], medians["trl"], strict=True)]
-    ours, theirs = (statistics.median(medians[system]) for system in ("lightrl", "trl"))
-    print(f"{args.threads} thread(s), median of {args.rounds} rounds of {args.steps} steps, TRL {trl_version}")
-    print(f"lightrl {ours * 1e3:.1f} ms   TRL {theirs * 1e3:.1f} ms   ratio {statistics.median(ratios):.2f}x")
+    ratios = {
+        unit: statistics.median(
+            theirs[unit] / ours[unit] for ours, theirs in zip(found["lightrl"], found["trl"], strict=True)
+        )
+        for unit in ("seconds", "cpu", "gb")
+    }
+    print(f"{args.task}, {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps, TRL {trl_version}")
+    print(f"TRL / lightrl: {ratios['seconds']:.2f}x time, {ratios['cpu']:.2f}x CPU time, {ratios['gb']:.2f}x memory")
 
 
 if __name__ == "__main__":
