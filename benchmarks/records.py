@@ -130,7 +130,7 @@ def run_trl(task: Task, seed: int, folder: str) -> dict[str, Any]:
     from trl_side import trl_trainer
 
     from lightrl.builtin.model import builtin_model_path
-    from lightrl.data.prompts import HELD_OUT, build_prompts, load_records
+    from lightrl.data.prompts import build_prompts, held_out_of, load_records
     from lightrl.records import Sample
     from lightrl.rewards import load_reward, score
 
@@ -154,7 +154,7 @@ def run_trl(task: Task, seed: int, folder: str) -> dict[str, Any]:
         return score(judge, samples)
 
     training = prompts_of(config.train_data)
-    held_out = prompts_of(config.eval_data or HELD_OUT[config.train_data])
+    held_out = prompts_of(config.eval_data or held_out_of(config.train_data))
     by_index = {prompt.index: prompt for prompt in training}
 
     def reward(completions: list[str], index: list[int], **_: Any) -> list[float]:

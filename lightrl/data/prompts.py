@@ -35,7 +35,7 @@ HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endsw
 _ACCEPTED_SOURCES = (
     "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
     "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS) + "; or several of these with + between "
-    "them, each with *N behind it if its records are to be taken N times in an epoch"
+    "them, each with *N behind it if its records are to be taken N times in an epoch, and *0.5 for half of them"
 )
 
 
@@ -47,6 +47,11 @@ class MediaFields:
     video_field: str = "videos"
     folder: str | Path = ""  # relative paths start in this folder, or in the folder of this data file
     processor: MediaProcessor | None = None  # None: the model takes none, so that one in the data is an error
+
+
+def held_out_of(source: str) -> str:
+    """Names the problems that are kept back of a built-in task, or of those in a sum; empty if there are none."""
+    return " + ".join(HELD_OUT[part.name] for part in parts_of(source) if part.name in HELD_OUT)
 
 
 def load_records(source: str) -> list[LocatedRecord]:
@@ -63,10 +68,10 @@ def load_records(source: str) -> list[LocatedRecord]:
 def _load_sum(source: str) -> list[LocatedRecord]:
     parts = parts_of(source)
     if len(parts) == 1:
-        return _load_one(parts[0].name) * parts[0].times
+        return parts[0].take(_load_one(parts[0].name))
     loaded = [(part, _load_one(part.name)) for part in parts]
     return [
-        ({"source": part.name, **record}, where) for part, records in loaded for record, where in records * part.times
+        ({"source": part.name, **record}, where) for part, records in loaded for record, where in part.take(records)
     ]
 
 

@@ -28,7 +28,7 @@ from lightrl.comm import Comm
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, template_arguments, to_yaml
 from lightrl.data.chat_arguments import set_template_arguments
 from lightrl.data.media import PromptEncoder
-from lightrl.data.prompts import HELD_OUT, load_records
+from lightrl.data.prompts import held_out_of, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
 from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -97,7 +97,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
         train_records = load_records(config.train_data)
-        eval_source = config.eval_data or HELD_OUT.get(config.train_data, "")
+        eval_source = config.eval_data or held_out_of(config.train_data)
         eval_records = load_records(eval_source) if eval_source else []
     model_path = _find_model(config.model, strategy)
     with comm.phase("set-up", local=True):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.data.mixture import Part, parts_of
-from lightrl.data.prompts import load_records
+from lightrl.data.prompts import held_out_of, load_records
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,33 @@ def test_data_sets_add_up(source: str, parts: list[Part]) -> None:
     [
         ("a.jsonl + ", "has a part without a name"),
         ("*2", "has a part without a name"),
-        ("a.jsonl*0", "behind . stands a whole number, .* not '0'"),
-        ("a.jsonl*0.5 + b.jsonl", "not '0.5'"),
+        ("a.jsonl*0", "behind . stands a number above 0, .* not '0'"),
+        ("a.jsonl*-1 + b.jsonl", "not '-1'"),
+        ("a.jsonl*nan + b.jsonl", "not 'nan'"),
+        ("a.jsonl*inf", "not 'inf'"),
         ("data/*.jsonl", "Several files are a directory"),
     ],
 )
 def test_bad_sums_are_refused(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parts_of(source)
+
+
+@pytest.mark.parametrize(("times", "size"), [(0.5, 5), (0.01, 1), (1, 10), (1.25, 13), (2, 20)])
+def test_a_share_takes_a_part_of_the_records(times: float, size: int) -> None:
+    """1.25 of ten records: all ten, and three of them (2.5, rounded up) again."""
+    taken = Part("a.jsonl", times).take(range(10))
+    assert len(taken) == size
+    assert taken == Part("a.jsonl", times).take(range(10))
+    assert all(taken.count(record) in (int(times), int(times) + 1) for record in range(10))
+    more = taken[int(times) * 10 :]
+    assert more == sorted(more)
+
+
+def test_a_sum_keeps_back_what_its_built_in_parts_do() -> None:
+    assert held_out_of("builtin:addition") == "builtin:addition-heldout"
+    assert held_out_of("a.jsonl") == ""
+    assert held_out_of("builtin:addition*0.5 + a.jsonl*2") == "builtin:addition-heldout"
 
 
 def test_a_file_may_have_the_signs_in_its_name(tmp_path: Path) -> None:
