@@ -73,11 +73,8 @@ def _build_prompts(run: RunContext, records: list[Any], source: str, max_new_tok
         return []
     config: RolloutConfig = run.config
     if config.data.answer_field != "answer":  # which a reward may do without
-        require_field(
-            records,
-            config.data.answer_field,
-            f"--data.answer_field, in {source or 'what its built-in task keeps back'}",
-        )
+        where = source or "what its built-in task keeps back"
+        require_field(records, config.data.answer_field, f"--data.answer_field, in {where}")
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
     prompts = build_prompts(
