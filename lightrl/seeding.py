@@ -35,6 +35,12 @@ def mix_seed(*parts: int) -> int:
     return prefix_state(*parts) >> 1
 
 
+def mix_seed_array(state: int, last_parts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns mix_seed(*parts, last) for each last part; state: prefix_state(*parts)."""
+    mixed: NDArray[np.uint64] = _splitmix64(np.uint64(state) ^ _splitmix64(last_parts.astype(np.uint64)))
+    return (mixed >> np.uint64(1)).astype(np.int64)
+
+
 def uniform_array(states: NDArray[np.uint64], last_parts: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns many draws, float64 in [0, 1): the high 53 bits of mix_seed(*parts, last) for each.
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from lightrl.seeding import mix_seed, prefix_state, uniform_array
+from lightrl.seeding import mix_seed, mix_seed_array, prefix_state, uniform_array
 
 
 def test_splitmix64_reference_values() -> None:
@@ -23,3 +23,9 @@ def test_uniforms_fill_the_interval() -> None:
     assert abs(sum(draws) / len(draws) - 0.5) < 0.02  # standard error 0.0046
     buckets = [sum(k / 10 <= draw < (k + 1) / 10 for draw in draws) for k in range(10)]
     assert min(buckets) > 320  # 400 expected, standard deviation 19
+
+
+def test_an_array_of_seeds_has_each_seed() -> None:
+    last = [0, 1, 17, 2**40, 2**62]
+    seeds = mix_seed_array(prefix_state(3, 4), np.array(last))
+    assert seeds.tolist() == [mix_seed(3, 4, part) for part in last]

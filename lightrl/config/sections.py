@@ -276,6 +276,9 @@ class PromptFieldsConfig:
     """Whether string prompts are rendered through the tokenizer's chat template. auto: if it has one."""
     chat_template_args: tuple[str, ...] = option((), check=template_arguments)
     """Variables of the chat template as name=value, such as enable_thinking=false."""
+    stream: bool = option(False, resume="free")
+    """Leave the training data on disk and read a line when it is drawn, for data that memory cannot hold: .jsonl and
+    .parquet files, folders and hf:. Every line is still checked at the start. Order and results stay the same."""
 
 
 @dataclass(kw_only=True, slots=True)

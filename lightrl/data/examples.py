@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.json_records import Record
 from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, require_message, shorten, tokenize_raw
+from lightrl.data.streamed import make_each, select
 from lightrl.records import Answer, Example
 
 if TYPE_CHECKING:
@@ -57,19 +58,20 @@ class ExampleBuilder:
 
     # ---- Records -----------------------------------------------------------------------------------------------
 
-    def responses(self, records: Sequence[LocatedRecord]) -> list[Example]:
+    def responses(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
         """Returns the response of each record to its prompt, or the assistant's turns in its messages."""
-        return [
-            Example(index=index, where=where, answers=(self._response(record, where),))
-            for index, (record, where) in enumerate(records)
-        ]
+        return make_each(records, self._response)
 
-    def pairs(self, records: Sequence[LocatedRecord]) -> list[Example]:
+    def pairs(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
         """Returns the chosen and the rejected answer of each record."""
-        return [self._pair(index, record, where) for index, (record, where) in enumerate(records)]
+        return make_each(records, self._pair)
 
-    def _response(self, record: Record, where: str) -> Answer:
+    def _response(self, index: int, located: LocatedRecord) -> Example:
+        record, where = located
         self._refuse_media(record, where)
+        return Example(index=index, where=where, answers=(self._only_answer(record, where),))
+
+    def _only_answer(self, record: Record, where: str) -> Answer:
         fields = self._fields
         if record.get(fields.response) is not None:
             return self._answer(record, where, fields.response, self._train_on)
@@ -80,7 +82,8 @@ class ExampleBuilder:
             "field that holds the response by --data.response_field."
         )
 
-    def _pair(self, index: int, record: Record, where: str) -> Example:
+    def _pair(self, index: int, located: LocatedRecord) -> Example:
+        record, where = located
         self._refuse_media(record, where)
         fields = self._fields
         for option in ("chosen", "rejected"):
@@ -212,13 +215,13 @@ def _no_tokens(parts: Sequence[str], where: str, error: Exception) -> ValueError
 
 def keep_fitting(
     examples: Sequence[Example], *, max_tokens: int, too_long: Literal["error", "skip"]
-) -> tuple[list[Example], int]:
+) -> tuple[Sequence[Example], int]:
     """Returns the examples all of whose answers have at most max_tokens, and how many were left out."""
     fitting = []
-    for example in examples:
+    for index, example in enumerate(examples):
         longest = max(answer.num_tokens for answer in example.answers)
         if longest <= max_tokens:
-            fitting.append(example)
+            fitting.append(index)
         elif too_long == "error":
             raise ValueError(
                 f"{example.where}: prompt and answer have {longest} tokens, and there is room for {max_tokens}. "
@@ -227,7 +230,8 @@ def keep_fitting(
             )
     if examples and not fitting:
         raise ValueError(f"All {len(examples)} examples have more than {max_tokens} tokens: none is left.")
-    return fitting, len(examples) - len(fitting)
+    kept = examples if len(fitting) == len(examples) else select(examples, fitting)
+    return kept, len(examples) - len(fitting)
 
 
 def _messages(value: Any, where: str, field: str) -> Messages:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lightrl.data.mixture import files_of
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import EncodedPrompt, Prompt
 
@@ -23,11 +24,12 @@ class MediaError(ValueError):
 
 
 def media_folder(source: str | Path) -> Path:
-    """Returns the folder that relative paths in a data set start from: the folder of its file."""
+    """Returns the folder that relative paths in a data set start from: the folder of its file, or of its files."""
     path = Path(source)
     if path.is_dir():
         return path
-    return path.parent if path.is_file() else Path()
+    shards = files_of(str(source))
+    return shards[0].parent if shards else path.parent if path.is_file() else Path()
 
 
 def image_size(path: str) -> tuple[int, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from lightrl.data.sampler import permutation
+from lightrl.data.streamed import select
 
 _Record = TypeVar("_Record")
 
@@ -18,14 +20,23 @@ class Part(NamedTuple):
     name: str
     times: float
 
-    def take(self, records: Sequence[_Record]) -> list[_Record]:
+    def take(self, records: Sequence[_Record]) -> Sequence[_Record]:
         """Returns the records as often as they stand in the whole; a part of them is drawn, always the same one."""
         whole = math.floor(self.times)
         num_more = math.floor((self.times - whole) * len(records) + 0.5)
         if not whole and not num_more:
             num_more = 1
+        if whole == 1 and not num_more:
+            return records
         drawn = sorted(permutation(len(records), seed=0, epoch=0)[:num_more])
-        return [*(list(records) * whole), *(records[index] for index in drawn)]
+        return select(records, [*(list(range(len(records))) * whole), *drawn])
+
+
+def files_of(pattern: str) -> list[Path]:
+    """Returns the files that a pattern such as data/part-*.jsonl stands for, by name; none if it is no pattern."""
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return []
+    return [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
 
 
 def parts_of(source: str) -> list[Part]:
@@ -40,7 +51,7 @@ def parts_of(source: str) -> list[Part]:
 
 def _part(text: str, source: str) -> Part:
     name, times = text, "1"
-    if "*" in text and not Path(text).exists():
+    if "*" in text and not Path(text).exists() and not files_of(text):
         name, _, times = text.rpartition("*")
     if not name.strip():
         raise ValueError(f"The data set {source!r} has a part without a name: write a.jsonl + b.jsonl*3.")
@@ -51,6 +62,6 @@ def _part(text: str, source: str) -> Part:
     if not 0 < share < math.inf:
         raise ValueError(
             f"The part {text!r} of the data set: behind * stands a number above 0, how often its records are taken in "
-            f"an epoch, and not {times.strip()!r}. Several files are a directory, or a.jsonl + b.jsonl."
+            f"an epoch, and not {times.strip()!r}. If {text!r} is a pattern, no file matches it."
         )
     return Part(name.strip(), share)

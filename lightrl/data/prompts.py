@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
 from lightrl.data.json_records import Record, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
-from lightrl.data.mixture import parts_of
+from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
+from lightrl.data.streamed import Streamed, chain, make_each, stream_lines
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
@@ -33,7 +34,8 @@ _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
 }
 HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
 _ACCEPTED_SOURCES = (
-    "a .jsonl, .json or .parquet file, a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
+    "a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', a directory with a Hugging Face data set, "
+    "hf:OWNER/NAME[/CONFIG][:SPLIT], "
     "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS) + "; or several of these with + between "
     "them, each with *N behind it if its records are to be taken N times in an epoch, and *0.5 for half of them"
 )
@@ -54,42 +56,55 @@ def held_out_of(source: str) -> str:
     return " + ".join(HELD_OUT[part.name] for part in parts_of(source) if part.name in HELD_OUT)
 
 
-def load_records(source: str) -> list[LocatedRecord]:
+def load_records(source: str, *, stream: bool = False) -> Sequence[LocatedRecord]:
     """Reads every record of a data set, or of several, whose records then say in `source` which one they are from.
 
     Args:
         source: whatever --train_data and --eval_data accept.
+        stream: leaves the records of files on disk, and reads one when it is asked for.
     """
     if not source.strip():
         raise ValueError(f"The name of the data set is empty. A data set is {_ACCEPTED_SOURCES}.")
-    return _load_sum(source) if "+" in source or "*" in source else _load_one(source)
+    return _load_sum(source, stream) if "+" in source or "*" in source else _load_one(source, stream)
 
 
-def _load_sum(source: str) -> list[LocatedRecord]:
+def _load_sum(source: str, stream: bool) -> Sequence[LocatedRecord]:
     parts = parts_of(source)
     if len(parts) == 1:
-        return parts[0].take(_load_one(parts[0].name))
-    loaded = [(part, _load_one(part.name)) for part in parts]
-    return [
-        ({"source": part.name, **record}, where) for part, records in loaded for record, where in part.take(records)
-    ]
+        return parts[0].take(_load_one(parts[0].name, stream))
+    loaded = [(part.name, part.take(_load_one(part.name, stream))) for part in parts]
+    return chain([make_each(records, _NameSource(name)) for name, records in loaded])
 
 
-def _load_one(source: str) -> list[LocatedRecord]:
+@dataclass(frozen=True, slots=True)
+class _NameSource:
+    """Says in a record which data set it is from, unless it says so itself."""
+
+    source: str
+
+    def __call__(self, _: int, located: LocatedRecord) -> LocatedRecord:
+        return {"source": self.source, **located[0]}, located[1]
+
+
+def _load_one(source: str, stream: bool) -> Sequence[LocatedRecord]:
     builtin = _BUILTIN_TASKS.get(source)
-    records = _locate(builtin(), source) if builtin else _load_elsewhere(source)
+    records = _locate(builtin(), source) if builtin else _load_elsewhere(source, stream)
     if not records:
         raise ValueError(f"The data set {source} is empty: it must have at least one record.")
     return records
 
 
-def _load_elsewhere(source: str) -> list[LocatedRecord]:
+def _load_elsewhere(source: str, stream: bool) -> Sequence[LocatedRecord]:
     if source.startswith("builtin:"):
         names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
         raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
     if source.startswith(PREFIX):
         return _locate(reasoning_records(source), source)
-    return _load_from_hub(source) if source.startswith("hf:") else _load_from_disk(Path(source))
+    if source.startswith("hf:"):
+        return _load_from_hub(source, stream)
+    if shards := files_of(source):
+        return chain([_load_from_disk(shard, stream) for shard in shards])
+    return _load_from_disk(Path(source), stream)
 
 
 def build_prompts(
@@ -101,8 +116,10 @@ def build_prompts(
     max_prompt_tokens: int,
     chat_template: ChatTemplateUse = "auto",
     media: MediaFields | None = None,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Renders and tokenises the records; the error for a record that cannot be used names its file and line.
+
+    Records that are streamed make prompts that are: one is rendered, tokenised and checked when it is asked for.
 
     Args:
         prompt_field: holds a string or a list of messages; a record without it may have `messages`.
@@ -118,8 +135,9 @@ def build_prompts(
     renderer: Any = media.processor.processor if media and media.processor else tokenizer
     renders_text = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
     media_fields = () if media is None else (media.image_field, media.video_field)
-    prompts = []
-    for index, (record, where) in enumerate(records):
+
+    def build(index: int, located: LocatedRecord) -> Prompt:
+        record, where = located
         field, value = _find_prompt(record, where, prompt_field)
         if renders_text or not isinstance(value, str):
             text = _render(value, where, field, renderer, takes_parts=renderer is not tokenizer)
@@ -142,8 +160,9 @@ def build_prompts(
             prompt = _with_media(prompt, record, where, media)
         if prompt.num_tokens > max_prompt_tokens:
             raise _too_long(prompt, where, max_prompt_tokens)
-        prompts.append(prompt)
-    return prompts
+        return prompt
+
+    return make_each(records, build)
 
 
 def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:
@@ -160,30 +179,31 @@ def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
     )
 
 
-def _load_from_disk(path: Path) -> list[LocatedRecord]:
+def _load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
     if path.is_dir():
-        return _load_directory(path)
+        return _load_directory(path, stream)
     if not path.is_file():
         raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {_ACCEPTED_SOURCES}.")
     if path.suffix == ".parquet":
-        return _load_parquet(path)
+        return _stream_parquet(path) if stream else _load_parquet(path)
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path} ends in {path.suffix!r}. A data set is {_ACCEPTED_SOURCES}.")
     with path.open("rb") as file:
         is_array = path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return _load_json_array(path) if is_array else _load_json_lines(path)
+    if is_array and stream:
+        raise ValueError(
+            f"{path} is one JSON array, which --data.stream cannot read in parts: write one object a line."
+        )
+    return _load_json_array(path) if is_array else _load_json_lines(path, stream)
 
 
-def _load_json_lines(path: Path) -> list[LocatedRecord]:
-    records = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            value = parse_json(line, where, "Each line must be one JSON object.")
-            records.append((require_object(value, where), where))
-    return records
+def _load_json_lines(path: Path, stream: bool) -> Sequence[LocatedRecord]:
+    lines = stream_lines(path, _parse_line)
+    return lines if stream else list(lines)
+
+
+def _parse_line(line: bytes, where: str) -> LocatedRecord:
+    return require_object(parse_json(line, where, "Each line must be one JSON object."), where), where
 
 
 def _load_json_array(path: Path) -> list[LocatedRecord]:
@@ -203,17 +223,26 @@ def _load_parquet(path: Path) -> list[LocatedRecord]:
     return _locate(table.to_pylist(), path)
 
 
-def _load_directory(path: Path) -> list[LocatedRecord]:
+def _stream_parquet(path: Path) -> Sequence[LocatedRecord]:
+    datasets = _import_datasets(f"{path} with --data.stream")
+    try:
+        loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")  # memory that maps a file
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
+    return _locate_rows(loaded, path, stream=True)
+
+
+def _load_directory(path: Path, stream: bool) -> Sequence[LocatedRecord]:
     datasets = _import_datasets(str(path))
     is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by save_to_disk
     try:
         loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
-    return _locate(_train_split(loaded, path), path)
+    return _locate_rows(_train_split(loaded, path), path, stream)
 
 
-def _load_from_hub(source: str) -> list[LocatedRecord]:
+def _load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
     name, _, split = source.removeprefix("hf:").partition(":")
     owner_and_name, config = name, None
     if name.count("/") == 2:
@@ -222,7 +251,7 @@ def _load_from_hub(source: str) -> list[LocatedRecord]:
         raise ValueError(f"{source} names no data set: it must be hf:OWNER/NAME[/CONFIG][:SPLIT].")
     datasets = _import_datasets(source)
     try:
-        return _locate(datasets.load_dataset(owner_and_name, config, split=split or "train"), source)
+        return _locate_rows(datasets.load_dataset(owner_and_name, config, split=split or "train"), source, stream)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
@@ -237,15 +266,21 @@ def _import_datasets(source: str) -> Any:
     return datasets
 
 
-def _train_split(loaded: Any, path: Path) -> Iterable[Record]:
+def _train_split(loaded: Any, path: Path) -> Any:
     """Returns the data set itself, or of a dictionary of splits the one named train, or the only one."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits and len(splits) != 1:
         raise ValueError(
             f"{path} has the splits {', '.join(splits)} and none is train: give the directory of one split."
         )
-    chosen: Iterable[Record] = splits["train"] if "train" in splits else next(iter(splits.values()))
-    return chosen
+    return splits["train"] if "train" in splits else next(iter(splits.values()))
+
+
+def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
+    """Returns the rows of a data set of datasets, which stay in its files if they are streamed."""
+    if not stream:
+        return _locate(rows, source)
+    return Streamed(len(rows), lambda index: (dict(rows[index]), f"{source}: row {index + 1}"))
 
 
 def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:

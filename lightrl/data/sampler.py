@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from lightrl.seeding import mix_seed
+from lightrl.seeding import mix_seed, mix_seed_array, prefix_state
 
 Item = TypeVar("Item")
 
@@ -16,8 +18,14 @@ _SHUFFLE_STREAM = 0x5348554646  # keeps these draws apart from all others of the
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
     """Returns the order of an epoch: 0 .. length - 1, sorted by a hash of each."""
-    epoch_seed = mix_seed(_SHUFFLE_STREAM, seed, epoch)
-    return sorted(range(length), key=lambda index: (mix_seed(epoch_seed, index), index))
+    order: list[int] = permutation_array(length, seed, epoch).tolist()
+    return order
+
+
+def permutation_array(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns permutation() in 8 bytes for each index."""
+    epoch_state = prefix_state(mix_seed(_SHUFFLE_STREAM, seed, epoch))
+    return np.argsort(mix_seed_array(epoch_state, np.arange(length)), kind="stable")
 
 
 def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
@@ -63,14 +71,14 @@ class PromptSampler(Draws):
         self.batch_size = batch_size
         self.seed = seed
         self.num_drawn = 0
-        self._order: tuple[int, list[int]] | None = None  # (epoch, its permutation) used last
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, its permutation) used last
 
     def index_at(self, ticket: int) -> int:
         """Returns the data index of the prompt at a place of the run's one order."""
         epoch, index = divmod(ticket, self.num_prompts_in_data)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, permutation(self.num_prompts_in_data, self.seed, epoch))
-        return self._order[1][index]
+            self._order = (epoch, permutation_array(self.num_prompts_in_data, self.seed, epoch))
+        return int(self._order[1][index])
 
     def state_dict(self) -> dict[str, int]:
         """Returns what load_state_dict() needs, as plain integers."""

@@ -95,7 +95,7 @@ class DPOTrainer(Trainer):
             )
         )
 
-    def _build_examples(self, records: list[Any]) -> list[Example]:
+    def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
         fields = ExampleFields(prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field)
         return ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template).pairs(records)

@@ -32,7 +32,7 @@ WeightFn = Callable[[PackedBatch], float | Tensor]
 class ExampleData:
     """The examples of a run: draws the batch of each step, takes this rank's part of it, and packs that."""
 
-    def __init__(self, run: RunContext, build: Callable[[list[Any]], list[Example]]) -> None:
+    def __init__(self, run: RunContext, build: Callable[[Sequence[Any]], Sequence[Example]]) -> None:
         """build: makes one example of each record."""
         self._run = run
         config: OfflineConfig = run.config
@@ -141,7 +141,7 @@ def _by_position(examples: Sequence[Example]) -> Examples:
     return {example.position: example for example in examples}
 
 
-def _keep_fitting(run: RunContext, examples: list[Example]) -> tuple[list[Example], int]:
+def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequence[Example], int]:
     """Returns the examples that fit into the model's context, and the number of the others."""
     config: OfflineConfig = run.config
     if config.data.max_tokens > run.context:
@@ -150,8 +150,12 @@ def _keep_fitting(run: RunContext, examples: list[Example]) -> tuple[list[Exampl
         )
     max_tokens = config.data.max_tokens or run.context
     fitting, num_skipped = keep_fitting(examples, max_tokens=max_tokens, too_long=config.data.too_long)
-    longest = max(fitting, key=lambda example: example.num_tokens, default=None)
-    run.longest.append(max((answer.num_tokens for example in fitting for answer in example.answers), default=0))
+    longest: Example | None = None
+    longest_answer = 0
+    for example in fitting:  # once, since streamed ones are made anew each time
+        longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
+        longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
+    run.longest.append(longest_answer)
     if longest and not config.micro_batch_size and longest.num_tokens > config.max_tokens_per_microbatch:
         raise ValueError(
             f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold {longest.where}: raise it "

@@ -64,11 +64,12 @@ class PromptData:
 
     def draw(self, count: int, first: int = 0) -> Prompts:
         """Draws the next count prompts as positions first, first + 1, ... of the step; returns this rank's."""
-        drawn = [(first + offset, self.train[index]) for offset, index in enumerate(self.sampler.draw(count))]
-        return shard(drawn, self._comm.rank, self._comm.world)
+        drawn = list(enumerate(self.sampler.draw(count), start=first))
+        mine = shard(drawn, self._comm.rank, self._comm.world)
+        return [(position, self.train[index]) for position, index in mine]
 
 
-def _build_prompts(run: RunContext, records: list[Any], source: str, max_new_tokens: int) -> list[Prompt]:
+def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new_tokens: int) -> Sequence[Prompt]:
     if not records:
         return []
     config: RolloutConfig = run.config

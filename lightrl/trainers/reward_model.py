@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class RMTrainer(Trainer):
             check_reward_scores(model)
         return model
 
-    def _build_examples(self, records: list[Any]) -> list[Example]:
+    def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
         fields = ExampleFields(
             prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field, margin=data.margin_field

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -72,8 +72,8 @@ class RunContext:
     tokenizer: PreTrainedTokenizerBase
     media: MediaProcessor | None  # None: the model takes text alone
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
-    train_records: list[Any]  # the lines of --train_data
-    eval_records: list[Any]
+    train_records: Sequence[Any]  # the lines of --train_data
+    eval_records: Sequence[Any]
     workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
     longest: list[int] = field(default_factory=list)  # tokens of the longest sequence of each data set read so far
 
@@ -96,7 +96,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     if checkpoint is not None:
         checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
-        train_records = load_records(config.train_data)
+        train_records = load_records(config.train_data, stream=config.data.stream)
         eval_source = config.eval_data or held_out_of(config.train_data)
         eval_records = load_records(eval_source) if eval_source else []
     model_path = _find_model(config.model, strategy)

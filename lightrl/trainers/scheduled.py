@@ -83,7 +83,7 @@ class ScheduledTrainer(Trainer):
         super().close()
 
     def _check_prompts(self) -> None:
-        if any(prompt.images or prompt.videos for prompt in self.prompts.train):
+        if self.run.media is not None and any(prompt.images or prompt.videos for prompt in self.prompts.train):
             raise ValueError(
                 "The prompts have images or videos, which a scheduled run takes no part of yet. Leave "
                 "--rollout.over_issue, --rollout.max_staleness and --rollout.filter out."

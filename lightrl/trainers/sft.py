@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class SFTTrainer(Trainer):
         statistics.mean("probability", float(likelihoods.sum()) if num_examples else 0.0, num_examples)
         return mean_loss(-output.logprobs, weights)
 
-    def _build_examples(self, records: list[Any]) -> list[Example]:
+    def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
         fields = ExampleFields(prompt=data.prompt_field, response=data.response_field)
         builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, train_on=data.train_on)
