@@ -41,6 +41,7 @@ class _Evidence:
     run: RunFiles
     change: Mapping[str, Change]  # by metric
     best: float  # the highest reward that a sample can have, as far as the log shows
+    has_risen: bool  # more than the reward varies from step to step
 
     def option(self, name: str, default: float = 0.0) -> float:
         value = self.run.config.get(name)
@@ -71,7 +72,7 @@ def _bad_steps(run: RunFiles) -> Iterator[Finding]:
             steps.setdefault(name, []).append(row["step"])
             texts[name] = text
     for name, bad in sorted(steps.items(), key=lambda pair: -len(pair[1])):
-        yield Finding("warning", f"{len(bad)} bad steps ({_spans(bad)})", f"Last: {texts[name]}", name)
+        yield Finding("warning", f"{name} is bad in {len(bad)} steps ({_spans(bad)})", f"Last: {texts[name]}", name)
 
 
 def _spans(steps: Sequence[int]) -> str:
@@ -97,9 +98,11 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
     spread = max(smooth) - min(smooth)
     noise = _noise([value for _, value in rewards], smooth)
     first, last = f"{smooth[0]:.3g}", f"{smooth[-1]:.3g}"
-    if spread <= max(6 * noise, 1e-9):
+    if spread <= _flat(noise):
         title = "The reward never rose"
         text = f"It stays within {min(smooth):.3g} and {max(smooth):.3g}, as much as it varies from step to step."
+        if not spread:
+            text = f"It is {first} in every step."
         start = 0
     elif max(smooth) - smooth[-1] > max(0.2 * spread, 4 * noise):
         top = smooth.index(max(smooth))
@@ -114,8 +117,10 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
             return
         title = f"The reward stopped rising at about step {rewards[start][0]}"
         text = f"It rose from {first} to {smooth[start]:.3g} by then, and ended at {last}."
-    yield Finding("warning", title, text, "reward/mean")
-    causes = list(_causes(_evidence(run, rewards[start][0])))
+    evidence = _evidence(run, rewards[start][0], has_risen=spread > _flat(noise))
+    solved = _near_the_top(evidence)
+    yield Finding("note" if solved else "warning", title, text, "reward/mean")
+    causes = [cause for cause in (solved, _gap_to_evaluation(evidence)) if cause] if solved else [*_causes(evidence)]
     yield from causes
     if not causes:
         yield Finding("note", "No cause stands out", _NO_CAUSE)
@@ -140,13 +145,18 @@ def _noise(values: Sequence[float], smooth: Sequence[float]) -> float:
     return float(spread / width**0.5)
 
 
+def _flat(noise: float) -> float:
+    """Returns the range that a smoothed curve may have by chance."""
+    return max(6 * noise, 1e-9)
+
+
 def plateau(smooth: Sequence[float], noise: float) -> int:
     """Returns the index after which a curve does not rise above its value by more than a little."""
     margin = max(_RISE * (max(smooth) - min(smooth)), 2 * noise)
     return next(index for index, value in enumerate(smooth) if max(smooth[index:]) - value <= margin)
 
 
-def _evidence(run: RunFiles, since: int) -> _Evidence:
+def _evidence(run: RunFiles, since: int, *, has_risen: bool) -> _Evidence:
     last = run.metrics[-1]["step"]
     early_end, late_start = max(1, last // 3), max(since, last - max(3, last // 3))
     change = {}
@@ -158,7 +168,7 @@ def _evidence(run: RunFiles, since: int) -> _Evidence:
             change[metric] = Change(statistics.fmean(early[: max(3, len(early) // 3)]), statistics.fmean(late))
     rewards = [item["reward"] for item in run.samples if isinstance(item.get("reward"), int | float)]
     best = max([*rewards, *(value for _, value in run.values("reward/mean"))], default=0.0)
-    return _Evidence(run=run, change=change, best=best)
+    return _Evidence(run=run, change=change, best=best, has_risen=has_risen)
 
 
 def _causes(evidence: _Evidence) -> Iterator[Finding]:
@@ -170,6 +180,8 @@ def _causes(evidence: _Evidence) -> Iterator[Finding]:
         found = cause(evidence)
         if found is not None:
             yield found
+            if cause in _EXPLAIN_THE_REST:
+                return
 
 
 def _collapse(evidence: _Evidence) -> Finding | None:
@@ -191,7 +203,7 @@ def _collapse(evidence: _Evidence) -> Finding | None:
 
 def _equal_groups(evidence: _Evidence) -> Finding | None:
     change, reward = evidence.change.get("reward/equal_groups"), evidence.change["reward/mean"]
-    if change is None or change.late < 0.5:
+    if change is None or change.late < 0.75:
         return None
     is_solved = reward.late > 0.5 * evidence.best > 0
     remedy = (
@@ -208,7 +220,7 @@ def _near_the_top(evidence: _Evidence) -> Finding | None:
     if evidence.best <= 0 or late < 0.85 * evidence.best:
         return None
     told = f"The mean is {late:.3g}, and the highest reward of a sample that the log shows is {evidence.best:.3g}."
-    return Finding("note", "There is little left to gain", f"{told} Only harder prompts can show more.", "reward/mean")
+    return Finding("good", "There is little left to gain", f"{told} Only harder prompts can show more.", "reward/mean")
 
 
 def _entropy(evidence: _Evidence) -> Finding | None:
@@ -252,7 +264,13 @@ def _cut_off(evidence: _Evidence) -> Finding | None:
         return None
     longest = evidence.option("max_new_tokens")
     told = f"{change.late:.0%} of the responses end at --max_new_tokens {longest:g} (early: {change.early:.0%})."
-    return Finding("warning", "Responses are cut off", f"{told} See --overlong.buffer.", "tokens/truncated")
+    remedy = "Raise it if their texts are to the point, or teach shorter ones by --overlong.buffer."
+    return Finding("warning", "Responses are cut off", f"{told} {remedy}", "tokens/truncated")
+
+
+def _all_cut_off(evidence: _Evidence) -> Finding | None:
+    change = evidence.change.get("tokens/truncated")
+    return None if change is None or min(change) < 0.9 else _cut_off(evidence)
 
 
 def _lengths(evidence: _Evidence) -> Finding | None:
@@ -265,10 +283,34 @@ def _lengths(evidence: _Evidence) -> Finding | None:
 
 def _held_back(evidence: _Evidence) -> Finding | None:
     change, coefficient = evidence.change.get("kl"), evidence.option("algorithm.kl_coef")
-    if change is None or not coefficient or coefficient * change.late < 0.02:
+    if change is None or not coefficient or coefficient * change.late < 0.01:
         return None
     told = f"The KL to the starting model is {change.late:.3g} per token, and --algorithm.kl_coef is {coefficient:g}."
     return Finding("note", "The KL term holds the policy back", f"{told} Lower the coefficient.", "kl")
+
+
+def _unmoved(evidence: _Evidence) -> Finding | None:
+    norm = evidence.change.get("grad_norm")
+    watched = [name for name in ("entropy", "tokens/response_mean") if evidence.run.values(name)]
+    if evidence.has_risen or not watched or norm is None or not norm.late:
+        return None
+    if any(_has_moved([value for _, value in evidence.run.values(name)]) for name in watched):
+        return None
+    stays = ", ".join(
+        f"{name} {evidence.change[name].early:.3g} to {evidence.change[name].late:.3g}" for name in watched
+    )
+    told = f"Nothing but chance changes ({stays}), though the gradients have a norm of {norm.late:.3g}."
+    lr = evidence.option("lr")
+    remedy = f"Raise --lr (here {lr:g}) tenfold. If that changes nothing, the reward does not depend on what is learnt."
+    return Finding("warning", "The policy hardly changes", f"{told} {remedy}", watched[0])
+
+
+def _has_moved(values: Sequence[float]) -> bool:
+    """Returns whether the means of the first and the last third differ by more than chance explains."""
+    third = len(values) // 3
+    first, last = values[:third], values[-third:]
+    error = ((statistics.variance(first) + statistics.variance(last)) / third) ** 0.5
+    return bool(abs(statistics.fmean(first) - statistics.fmean(last)) > 3 * error)
 
 
 def _failures(evidence: _Evidence) -> Finding | None:
@@ -283,7 +325,7 @@ def _gap_to_evaluation(evidence: _Evidence) -> Finding | None:
     metric = "eval/reward" if evidence.run.values("eval/reward") else "eval/accuracy"
     values = [value for _, value in evidence.run.values(metric)]
     change = evidence.change["reward/mean"]
-    if len(values) < 3 or max(values) - values[-1] < 0.1 * abs(max(values)) or change.late < change.early:
+    if len(values) < 3 or max(values) - values[-1] <= 0.1 * abs(max(values)) or change.late <= change.early:
         return None
     told = f"{metric} fell from {max(values):.3g} to {values[-1]:.3g} while the reward in training rose."
     remedy = "The policy may exploit the reward or know the training prompts: read the suspicious samples."
@@ -291,7 +333,9 @@ def _gap_to_evaluation(evidence: _Evidence) -> Finding | None:
 
 
 _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
-    _near_the_top,
+    _all_cut_off,
+    _held_back,
+    _unmoved,
     _equal_groups,
     _entropy,
     _gap_to_evaluation,
@@ -300,9 +344,9 @@ _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
     _mismatch,
     _cut_off,
     _lengths,
-    _held_back,
     _failures,
 )
+_EXPLAIN_THE_REST = (_all_cut_off, _unmoved)
 
 
 def summary(run: RunFiles) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_a_rising_reward_is_no_warning() -> None:
         ({"mismatch__mean_abs": 0.05}, "Engine and trainer drift apart", "another policy"),
         ({"tokens__truncated": 0.5}, "Responses are cut off", "--max_new_tokens"),
         ({"tokens__response_mean": lambda step: 2.0 * step}, "Responses changed their length", "favour length"),
-        ({"kl": 0.5}, "The KL term holds the policy back", "--algorithm.kl_coef is 0.1"),
+        ({"kl": 0.15}, "The KL term holds the policy back", "--algorithm.kl_coef is 0.1"),
         ({"reward__failures": 3.0}, "Rewards fail", "3 rewards fail"),
         ({"eval__reward": lambda step: 0.5 - 0.005 * step}, "Training and evaluation part", "eval/reward fell"),
     ],
@@ -70,7 +70,40 @@ def test_the_cause_of_a_plateau_is_named(metrics: dict[str, Any], cause: str, to
 
 
 def test_a_reward_near_its_best_has_little_to_gain() -> None:
-    assert "There is little left to gain" in titles(a_run(lambda step: min(0.95, 0.05 * step)))
+    """Groups that are solved and a low entropy belong to it, and call for nothing."""
+    usual = {"reward__equal_groups": 0.9, "entropy": lambda step: 0.5 / step}
+    solved = diagnose(a_run(lambda step: min(0.95, 0.05 * step), **usual))
+    assert [finding.level for finding in solved] == ["note", "good"]
+    assert solved[1].title == "There is little left to gain"
+    worse = a_run(lambda step: min(0.95, 0.05 * step), **usual, eval__reward=lambda step: 0.5 - 0.005 * step)
+    assert titles(worse)[2:] == ["Training and evaluation part"]
+
+
+def test_a_reward_that_never_rose_since_nothing_moved() -> None:
+    draws = random.Random(1)
+    moves: dict[str, Any] = {"grad_norm": 2.0, "entropy": lambda step: 0.5 + draws.uniform(-0.05, 0.05)}
+    found = diagnose(a_run(lambda step: 0.2, {"lr": 1e-9}, reward__equal_groups=0.8, **moves))
+    assert [finding.title for finding in found] == ["The reward never rose", "The policy hardly changes"]
+    assert "Raise --lr (here 1e-09) tenfold" in found[1].text
+    moved = a_run(lambda step: 0.2, **moves, tokens__response_mean=lambda step: 9 + 0.1 * step)
+    assert "The policy hardly changes" not in titles(moved)
+    assert "The policy hardly changes" not in titles(a_run(stops_at_20, **moves))
+
+
+def test_responses_that_are_all_cut_off_explain_the_rest() -> None:
+    always = {"reward__equal_groups": 1.0, "tokens__truncated": 1.0, "eval__reward": 0.0}
+    found = diagnose(
+        dataclasses.replace(
+            a_run(lambda step: 0.0),
+            metrics=[
+                {"step": step, "reward/mean": 0.0, **{name.replace("__", "/"): value for name, value in always.items()}}
+                for step in range(1, 61)
+            ],
+        )
+    )
+    assert [finding.title for finding in found[:2]] == ["The reward never rose", "Responses are cut off"]
+    assert found[0].text == "It is 0 in every step."
+    assert not {"Few groups teach anything", "Training and evaluation part"} & {finding.title for finding in found}
 
 
 def test_without_a_cause_the_reader_is_sent_to_the_samples() -> None:
@@ -100,5 +133,5 @@ def test_bad_steps_are_counted_with_the_limits_of_the_run() -> None:
     run = a_run(lambda step: 0.01 * step, entropy=lambda step: 0.01 if 4 <= step <= 6 or step == 9 else 0.5)
     assert titles(run) == ["The reward was still rising"]
     found = diagnose(dataclasses.replace(run, config={"health.min_entropy": 0.02}))
-    assert found[1].title == "4 bad steps (4-6, 9)"
+    assert found[1].title == "entropy is bad in 4 steps (4-6, 9)"
     assert "--health.min_entropy 0.02" in found[1].text
