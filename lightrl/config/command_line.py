@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_names, option_types
+from lightrl.config.peer_names import own_names
 from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import read_yaml
 
@@ -40,7 +41,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     except SystemExit as end:  # tyro has said what is wrong
-        for reason in reasons_against(args, option_names(config_class)) if end.code else ():
+        known = option_names(config_class)
+        for reason in [*reasons_against(args, known), *own_names(args, known)] if end.code else ():
             print_user_error(ValueError(reason))
         raise
 

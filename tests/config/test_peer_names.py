@@ -1,0 +1,31 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from lightrl.config import GRPOConfig, parse_config
+from lightrl.config.options import option_names
+from lightrl.config.peer_names import _OURS, own_names
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+
+
+def test_every_name_stands_in_the_guide_and_leads_to_an_option() -> None:
+    known = option_names(GRPOConfig)
+    for theirs, ours in _OURS.items():
+        assert re.search(rf"`(--)?{theirs}\b", GUIDE), theirs
+        assert own_names([f"--{theirs}"], known) == ([] if theirs in known else [f"--{theirs} is {ours} here."])
+        assert all(name in known for name in re.findall(r"--([\w.]+)", ours)), theirs
+
+
+def test_a_name_of_another_trainer_is_answered_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_config(GRPOConfig, ["--learning-rate=3e-6", "--nothing", "1"])
+    assert end.value.code == 2
+    told = capsys.readouterr()
+    assert "--learning_rate is --lr here." in told.out + told.err
+
+
+def test_names_that_the_program_has_or_cannot_offer_are_left_alone() -> None:
+    assert own_names(["--beta", "1", "learning_rate"], {"lr"}) == []
+    assert own_names(["--learning_rate"], {"learning_rate", "lr"}) == []
