@@ -250,7 +250,11 @@ def check_model_folder(path: str, option: str = "--model") -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{option} {path}: there is no such folder.")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.")
+        inner = folder / "final"
+        hint = f" Did you mean {inner}?" if (inner / "config.json").is_file() else ""
+        raise FileNotFoundError(
+            f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.{hint}"
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise FileNotFoundError(f"{option} {path}: the folder has no tokenizer. Save it there with save_pretrained().")
 

@@ -6,7 +6,7 @@ Failures of rewards are counted over all ranks, and stop all ranks or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightrl.comm import Comm
@@ -169,11 +169,13 @@ class Collector(Scorer):
         n: int = 1,
         ks: Sequence[int] = (),
         source_field: str = "",
+        watch: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> dict[str, float]:
         """Samples each prompt n times, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
         if no sample has a reward; without prompts there are no metrics. ks and source_field: as in metrics.evaluate().
+        watch is given this rank's samples with their rewards.
         """
         if not prompts:
             return {}
@@ -190,6 +192,8 @@ class Collector(Scorer):
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
+        if watch is not None:
+            watch(samples, scored)
         return statistics.reduce(comm)
 
 

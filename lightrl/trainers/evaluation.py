@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NoReturn
 
 from lightrl.config import EvaluateConfig
+from lightrl.data.prompts import shorten
+from lightrl.records import Sample
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import PromptData, evaluate, start_engine
 from lightrl.trainers.run import RunContext, load_start_policy
+
+_NUM_SHOWN = 3  # responses on the terminal
 
 
 class Evaluator(Trainer):
@@ -32,6 +39,7 @@ class Evaluator(Trainer):
             policy = load_start_policy(self.run, is_reference=True)
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
+        self.responses: list[dict[str, Any]] = []  # of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:
         """Raises TypeError: an evaluation takes no step."""
@@ -39,17 +47,41 @@ class Evaluator(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics over all ranks."""
-        return evaluate(self.collector, self.prompts, self.config.eval)
+        return evaluate(self.collector, self.prompts, self.config.eval, watch=self._keep)
 
     def fit(self) -> dict[str, float]:
-        """Evaluates, prints the result, and writes it to evaluation.json in the folder of the run."""
+        """Evaluates, prints the result, and writes it and all responses to the folder of the run."""
         metrics = self.evaluate()
         if self.strategy.comm.is_main:
             text = json.dumps(self._result(metrics), indent=2)
-            self.folder.root.mkdir(parents=True, exist_ok=True)
-            (self.folder.root / "evaluation.json").write_text(f"{text}\n")
+            root = self.folder.root
+            root.mkdir(parents=True, exist_ok=True)
+            (root / "evaluation.json").write_text(f"{text}\n")
+            lines = [json.dumps(row, ensure_ascii=False) for row in self.responses]
+            (root / "responses.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            for row in self.responses[:_NUM_SHOWN]:
+                shown = {name: shorten(repr(row[name])) for name in ("prompt", "response", "answer")}
+                told = "  ".join(f"{name} {text}" for name, text in shown.items())
+                sys.stderr.write(f"{told}  reward {row['reward']}\n")
+            sys.stderr.write(f"All {len(lines)} responses: {root / 'responses.jsonl'}\n")
             sys.stdout.write(f"{text}\n")
         return metrics
+
+    def _keep(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
+        mine = [
+            {
+                "position": sample.position,
+                "sample": sample.sample_index,
+                "prompt": sample.prompt.text,
+                "response": sample.text,
+                "answer": sample.prompt.answer,
+                "reward": reward if math.isfinite(reward) else None,
+                "finish_reason": sample.finish_reason,
+            }
+            for sample, reward in zip(samples, rewards, strict=True)
+        ]
+        everyones = self.strategy.comm.all_gather_object(mine)
+        self.responses = sorted(chain.from_iterable(everyones), key=lambda row: (row["position"], row["sample"]))
 
     def _result(self, metrics: dict[str, float]) -> dict[str, object]:
         config = self.config

@@ -324,14 +324,19 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens, **sampling_of(config))
 
 
-def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> dict[str, float]:
-    """Samples the held-out prompts as the options say, and changes nothing of the training."""
+def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig, **others: Any) -> dict[str, float]:
+    """Samples the held-out prompts as the options say, and changes nothing of the training.
+
+    Args:
+        others: further arguments of Collector.evaluate().
+    """
     return collector.evaluate(
         prompts.evaluation,
         temperature=config.temperature,
         n=config.n,
         ks=config.k,
         source_field=config.source_field,
+        **others,
     )
 
 

@@ -38,6 +38,12 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
     assert one["metrics"] == pytest.approx(two["metrics"], abs=1e-12)
     assert json.loads(printed[printed.index("{") :]) == one
     assert (one["num_prompts"], one["samples_per_prompt"]) == (5, 4)
+    responses = [(folder / "responses.jsonl").read_text() for folder in folders]
+    assert responses[0] == responses[1]
+    rows = [json.loads(line) for line in responses[0].splitlines()]
+    assert [(row["position"], row["sample"]) for row in rows] == [(p, i) for p in range(5) for i in range(4)]
+    assert sum(row["reward"] for row in rows) / 20 == pytest.approx(one["metrics"]["eval/reward"])
+    assert all(row["reward"] == (row["response"].strip()[-1:] in list("13579")) for row in rows)
     metrics = one["metrics"]
     assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/avg@4"]) == pytest.approx(metrics["eval/accuracy"])
     assert 0 < metrics["eval/pass@1"] < metrics["eval/pass@4"] <= 1
