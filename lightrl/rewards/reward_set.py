@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import os
@@ -21,6 +22,7 @@ from lightrl.rewards.scoring import (
     AnyReward,
     FailureBudget,
     Outcome,
+    OwnRewards,
     RewardError,
     RewardRunner,
     ScoringLimits,
@@ -42,6 +44,7 @@ BUILTIN_REWARDS = {
     "reasoning_gym": "lightrl.rewards.reasoning_gym:ReasoningGym",
     "episode": "lightrl.rewards.episode_reward:episode_reward",
 }
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 _TAKEN = ("mean", "equal_groups", "failures", "no_verdict", "overlong_penalty")  # reward/... metrics of the run itself
@@ -99,9 +102,9 @@ class RewardSet:
         return cls([WeightedReward(label=reward_name(reward), weight=1.0, reward=reward)])
 
     @classmethod
-    def from_config(cls, config: RolloutConfig, own: AnyReward | None = None) -> RewardSet:
+    def from_config(cls, config: RolloutConfig, own: OwnRewards | None = None) -> RewardSet:
         """Builds the rewards that the config names, or a set of `own` instead."""
-        rewards = _named_rewards(config) if own is None else [_own_reward(config, own)]
+        rewards = _named_rewards(config) if own is None else _own_rewards(config, own)
         limits = ScoringLimits(
             timeout_s=config.reward_timeout_s, concurrency=config.reward_concurrency, num_workers=config.reward_workers
         )
@@ -188,6 +191,8 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     A class is built with its parameters; a function keeps them. They are its keyword-only parameters. A text is read
     as the type that the parameter is declared to have.
     """
+    if name.endswith(".py") and Path(name).is_file():
+        raise _no_function_named(Path(name))
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         reward = _load_from_file(Path(file), function_name)
@@ -200,6 +205,14 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     if inspect.isclass(reward):
         return cast(AnyReward, reward(**given))
     return cast(AnyReward, partial(reward, **given) if given else reward)
+
+
+def _no_function_named(file: Path) -> ValueError:
+    found = [item.name for item in ast.parse(file.read_text()).body if isinstance(item, _DEFINITIONS)]
+    choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
+    return ValueError(
+        f"--reward {file} names a file and none of its functions. Write {choices or f'{file}:my_reward'}."
+    )
 
 
 def _not_a_function(name: str, reward: object) -> ValueError:
@@ -259,10 +272,13 @@ def _load_from_file(path: Path, function_name: str) -> object:
 # ---- Rewards of a config ---------------------------------------------------------------------------------------------
 
 
-def _own_reward(config: RolloutConfig, reward: AnyReward) -> WeightedReward:
+def _own_rewards(config: RolloutConfig, own: OwnRewards) -> list[WeightedReward]:
     if config.reward_args:
         raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
-    return WeightedReward(label=_label(reward_name(reward)), weight=1.0, reward=reward)
+    rewards = list(own) if isinstance(own, Sequence) else [own]
+    if not rewards:
+        raise ValueError("The list of rewards is empty. Give one, such as exact_match.")
+    return [WeightedReward(label=_label(reward_name(reward)), weight=1.0, reward=reward) for reward in rewards]
 
 
 def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:

@@ -57,6 +57,7 @@ class BatchReward(Protocol):
 
 
 AnyReward: TypeAlias = Reward | GroupReward | BatchReward
+OwnRewards: TypeAlias = AnyReward | Sequence[AnyReward]  # of several the sum counts
 Many: TypeAlias = Callable[[Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

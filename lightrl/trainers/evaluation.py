@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from lightrl.config import EvaluateConfig
 from lightrl.data.prompts import shorten
 from lightrl.records import Sample
-from lightrl.rewards import AnyReward
+from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import Trainer
@@ -29,7 +29,11 @@ class Evaluator(Trainer):
     config: EvaluateConfig
 
     def __init__(
-        self, run: RunContext | EvaluateConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+        self,
+        run: RunContext | EvaluateConfig,
+        *,
+        strategy: StrategyBase | None = None,
+        reward: OwnRewards | None = None,
     ) -> None:
         config: EvaluateConfig = run.config if isinstance(run, RunContext) else run
         self.rewards = RewardSet.from_config(config, reward)

@@ -100,7 +100,7 @@ class Trainer(ABC):
     """
 
     kind: ClassVar[str]  # names the folder of a run
-    shown: ClassVar[Shown] = Shown()
+    shown: Shown = Shown()
     config: Any  # the subclass names its own class of options
     model: nn.Module  # trained, saved and resumed
     batches: str = ""  # the batch arithmetic in one line, printed at the start

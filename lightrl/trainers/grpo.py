@@ -13,7 +13,7 @@ from lightrl.config import GRPOConfig
 from lightrl.data.packing import TokenMasks, TokenValues
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
-from lightrl.rewards import AnyReward
+from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts, grouped
@@ -31,6 +31,7 @@ from lightrl.trainers.policy_step import (
     describe_rollout,
     evaluate,
     is_truncated,
+    shown_of,
     start_engine,
     step_metrics,
     sync_engine,
@@ -54,7 +55,7 @@ class GRPOTrainer(Trainer):
     config: GRPOConfig
 
     def __init__(
-        self, run: RunContext | GRPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+        self, run: RunContext | GRPOConfig, *, strategy: StrategyBase | None = None, reward: OwnRewards | None = None
     ) -> None:
         config: GRPOConfig = run.config if isinstance(run, RunContext) else run
         # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
@@ -69,6 +70,7 @@ class GRPOTrainer(Trainer):
         is_asked = chooses or bool(config.algorithm.selection_args)
         self.selector = TokenSelector(config.algorithm) if is_asked else None
         self.rewards = RewardSet.from_config(config, reward)
+        self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 
         self.prompts = PromptData(self.run)

@@ -19,6 +19,7 @@ from lightrl.rollout.record import write_groups
 logger = logging.getLogger(__name__)
 
 _FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
+_PASSED_STEPS = 10  # without a warning, before the same one is news again
 _SKIPPED = ("skipped_updates", "critic/skipped_updates")
 
 
@@ -112,28 +113,33 @@ def _without_reward(failures: float) -> str:
 
 
 class BadSteps:
-    """Warns of what is bad about the steps of a run, each kind once until it has passed, and stops the run."""
+    """Warns of what is bad about the steps of a run, of each kind when it begins, and stops the run."""
 
     def __init__(self, trainer: Any) -> None:
         self.count = 0  # in a row
         self._trainer = trainer
         self._found: Mapping[str, str] = {}  # in the last step
+        self._last_seen: dict[str, int] = {}  # step of each kind
         self._groups: Sequence[ScoredGroup] = ()  # of the last step, if the run may stop
         if trainer.config.health.max_bad_steps and hasattr(trainer, "learn_from"):
             self._keep_batches()
 
     def see(self, metrics: Mapping[str, float]) -> None:
         """Looks at a finished step; raises UnhealthyRunError on every rank after the last bad one that is allowed."""
-        limits, before = self._trainer.config.health, self._found
+        limits = self._trainer.config.health
         self._found = findings(metrics, limits)
         if self._found:
-            self._warn(before)
+            self._warn()
         if limits.max_bad_steps:
             self._count(limits.max_bad_steps)
 
-    def _warn(self, before: Mapping[str, str]) -> None:
-        for name in sorted(self._found.keys() - before.keys()) if self._trainer.strategy.comm.is_main else ():
-            logger.warning("Step %d: %s", self._trainer.step_index, _capital(self._found[name]))
+    def _warn(self) -> None:
+        step = self._trainer.step_index
+        for name in sorted(self._found):
+            seen, self._last_seen[name] = self._last_seen.get(name), step
+            is_new = seen is None or step - seen > _PASSED_STEPS
+            if is_new and self._trainer.strategy.comm.is_main:
+                logger.warning("Step %d: %s", step, _capital(self._found[name]))
 
     def _count(self, allowed: int) -> None:
         self.count = self.count + 1 if self._found else 0

@@ -33,7 +33,7 @@ from lightrl.rollout.collector import Collector, Prompts, sampling_of
 from lightrl.rollout.episode_collector import collector_of_episodes, longest_episode
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
-from lightrl.trainers.fit import Trainer
+from lightrl.trainers.fit import Shown, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import describe_staleness, older_samples
@@ -322,6 +322,16 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
     if run.workflow is not None:
         return collector_of_episodes(run.workflow, strategy, rewards, config)
     return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens, **sampling_of(config))
+
+
+def shown_of(rewards: RewardSet) -> Shown:
+    """Returns what a run prints; of several rewards also the mean of each."""
+    names = [f"reward/{item.label}" for item in rewards.rewards] if len(rewards.rewards) > 1 else []
+    evaluated = tuple(f"eval/{name}" for name in names)
+    return Shown(
+        step=("reward/mean", *names, "tokens/per_second", "entropy"),
+        evaluation=("eval/accuracy", "eval/reward", *evaluated),
+    )
 
 
 def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig, **others: Any) -> dict[str, float]:

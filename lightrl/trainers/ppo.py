@@ -20,7 +20,7 @@ from lightrl.models.option_names import naming
 from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, ScoresAndValues, StateValues, TokenScores
-from lightrl.rewards import AnyReward
+from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.branches import with_branches
@@ -35,6 +35,7 @@ from lightrl.trainers.policy_step import (
     describe_batches,
     describe_rollout,
     evaluate,
+    shown_of,
     start_engine,
     step_metrics,
     sync_engine,
@@ -54,7 +55,7 @@ class PPOTrainer(Trainer):
     config: PPOConfig
 
     def __init__(
-        self, run: RunContext | PPOConfig, *, strategy: StrategyBase | None = None, reward: AnyReward | None = None
+        self, run: RunContext | PPOConfig, *, strategy: StrategyBase | None = None, reward: OwnRewards | None = None
     ) -> None:
         config: PPOConfig = run.config if isinstance(run, RunContext) else run
         # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
@@ -64,6 +65,7 @@ class PPOTrainer(Trainer):
         self.value_objective = ValueObjective(config.critic, self.objective.token_weights)
         self.token_advantages = TokenAdvantages(config.algorithm)
         self.rewards = RewardSet.from_config(config, reward)
+        self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 
         self.prompts = PromptData(self.run)

@@ -135,3 +135,26 @@ def test_options_of_rewards_that_are_not_used_are_refused() -> None:
 def test_ranges(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**options)
+
+
+def half(sample: Sample) -> float:
+    return 0.5
+
+
+def length_of(sample: Sample) -> float:
+    return float(len(sample.text))
+
+
+def test_a_list_of_ones_own_is_added_up() -> None:
+    rewards = RewardSet.from_config(GRPOConfig(), [half, length_of])
+    assert scored(rewards, [answered("12", 1)]) == ([2.5], {"half": [0.5], "length_of": [2.0]})
+    with pytest.raises(ValueError, match="The list of rewards is empty"):
+        RewardSet.from_config(GRPOConfig(), [])
+
+
+def test_a_file_without_a_function_lists_its_functions(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text("def right(sample): ...\ndef _inner(): ...\nclass Judge: ...\n")
+    with pytest.raises(
+        ValueError, match=r"names a file and none of its functions. Write \S+mine.py:right or \S+mine.py:Judge\."
+    ):
+        set_of(str(file))

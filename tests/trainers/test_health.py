@@ -49,13 +49,17 @@ def test_no_reward_at_all_is_found() -> None:
     assert findings(metrics, RolloutHealthConfig())["reward/failures"].startswith("no sample has a reward: 16 rewards")
 
 
-def test_a_warning_comes_once_until_it_has_passed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(health=RolloutHealthConfig())
     trainer = SimpleNamespace(config=config, strategy=SimpleNamespace(comm=Comm()), step_index=7)
     health = BadSteps(trainer)
-    for entropy in (0.0, 0.0, 1.0, 0.0):
-        health.see(GOOD | {"entropy": entropy})
-    assert [record.message[:30] for record in caplog.records] == ["Step 7: The entropy of the pol"] * 2
+    for step in range(7, 40):  # bad in 7, 8 and 10, and again from 21 on
+        trainer.step_index = step
+        health.see(GOOD | {"entropy": 0.0 if step in (7, 8, 10) or step >= 21 else 1.0})
+    assert [record.message.partition(" of")[0] for record in caplog.records] == [
+        "Step 7: The entropy",
+        "Step 21: The entropy",
+    ]
 
 
 # ---- Runs with planted faults

@@ -1,7 +1,9 @@
 """What GRPO and PPO share."""
 
 from lightrl.config import GRPOConfig
-from lightrl.trainers.policy_step import describe_batches
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.trainers.fit import Shown
+from lightrl.trainers.policy_step import describe_batches, shown_of
 
 
 def test_the_batch_arithmetic_is_written_out() -> None:
@@ -10,3 +12,10 @@ def test_the_batch_arithmetic_is_written_out() -> None:
     assert "6 prompts x 4 samples = 24 samples a step" in text
     assert "3 epoch(s) x 2 mini-batch(es) = 6 optimizer step(s) of 12 samples" in text
     assert "each of 4 rank(s) about 3 samples in 2 micro-batches of <= 2 samples" in text
+
+
+def test_the_means_of_several_rewards_are_shown() -> None:
+    assert shown_of(RewardSet.from_config(GRPOConfig())) == Shown()
+    both = shown_of(RewardSet.from_config(GRPOConfig(reward=("exact_match", "contains=0.1"))))
+    assert both.step == ("reward/mean", "reward/exact_match", "reward/contains", "tokens/per_second", "entropy")
+    assert both.evaluation[2:] == ("eval/reward/exact_match", "eval/reward/contains")
