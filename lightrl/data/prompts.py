@@ -198,8 +198,10 @@ def _load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
 
 
 def _load_json_lines(path: Path, stream: bool) -> Sequence[LocatedRecord]:
-    lines = stream_lines(path, _parse_line)
-    return lines if stream else list(lines)
+    if stream:
+        return stream_lines(path, _parse_line)
+    with path.open("rb") as lines:
+        return [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _parse_line(line: bytes, where: str) -> LocatedRecord:

@@ -61,7 +61,7 @@ class Evaluator(Trainer):
             root = self.folder.root
             root.mkdir(parents=True, exist_ok=True)
             (root / "evaluation.json").write_text(f"{text}\n")
-            lines = [json.dumps(row, ensure_ascii=False) for row in self.responses]
+            lines = [json.dumps(row, ensure_ascii=False, default=str) for row in self.responses]
             (root / "responses.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             for row in self.responses[:_NUM_SHOWN]:
                 shown = {name: shorten(repr(row[name])) for name in ("prompt", "response", "answer")}

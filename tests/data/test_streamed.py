@@ -44,8 +44,16 @@ def test_lines_keep_their_numbers_over_blank_ones_and_the_end_of_a_file(tmp_path
     path = tmp_path / "lines"
     path.write_bytes(b"\n one\n\n \ntwo\r\n\xc3\xa4")
     lines = stream_lines(path, lambda line, where: (line, where.rpartition(":")[2]))
-    path.rename(tmp_path / "moved")  # the run goes on with the file that it opened
     assert list(lines) == [(b" one\n", "2"), (b"two\r\n", "5"), (b"\xc3\xa4", "6")]
+
+
+def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "lines").write_bytes(b"one\ntwo\n")
+    lines = stream_lines(path, lambda line, _: line)
+    assert lines[1] == b"two\n"
+    path.write_bytes(b"one\nand two\n")
+    with pytest.raises(ValueError, match="lines has changed since the run began"):
+        lines[1]
 
 
 @pytest.fixture
