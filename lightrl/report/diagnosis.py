@@ -291,7 +291,7 @@ def _held_back(evidence: _Evidence) -> Finding | None:
 
 def _unmoved(evidence: _Evidence) -> Finding | None:
     norm = evidence.change.get("grad_norm")
-    watched = [name for name in ("entropy", "tokens/response_mean") if evidence.run.values(name)]
+    watched = [name for name in ("entropy", "tokens/response_mean") if name in evidence.change]
     if evidence.has_risen or not watched or norm is None or not norm.late:
         return None
     if any(_has_moved([value for _, value in evidence.run.values(name)]) for name in watched):
@@ -308,6 +308,8 @@ def _unmoved(evidence: _Evidence) -> Finding | None:
 def _has_moved(values: Sequence[float]) -> bool:
     """Returns whether the means of the first and the last third differ by more than chance explains."""
     third = len(values) // 3
+    if third < 2:
+        return True  # too few to say that nothing changed
     first, last = values[:third], values[-third:]
     error = ((statistics.variance(first) + statistics.variance(last)) / third) ** 0.5
     return bool(abs(statistics.fmean(first) - statistics.fmean(last)) > 3 * error)

@@ -208,7 +208,11 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
 
 
 def _no_function_named(file: Path) -> ValueError:
-    found = [item.name for item in ast.parse(file.read_text()).body if isinstance(item, _DEFINITIONS)]
+    try:
+        body = ast.parse(file.read_text()).body
+    except SyntaxError:
+        body = []  # told when a function of it is loaded
+    found = [item.name for item in body if isinstance(item, _DEFINITIONS)]
     choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
     return ValueError(
         f"--reward {file} names a file and none of its functions. Write {choices or f'{file}:my_reward'}."

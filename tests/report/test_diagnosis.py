@@ -88,6 +88,8 @@ def test_a_reward_that_never_rose_since_nothing_moved() -> None:
     moved = a_run(lambda step: 0.2, **moves, tokens__response_mean=lambda step: 9 + 0.1 * step)
     assert "The policy hardly changes" not in titles(moved)
     assert "The policy hardly changes" not in titles(a_run(stops_at_20, **moves))
+    rarely = a_run(lambda step: 0.2, grad_norm=2.0, entropy=lambda step: 0.5 if step in (1, 60) else None)
+    assert "The policy hardly changes" not in titles(rarely)
 
 
 def test_responses_that_are_all_cut_off_explain_the_rest() -> None:

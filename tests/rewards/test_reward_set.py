@@ -158,3 +158,6 @@ def test_a_file_without_a_function_lists_its_functions(tmp_path: Path) -> None:
         ValueError, match=r"names a file and none of its functions. Write \S+mine.py:right or \S+mine.py:Judge\."
     ):
         set_of(str(file))
+    file.write_text("def right(")
+    with pytest.raises(ValueError, match=r"Write \S+mine.py:my_reward\."):
+        set_of(str(file))
