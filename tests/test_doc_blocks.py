@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import EvaluateConfig, option_names
+from lightrl.config import EvaluateConfig, option_names, parse_config
 from lightrl.plan.plan_program import PlanConfig
 from lightrl.programs import COMMANDS, TRAINERS
 
@@ -56,6 +56,28 @@ def unknown_options(line: str) -> list[str]:
 def test_options_in_commands_exist(page: Path) -> None:
     wrong = {line.strip(): found for line in commands(page) if (found := unknown_options(line))}
     assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers' own parser takes every value, and the checks of the options every combination."""
+    monkeypatch.chdir(ROOT)  # for --config
+    for line in commands(page):
+        started = PROGRAM.search(line)
+        if started is not None and not PLAN.search(line):
+            parse_config(CONFIGS[started["name"]], words_of(line[started.end() :]))
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a command up to what is the shell's; ... stands for further options."""
+    words = shlex.split(text, comments=True)
+    end = next((index for index, word in enumerate(words) if word in ("&", "&&", "|", ">", "2>&1")), len(words))
+    return [word for word in words[:end] if word != "..."]
+
+
+def test_a_wrong_value_is_found() -> None:
+    with pytest.raises(SystemExit):
+        parse_config(CONFIGS["grpo"], words_of("--num_prompts many ... > log"))
 
 
 def test_a_wrong_option_is_found() -> None:
