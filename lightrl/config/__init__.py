@@ -5,7 +5,13 @@ options.py: how an option is declared, checked and written; command_line.py: how
 read. runs.py, evaluate.py: the config of each kind of run.
 """
 
-from lightrl.config.command_line import exit_with_user_error, parse_config, print_text, print_user_error
+from lightrl.config.command_line import (
+    LateMistakeError,
+    exit_with_user_error,
+    parse_config,
+    print_text,
+    print_user_error,
+)
 from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import (
@@ -91,6 +97,7 @@ __all__ = [
     "FSDPConfig",
     "GRPOConfig",
     "JudgeConfig",
+    "LateMistakeError",
     "LogConfig",
     "LoraConfig",
     "MarginPairDataConfig",

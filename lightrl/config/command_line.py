@@ -82,6 +82,10 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class LateMistakeError(ValueError):
+    """A mistake of the user's that shows only when the trainer is built, such as a hub that takes no upload."""
+
+
 def exit_with_user_error(error: BaseException) -> NoReturn:
     """Prints the error without a traceback and ends the process with code 2."""
     print_user_error(error)

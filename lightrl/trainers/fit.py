@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from lightrl.comm import MISTAKES, RankError
-from lightrl.config import RolloutConfig, RunConfig, print_user_error
+from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
@@ -259,7 +259,7 @@ def _unheard_options(trainer: Trainer) -> ValueError:
 
 
 def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
-    if trainer is None:
+    if trainer is None or isinstance(error, LateMistakeError):
         _end_if_mistaken(error)
     if isinstance(error, StoppedBySignal) and trainer is not None:
         trainer.close()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from lightrl.config import LateMistakeError
+
 _log = logging.getLogger(__name__)
 
 
@@ -14,12 +16,12 @@ class Repository:
     """A repository of models on the hub."""
 
     def __init__(self, name: str, *, is_private: bool) -> None:
-        """Makes the repository if it is not there; raises ValueError if the hub refuses or is out of reach."""
+        """Makes the repository if it is not there; raises LateMistakeError if the hub refuses or is out of reach."""
         self._name, self._api = name, HfApi()
         try:
             self._name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
         except Exception as error:  # where no hub answers it is one of the HTTP library, which differs by version
-            raise ValueError(
+            raise LateMistakeError(
                 f"--hub.push {name}: the hub takes no upload ({_first_line(error)}). Log in by `hf auth login`, or set "
                 "HF_TOKEN to a token that may write."
             ) from None

@@ -1,6 +1,9 @@
 """Uploads, to a hub on this machine."""
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,13 @@ def test_a_folder_is_uploaded_and_the_token_is_never_logged(
     with pytest.raises(ValueError, match=r"--hub.push me/model: the hub takes no upload .* Log in by"):
         Repository("me/model", is_private=True)
     assert "hunter2" not in caplog.text
+
+
+def test_a_run_that_could_not_upload_ends_before_it_begins(toy_flags: list[str], tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
+    command = [sys.executable, str(script), *toy_flags, "--output_dir", str(tmp_path / "run"), "--hub.push", "me/model"]
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "error: --hub.push me/model: the hub takes no upload" in done.stderr
+    assert "Traceback" not in done.stderr
