@@ -53,7 +53,8 @@ class MediaFields:
 
 def held_out_of(source: str) -> str:
     """Names the problems that are kept back of a built-in task, or of those in a sum; empty if there are none."""
-    return " + ".join(HELD_OUT[part.name] for part in parts_of(source) if part.name in HELD_OUT)
+    names = [source] if source in HELD_OUT else [part.name for part in parts_of(source)]
+    return " + ".join(HELD_OUT[name] for name in names if name in HELD_OUT)
 
 
 def load_records(source: str, *, stream: bool = False) -> Sequence[LocatedRecord]:
