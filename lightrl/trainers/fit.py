@@ -41,6 +41,7 @@ from lightrl.trainers.lifetime import (
     ended_by_signals,
     how_to_go_on,
     is_under_torchrun,
+    let_first_rank_tidy_up,
     tell,
 )
 from lightrl.trainers.run import RunContext, TrainerConfig, disown, open_run, remove_empty_runs
@@ -283,8 +284,9 @@ def _end_if_mistaken(error: BaseException) -> None:
     """Ends with code 2 for a mistake in the options, the data or the folder: it shows before a trainer is built."""
     mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
     if isinstance(mistake, MISTAKES):
-        print_user_error(mistake)
         remove_empty_runs()
+        print_user_error(mistake)
+        let_first_rank_tidy_up()
         end_process(2)
 
 

@@ -30,6 +30,7 @@ _POLL_S = 1.0  # between two looks at the parent and the clock
 _LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
 _INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
 _OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed, and to end by itself
+_TIDYING_S = 0.5  # for rank 0 to remove the folder of a run that never began
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # one that nobody else sends
 
@@ -91,6 +92,12 @@ def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
     if run.strategy.comm.is_main:
         _say(f"{name}: the run ends after step {run.step_index}; {how_to_go_on(run)}")
     raise StoppedBySignal(EXIT_SAVED if every else 128 + signum)
+
+
+def let_first_rank_tidy_up() -> None:
+    """Waits on the other ranks: torchrun ends rank 0, whose the run's folder is, as soon as one of them has left."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_TIDYING_S)
 
 
 def how_to_go_on(run: StoppableRun | None) -> str:
