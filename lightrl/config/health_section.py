@@ -28,6 +28,8 @@ class RolloutHealthConfig(HealthConfig):
     """A step is bad if the mean difference of a logprob, engine against trainer, is larger."""
     max_truncated: float = option(0.99, at_least=0, at_most=1)
     """A step is bad if a larger share of its responses was cut off at max_new_tokens."""
+    max_failed_episodes: float = option(0.1, at_least=0, at_most=1)
+    """A step is bad if a larger share of its episodes (--rollout.workflow) failed; reward/mean leaves them out."""
     min_response_tokens: float = option(1.0, at_least=0)
     """A step is bad if its responses have no more tokens than this on the mean; an empty response is an end token. 0:
     never."""

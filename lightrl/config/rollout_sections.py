@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,6 +145,15 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
         given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
         if given and not self.workflow:
             raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
+
+    def check_reward(self, rewards: Sequence[str]) -> None:
+        """Raises ValueError if --reward was left out with a workflow whose episodes bring rewards."""
+        if self.workflow in ("environment", "verifiers") and tuple(rewards) == ("exact_match",):
+            raise ValueError(
+                f"--rollout.workflow {self.workflow} gives its episodes rewards, which --reward exact_match (the "
+                "default) would not use. Give --reward episode to learn from them, or --reward exact_match=1 to "
+                "compare the text of the episode with the answer all the same."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -276,6 +276,7 @@ def _check_data(config: RolloutConfig) -> None:
 
 
 def _check_rollout(config: RolloutConfig) -> None:
+    config.rollout.check_reward(config.reward)
     if config.rollout.is_recorded:
         config.rollout.check_record(has_own_ranks=config.rollout_ranks > 0 or config.rollout.is_scheduled)
     if config.rollout.max_staleness and isinstance(config, GRPOConfig | PPOConfig):

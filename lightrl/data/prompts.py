@@ -369,7 +369,7 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_ra
     except Exception as error:  # tokenizers raises nothing more special
         known = tokenizer.get_vocab()
         hint = f"; it knows only {' '.join(sorted(known))}" if len(known) <= _MOST_TOKENS_SHOWN else ""
-        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}{hint}).") from error
+        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}{hint}).") from None
 
 
 def shorten(text: str) -> str:

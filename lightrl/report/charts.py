@@ -38,6 +38,7 @@ class Section(NamedTuple):
 _CORE: Mapping[str, Mapping[str, str]] = {
     "Reward": {
         "reward/mean": "mean reward of the step's samples",
+        "episode/failed_share": "share of the step's episodes that failed; reward/mean leaves them out",
         "eval/accuracy": "held-out prompts: share of samples with a reward of 1 or more",
         "eval/reward": "held-out prompts: mean reward",
         "reward/equal_groups": "share of groups whose samples all got the same reward; they teach nothing",

@@ -18,7 +18,7 @@ from lightrl.report.run_files import RunFiles, read_run
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _WIDTH = 48  # columns of a curve
 _SHOWN = (
-    *("reward/mean", "eval/accuracy", "reward/equal_groups", "loss", "accuracy"),
+    *("reward/mean", "eval/accuracy", "reward/equal_groups", "episode/failed_share", "loss", "accuracy"),
     *("entropy", "kl", "clip_fraction", "grad_norm", "mismatch/mean_abs"),
     *("tokens/response_mean", "tokens/truncated", "tokens/per_second", "time/step"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
@@ -166,7 +167,7 @@ class EngineClient:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text as it stands, without special tokens around it."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenize(text, self.tokenizer, "a text of an episode", is_raw=False)
 
     def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> list[int]:
         """Returns the tokens of one message to the policy that follows a turn: encode_messages()."""
@@ -198,15 +199,17 @@ class EngineClient:
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation up to the policy's first turn, with tools described to it."""
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "The tokenizer has no chat template, which describes the tools to the policy. Use the model's instruct "
-                "version, or a workflow that writes the prompt itself."
-            )
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
+        return self.encode(chat_text(self.tokenizer, messages, tools=tools))
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a conversation up to the policy's first turn, as the chat template writes it."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "The tokenizer has no chat template, which describes the tools to the policy. Use the model's instruct "
+            "version, or a workflow that writes the prompt itself."
         )
-        return self.encode(text)
+    messages = [dict(message) for message in messages]
+    return str(
+        tokenizer.apply_chat_template(messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True)
+    )

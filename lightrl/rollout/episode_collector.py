@@ -16,6 +16,7 @@ from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
+from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.collector import Collector, Prompts, Scorer, sampling_of
@@ -81,15 +82,31 @@ def longest_episode(config: RolloutConfig, context: int) -> int:
 class EpisodeScorer(Scorer):
     """Scores episodes. The reward of a sample that asked for the run's rewards in its episode is its own."""
 
+    _has_warned = False
+
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
         """Returns the weighted sum of the rewards of each completed sample, and NO_REWARD for the others."""
         open_ones = [sample for sample in samples if not _is_over(sample)]
+        self._warn_of_unused([sample.reward for sample in open_ones])
         scores = iter(super().score(open_ones, statistics, prefix=prefix))
         if statistics is not None:
             _describe(samples, statistics, prefix)
         return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
+
+    def _warn_of_unused(self, own: Sequence[float | None]) -> None:
+        """Warns once if the workflow gave rewards that the run does not ask for, as when --reward was forgotten."""
+        rewards = self._rewards.rewards
+        is_used = any(item.reward is episode_reward for item in rewards)
+        if self._has_warned or is_used or all(reward is None for reward in own):
+            return
+        self._has_warned = True
+        logger.warning(
+            "The workflow gives its episodes rewards, which --reward %s does not use. Give --reward episode to learn "
+            "from them.",
+            " ".join(item.label for item in rewards),
+        )
 
 
 class EpisodeCollector(EpisodeScorer, Collector):
@@ -228,6 +245,8 @@ def _describe(samples: Sequence[Sample], statistics: Statistics, prefix: str) ->
     for status in (Status.FAILED, Status.FILTERED):
         count = sum(sample.status is status for sample in samples)
         statistics.add(f"{prefix}episode/{status.value}", count)
+    failed = sum(sample.status is Status.FAILED for sample in samples)
+    statistics.mean(f"{prefix}episode/failed_share", failed, len(samples))
     statistics.mean(f"{prefix}episode/turns", sum(len(sample.turns) for sample in completed), len(completed))
     for name in sorted({name for sample in completed for name in sample.numbers}):
         total = math.fsum(sample.numbers.get(name, 0.0) for sample in completed)

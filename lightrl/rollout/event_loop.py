@@ -15,11 +15,16 @@ Result = TypeVar("Result")
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
     """Returns what the coroutine returns; whatever loop runs already waits meanwhile."""
+    return _in_a_thread(main) if _runs_in_a_loop() else asyncio.run(main)
+
+
+def _runs_in_a_loop() -> bool:
+    """A function of its own, so that no traceback of an episode begins with this exception."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main)
-    return _in_a_thread(main)
+        return False
+    return True
 
 
 def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from lightrl.config import nearest_name
 from lightrl.imports import load_object
 from lightrl.records import Prompt
-from lightrl.rollout.client import EngineClient
+from lightrl.rollout.client import EngineClient, chat_text
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.tool_calls import ToolBox, load_tool
 from lightrl.rollout.tool_parsers import PARSERS, ToolCall
 from lightrl.rollout.workflow import Workflow
+
+logger = logging.getLogger(__name__)
 
 
 class ToolWorkflow(Workflow):
@@ -45,6 +49,16 @@ class ToolWorkflow(Workflow):
         for command in [mcp] if isinstance(mcp, str) and mcp else mcp:
             made += load_object(_MCP, builtin={}, what="adapter", example="")(command)
         self._box = ToolBox(made, timeout_s=timeout_s, max_result_chars=max_result_chars)
+
+    def check(self, tokenizer: Any) -> None:
+        """Raises ValueError without a chat template, and warns of one that does not mention the tools."""
+        messages = [{"role": "user", "content": "Hello"}]
+        if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
+            logger.warning(
+                "The chat template leaves the tools out, so that the policy is not told of %s. Use a template that "
+                "takes `tools` (--data.chat_template), or describe them in the prompts.",
+                ", ".join(schema["function"]["name"] for schema in self._box.schemas),
+            )
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and the results of their calls until a turn calls nothing, or a limit ends the episode."""

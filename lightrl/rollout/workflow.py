@@ -31,6 +31,9 @@ class Workflow(ABC):
     No method may call a collective: each rank runs its own episodes, in any order.
     """
 
+    def check(self, tokenizer: Any) -> None:
+        """Raises ValueError if the episodes cannot be made with this tokenizer; called before weights are loaded."""
+
     @abstractmethod
     async def arun_episode(
         self, engine: EngineClient, data: Prompt

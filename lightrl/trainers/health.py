@@ -64,6 +64,14 @@ LIMITS = (
         "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
     ),
     Limit(
+        "episode/failed_share",
+        "max_failed_episodes",
+        lambda value, limits: value > limits.max_failed_episodes,
+        "{value:.1%} of the episodes failed, and reward/mean is that of the others",
+        "Read the first failure, which is logged above. An episode that should count as a bad one must end with a low "
+        "reward in place of an error.",
+    ),
+    Limit(
         "tokens/response_mean",
         "min_response_tokens",
         lambda value, limits: value <= limits.min_response_tokens,

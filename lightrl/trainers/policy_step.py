@@ -54,6 +54,8 @@ class PromptData:
         config: RolloutConfig = run.config
         self._comm = run.strategy.comm
         with self._comm.phase("set-up", local=True):
+            if run.workflow is not None:
+                run.workflow.check(run.tokenizer)
             self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
             room = config.eval.max_new_tokens or config.max_new_tokens
             evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
@@ -329,7 +331,7 @@ def shown_of(rewards: RewardSet) -> Shown:
     names = [f"reward/{item.label}" for item in rewards.rewards] if len(rewards.rewards) > 1 else []
     evaluated = tuple(f"eval/{name}" for name in names)
     return Shown(
-        step=("reward/mean", *names, "tokens/per_second", "entropy"),
+        step=("reward/mean", *names, "episode/failed_share", "tokens/per_second", "entropy"),
         evaluation=("eval/accuracy", "eval/reward", *evaluated),
     )
 

@@ -44,3 +44,11 @@ def test_options_of_a_record_that_contradict_are_told() -> None:
         GRPOConfig(rollout=WorkflowConfig(record="a"), rollout_ranks=1)
     with pytest.raises(ValueError, match="--rollout.max_turns does nothing without --rollout.workflow"):
         GRPOConfig(rollout=WorkflowConfig(record="a", max_turns=3))
+
+
+def test_an_environment_is_not_trained_by_the_default_reward_unasked() -> None:
+    workflow = WorkflowConfig(workflow="environment", workflow_args=("environment=a:B",))
+    with pytest.raises(ValueError, match="which --reward exact_match .* would not use. Give --reward episode"):
+        GRPOConfig(rollout=workflow)
+    GRPOConfig(rollout=workflow, reward=("episode",))
+    GRPOConfig(rollout=workflow, reward=("exact_match=1",))

@@ -120,6 +120,14 @@ class ChatTokenizer:
         return "<eos>" if list(ids) == [1] else "".join(map(chr, ids))
 
 
+def test_an_unknown_character_is_named_beside_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="a text of an episode: .* cannot read the text 'Hot!'.* it knows only .* 9"
+    ) as caught:
+        client(Recorder()).encode("Hot!")
+    assert caught.value.__suppress_context__  # else an episode's traceback shows the library's, too
+
+
 def text_of(template: str, after: Turn) -> str:
     mine = client(Recorder())
     mine.tokenizer = ChatTokenizer(template)

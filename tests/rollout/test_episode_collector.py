@@ -10,7 +10,7 @@ import pytest
 from episode_program import LIMITS, collector_of, prompts_of, row, start
 from episodes import OneTurn
 
-from lightrl.config import WorkflowConfig
+from lightrl.config import GRPOConfig, WorkflowConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, Status
@@ -110,11 +110,33 @@ def test_a_sample_that_failed_costs_only_itself(
     assert [has_reward(reward) for reward in rewards] == [True, False, False, False, True] * 2
     metrics = statistics.reduce(strategy.comm)
     assert metrics["episode/failed"] == 4
+    assert metrics["episode/failed_share"] == pytest.approx(0.4)  # 4 of 10
     assert metrics["episode/filtered"] == 2
     assert metrics["episode/turns"] == 1.0
     assert metrics["episode/calls"] == 8.0
     assert len(caplog.records) == 1  # the first failure, once
     assert "the tool is on fire" in caplog.text
+
+
+@pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])
+def test_rewards_of_a_workflow_that_nobody_asks_for_are_warned_of_once(
+    label: str,
+    warnings: int,
+    strategy: StrategyBase,
+    prompts: list[tuple[int, Prompt]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workflow = load_workflow(WorkflowConfig(workflow="episodes:Tensors"))
+    arguments = ("length.target=5",) if label == "length" else ()
+    rewards = RewardSet.from_config(GRPOConfig(reward=(label,), reward_args=arguments))
+    collector = EpisodeCollector(strategy, rewards, workflow, seed=3, limits=LIMITS)
+    samples = collector.sample(prompts[:1], step=0, group_size=1, temperature=1.0)
+    for _ in range(2):
+        collector.score(samples)
+    assert [record.message for record in caplog.records] == [
+        f"The workflow gives its episodes rewards, which --reward {label} does not use. Give --reward episode to learn "
+        "from them."
+    ] * warnings
 
 
 def test_a_workflow_that_always_fails_ends_the_run(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:

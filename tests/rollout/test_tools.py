@@ -159,8 +159,19 @@ def test_tools_that_cannot_be_used_are_refused(settings: dict[str, Any], text: s
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     engine = client(Script("42"))  # type: ignore[arg-type]
+    workflow = ToolWorkflow(tools=HERE + "times")
     with pytest.raises(ValueError, match="no chat template, which describes the tools"):
-        asyncio.run(ToolWorkflow(tools=HERE + "times").arun_episode(engine, PROMPT))
+        workflow.check(engine.tokenizer)
+    with pytest.raises(ValueError, match="no chat template, which describes the tools"):
+        asyncio.run(workflow.arun_episode(engine, PROMPT))
+
+
+def test_a_template_that_leaves_the_tools_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    workflow = ToolWorkflow(tools=HERE + "times")
+    workflow.check(ChatTokenizer(TEMPLATE))
+    assert not caplog.records
+    workflow.check(ChatTokenizer(TEMPLATE.partition("{% endfor %}")[2]))
+    assert "the policy is not told of times" in caplog.text
 
 
 def test_calls_may_be_json_or_a_python_block() -> None:

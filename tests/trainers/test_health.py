@@ -18,7 +18,8 @@ from lightrl.trainers.recorded_run import replay
 
 GOOD = {
     "loss": 0.1, "grad_norm": 1.0, "kl": 0.0, "entropy": 1.5, "reward/mean": 0.5, "reward/equal_groups": 0.5,
-    "mismatch/mean_abs": 1e-6, "tokens/truncated": 0.2, "tokens/response_mean": 3.5, "skipped_updates": 0.0,
+    "mismatch/mean_abs": 1e-6, "episode/failed_share": 0.1, "tokens/truncated": 0.2,
+    "tokens/response_mean": 3.5, "skipped_updates": 0.0,
 }  # fmt: skip
 
 
@@ -30,6 +31,11 @@ GOOD = {
         ("mismatch/mean_abs", 0.25, "by 0.25 on the mean (--health.max_mismatch 0.1). Compare the dtypes"),
         ("tokens/truncated", 1.0, "100.0% of the responses were cut off (--health.max_truncated 0.99). Raise"),
         ("tokens/response_mean", 1.0, "have 1 tokens on the mean: they are empty"),
+        (
+            "episode/failed_share",
+            0.58,
+            "58.0% of the episodes failed, and reward/mean is that of the others (--health",
+        ),
         ("skipped_updates", 0.5, "50.0% of the updates were skipped on all ranks"),
         ("reward/mean", math.nan, "reward/mean is not finite"),
         ("mismatch/mean_abs", math.nan, "mismatch/mean_abs is not finite"),
