@@ -15,6 +15,7 @@ from lightrl.report.run_files import RunFiles
 from lightrl.trainers.health import findings as findings_of_step
 
 _FEWEST = 9  # steps that a trend needs
+_RUINED = "One update ruined the policy"
 _RISE = 0.05  # of the range of the reward: a smaller change is none
 
 
@@ -50,13 +51,37 @@ class _Evidence:
 
 def diagnose(run: RunFiles) -> list[Finding]:
     """Returns what there is to say about a run, the trend of the reward first."""
-    return [*_trend(run), *_bad_steps(run), *(Finding("note", "Damaged log", text) for text in run.damaged)]
+    trend, bad = [*_trend(run)], [*_bad_steps(run)]
+    ruined = _ruined_at(run) if any(finding.title == _RUINED for finding in trend) else None
+    if ruined is not None:
+        bad = _with_consequences(bad, run.values("reward/mean")[ruined][0])
+    findings = [item.finding for item in bad]
+    return [*trend, *findings, *(Finding("note", "Damaged log", text) for text in run.damaged)]
 
 
 # ---- Bad steps -------------------------------------------------------------------------------------------------------
 
 
-def _bad_steps(run: RunFiles) -> Iterator[Finding]:
+class _Bad(NamedTuple):
+    """A warning of --health.* and the steps that it was of."""
+
+    metric: str
+    steps: Sequence[int]
+    finding: Finding
+
+
+def _with_consequences(bad: Sequence[_Bad], step: int) -> list[_Bad]:
+    """Returns the warnings with one sentence for those that came only when the policy was ruined at a step."""
+    after = [item for item in bad if min(item.steps) >= step]
+    if not after:
+        return [*bad]
+    told = "; ".join(f"{item.metric} ({_spans(item.steps)})" for item in after)
+    text = f"Bad steps of {told}. They most likely come from that update: mend it first."
+    follows = Finding("note", "What followed", text, after[0].metric)
+    return [*(item for item in bad if item not in after), _Bad("", [], follows)]
+
+
+def _bad_steps(run: RunFiles) -> Iterator[_Bad]:
     """Yields the warnings of --health.*, each kind once with its steps."""
     limits = RolloutHealthConfig()
     for item in dataclasses.fields(limits):
@@ -72,7 +97,8 @@ def _bad_steps(run: RunFiles) -> Iterator[Finding]:
             steps.setdefault(name, []).append(row["step"])
             texts[name] = text
     for name, bad in sorted(steps.items(), key=lambda pair: -len(pair[1])):
-        yield Finding("warning", f"{name} is bad in {len(bad)} steps ({_spans(bad)})", f"Last: {texts[name]}", name)
+        title = f"{name} is bad in {len(bad)} steps ({_spans(bad)})"
+        yield _Bad(name, bad, Finding("warning", title, f"Last: {texts[name]}", name))
 
 
 def _spans(steps: Sequence[int]) -> str:
@@ -108,7 +134,7 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
         top = smooth.index(max(smooth))
         title = f"The reward fell after step {rewards[top][0]}"
         rise = f"rose from {first} to {max(smooth):.3g}" if top else f"was highest at the start, {first},"
-        text = f"It {rise} and ended at {last}."
+        text = f"It {rise} and ended at {last} (smoothed)."
         start = top
     else:
         start = plateau(smooth, noise)
@@ -116,7 +142,7 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
             yield Finding("good", "The reward was still rising", f"From {first} to {last}. Train for more steps.")
             return
         title = f"The reward stopped rising at about step {rewards[start][0]}"
-        text = f"It rose from {first} to {smooth[start]:.3g} by then, and ended at {last}."
+        text = f"It rose from {first} to {smooth[start]:.3g} by then, and ended at {last} (smoothed)."
     evidence = _evidence(run, rewards[start][0], has_risen=spread > _flat(noise))
     solved = _near_the_top(evidence)
     yield Finding("note" if solved else "warning", title, text, "reward/mean")
@@ -184,21 +210,32 @@ def _causes(evidence: _Evidence) -> Iterator[Finding]:
                 return
 
 
-def _collapse(evidence: _Evidence) -> Finding | None:
-    rewards = [value for _, value in evidence.run.values("reward/mean")]
-    steps = [step for step, _ in evidence.run.values("reward/mean")]
+def _ruined_at(run: RunFiles) -> int | None:
+    """Returns the index of the reward that fell at once and for good, if one did."""
+    rewards = [value for _, value in run.values("reward/mean")]
     for index in range(1, len(rewards) - _FEWEST // 2):
         before, since = rewards[index - 1], statistics.fmean(rewards[index:])
         if before >= 0.5 * max(rewards) > 0 and max(rewards[index], since) <= 0.3 * before:
-            told = f"It was {before:.3g} in step {steps[index - 1]}, {rewards[index]:.3g} in step {steps[index]}, and"
-            remedy = f"Lower --lr (here {evidence.option('lr'):g}), and go on from a checkpoint before it."
-            return Finding(
-                "warning",
-                "One update ruined the policy",
-                f"{told} {since:.3g} on the mean since: the update between them changed the policy too much. {remedy}",
-                "reward/mean",
-            )
+            return index
     return None
+
+
+def _collapse(evidence: _Evidence) -> Finding | None:
+    index = _ruined_at(evidence.run)
+    if index is None:
+        return None
+    steps, rewards = zip(*evidence.run.values("reward/mean"), strict=True)
+    since = statistics.fmean(rewards[index:])
+    told = (
+        f"It was {rewards[index - 1]:.3g} in step {steps[index - 1]}, {rewards[index]:.3g} in step {steps[index]}, and"
+    )
+    remedy = f"Lower --lr (here {evidence.option('lr'):g}), and go on from a checkpoint before it."
+    return Finding(
+        "warning",
+        _RUINED,
+        f"{told} {since:.3g} on the mean since: the update between them changed the policy too much. {remedy}",
+        "reward/mean",
+    )
 
 
 def _equal_groups(evidence: _Evidence) -> Finding | None:

@@ -118,13 +118,20 @@ def test_a_flat_and_a_falling_reward_are_told_apart() -> None:
 
 
 def test_a_reward_that_one_update_ruined() -> None:
-    run = a_run(lambda step: 0.4 if step < 20 else 0.02, {"lr": 0.5}, reward__equal_groups=1.0)
+    stuck = {
+        "reward__equal_groups": lambda step: float(step >= 20),
+        "mismatch__mean_abs": lambda step: float(step == 3),
+    }
+    run = a_run(lambda step: 0.4 if step < 20 else 0.02, {"lr": 0.5}, **stuck)
+    assert "mismatch/mean_abs is bad in 1 steps (3)" in titles(run)  # it came before, so it has a cause of its own
     fell, cause = diagnose(run)[:2]
     assert fell.title.startswith("The reward fell after step ")
     assert cause.title == "One update ruined the policy"
     assert "in step 19" in cause.text
     assert "Lower --lr (here 0.5)" in cause.text
     assert "Few groups teach anything" not in titles(run)
+    (follows,) = [finding for finding in diagnose(run) if finding.title == "What followed"]
+    assert "reward/equal_groups (20-60)" in follows.text
     slowly = a_run(lambda step: max(0.02, 0.4 - 0.01 * step), {"lr": 0.5}, reward__equal_groups=1.0)
     assert titles(slowly)[1] == "Few groups teach anything"
     at_once = diagnose(a_run(lambda step: 0.4 * (step == 1)))
