@@ -44,6 +44,8 @@ class RankBoard:
     def leave(self) -> None:
         """Posts that this rank is back in the phase around it."""
         self._phases.pop()
+        if len(self._phases) == 1:
+            self._phases = ["between two phases"]
         self._post_phase()
 
     def post_error(self, error: BaseException) -> None:

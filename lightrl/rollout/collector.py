@@ -137,7 +137,7 @@ class Collector(Scorer):
         self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
     ) -> list[Sample]:
         params = [replace(sampling, n=n, seed=seed) for seed in seeds]
-        with self._comm.phase("reading images", local=True):
+        with self._comm.phase("preparing the prompts", local=True):
             requests = [engine_prompt(prompt) for _, prompt in prompts]
         completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
         owners = [owner for owner in prompts for _ in range(n)]

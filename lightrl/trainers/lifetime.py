@@ -70,6 +70,7 @@ def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
     except RankError as error:
         if is_under_torchrun():
             tell(error)  # while signals are heard: torchrun ends this rank as soon as the other one is gone
+            _say(f"The run has ended; {how_to_go_on(run)}.")
         raise
     finally:
         watch.stop()

@@ -10,11 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightrl.comm import RankError
+from lightrl.comm import Comm, RankError
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
@@ -167,3 +168,16 @@ def test_a_failure_elsewhere_is_told_once(capsys: pytest.CaptureFixture[str]) ->
     lifetime.tell(error)
     lifetime.tell(error)
     assert capsys.readouterr().err.count("rank 1 failed") == 1
+
+
+def test_a_rank_that_loses_another_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    folder = SimpleNamespace(root=tmp_path, checkpoints=tmp_path / "checkpoints")
+    config = SimpleNamespace(checkpoint=SimpleNamespace(every=0), max_steps=3)
+    run: Any = SimpleNamespace(folder=folder, config=config, step_index=1, strategy=SimpleNamespace(comm=Comm()))
+    with pytest.raises(RankError), lifetime.ended_by_signals(run):
+        raise RankError("rank 1 is gone")
+    told = capfd.readouterr().err
+    assert told.index("rank 1 is gone") < told.index("The run has ended; there is no checkpoint, since --checkpoint")
