@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from lightrl.imports import load_object
 from lightrl.strategy.base import (
     BUILTIN_STRATEGIES,
     EngineStatus,
@@ -23,3 +26,11 @@ __all__ = [
     "is_actor",
     "strategy_class",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a built-in strategy by the name of its class; its packages are imported only now."""
+    for path in BUILTIN_STRATEGIES.values():
+        if path.endswith(f":{name}"):
+            return load_object(path, builtin={}, what="strategy", example=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
