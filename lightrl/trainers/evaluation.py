@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from lightrl.config import EvaluateConfig
-from lightrl.data.prompts import shorten
+from lightrl.data.prompts import HELD_OUT, shorten
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
@@ -58,6 +58,8 @@ class Evaluator(Trainer):
         metrics = self.evaluate()
         if self.strategy.comm.is_main:
             text = json.dumps(self._result(metrics), indent=2)
+            if (data := self._result(metrics)["eval_data"]) in HELD_OUT:
+                sys.stderr.write(f"{data} has the prompts of trainings; {HELD_OUT[data]} has those that none sees.\n")
             root = self.folder.root
             root.mkdir(parents=True, exist_ok=True)
             (root / "evaluation.json").write_text(f"{text}\n")

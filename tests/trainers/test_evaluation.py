@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.config import EvalConfig, EvaluateConfig, GRPOConfig
 from lightrl.testing import run_program, run_spmd
+from lightrl.trainers.evaluation import Evaluator
 from lightrl.trainers.grpo import GRPOTrainer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
@@ -36,6 +37,7 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
     run_spmd(SCRIPT, *flags, "--output_dir", str(folders[1]), world_size=2, timeout_s=240)
     one, two = (json.loads((folder / "evaluation.json").read_text()) for folder in folders)
     assert one["metrics"] == pytest.approx(two["metrics"], abs=1e-12)
+    assert "those that none sees" not in printed
     assert json.loads(printed[printed.index("{") :]) == one
     assert (one["num_prompts"], one["samples_per_prompt"]) == (5, 4)
     responses = [(folder / "responses.jsonl").read_text() for folder in folders]
@@ -73,3 +75,20 @@ def test_an_evaluation_leaves_the_training_as_it_is(toy_options: dict[str, Any],
         return found
 
     assert losses("with", evaluates=True) == losses("without", evaluates=False)
+
+
+def test_prompts_of_trainings_are_not_taken_for_held_out_ones(
+    toy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(data: str) -> str:
+        config = EvaluateConfig(
+            model=str(toy / "model"), eval_data=data, eval=EvalConfig(max_prompts=1), output_dir=str(tmp_path / data)
+        )
+        evaluator = Evaluator(config)
+        evaluator.fit()
+        evaluator.close()
+        return capfd.readouterr().err
+
+    note = "builtin:addition has the prompts of trainings; builtin:addition-heldout has those that none sees."
+    assert note in told("builtin:addition")
+    assert "none sees" not in told("builtin:addition-heldout")
