@@ -75,6 +75,7 @@ def test_links_out_of_the_site_read_as_paths(docs_links: ModuleType, text: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -28,6 +28,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_goes_on_with_other_ranks_and_strategy_has_the_same_hash(tmp_path: Path) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     one = [*FLAGS, "--strategy", "single"]

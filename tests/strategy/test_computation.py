@@ -74,6 +74,7 @@ def test_compiled_blocks_train_alike_and_are_made_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_option_compiles_for_this_machine() -> None:

@@ -47,12 +47,14 @@ class TestReplicas(StrategyParity):
     variants = FEW_VARIANTS
 
 
+@pytest.mark.long
 class TestTensorParallel(StrategyContract):
     strategy = "fsdp"
     flags = ("--tp_size", "2")
     world_sizes = (2,)
 
 
+@pytest.mark.long
 class TestSequenceParallel(StrategyContract):
     strategy = "fsdp"
     flags = ("--sp_size", "2")

@@ -92,6 +92,7 @@ def test_two_ranks_of_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_of_fsdp(tmp_path: Path) -> None:
     settings = ("--fsdp.replicate_size 2 --sync_bucket_mb 1", "--fsdp.cpu_offload True", "--sp_size 2")
     commands = [f"--strategy fsdp {setting}" for setting in settings]

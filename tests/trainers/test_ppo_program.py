@@ -168,7 +168,7 @@ def test_the_models_of_a_run_are_loaded_again(
 @pytest.mark.parametrize(
     ("variant", "strategy"),
     [
-        ("a critic of its own", "fsdp"),
+        pytest.param("a critic of its own", "fsdp", marks=pytest.mark.long),
         pytest.param("a shared backbone", "deepspeed", marks=pytest.mark.engine),
     ],
 )

@@ -34,6 +34,7 @@ def after_step(folder: Path, step: int) -> Callable[[float], bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_split_run_that_lost_ranks_has_the_numbers_of_a_colocated_one(toy_flags: list[str], tmp_path: Path) -> None:
     flags = [*toy_flags, "--eval.every", "8", "--eval.max_prompts", "6", "--checkpoint.every", "1"]
     flags += ["--max_steps", "16", "--strategy", "single"]

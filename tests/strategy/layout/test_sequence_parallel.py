@@ -15,5 +15,6 @@ def test_two_ranks_equal_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_of_both_kinds() -> None:
     run_spmd(PROGRAM, "--strategy", "fsdp", "--sp_size", "2", "--tp_size", "2", world_size=4, timeout_s=280)

@@ -20,6 +20,7 @@ def test_two_ranks_equal_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [("--tp_size", "2"), ("--tp_size", "2", "--fsdp.replicate_size", "2")])
 def test_uneven_shards_and_replicas_of_parts(flags: tuple[str, ...]) -> None:
     run_spmd(PROGRAM, "--strategy", "fsdp", *flags, world_size=4, timeout_s=280)

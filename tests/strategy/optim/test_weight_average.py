@@ -99,5 +99,6 @@ def test_what_cannot_be_averaged_is_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_strategy_averages_as_one_process(tmp_path: Path) -> None:
     assert run_spmd(PROGRAM, str(tmp_path), world_size=2, timeout_s=250).count("all checked") == 2
