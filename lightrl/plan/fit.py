@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +15,9 @@ from lightrl.plan.spread import strategy_name
 
 Changes = dict[str, Any]  # options by their full names
 
-_MARGIN = 0.92  # of the memory that --fit fills: allocators and libraries need the rest
-_SMALLEST_SHARE = 0.1  # of an engine
+SAFE_SHARE = 0.92  # of the memory, which --fit fills: allocators and libraries need the rest
+_SHARES = (0.3, 0.2, 0.1)  # of an engine that takes less
+_LARGER_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +42,28 @@ def fits(plan: Plan, machine: Machine, share: float = 1.0) -> bool:
     """Returns whether no phase needs more than the device has; an unknown memory is never too small."""
     if not machine.memory:
         return True
-    has_cache = plan.engine is None or plan.engine.cached_tokens >= plan.batches.length
-    return has_cache and plan.peak.total <= share * machine.memory
+    return not lacks_cache(plan) and plan.peak.total <= share * machine.memory
+
+
+def lacks_cache(plan: Plan) -> bool:
+    """Returns whether the engine has room for less than one sequence, whatever is free beside it."""
+    return plan.engine is not None and plan.engine.cached_tokens < plan.batches.length
 
 
 def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> list[Remedy]:
-    """Returns single changes that lower the peak, those first that save most."""
+    """Returns single changes that make the run fit, and then those that lower the peak, by what they save."""
     found = []
     for changes in _single_changes(config, models, machine, plan):
         smaller = changed(config, changes)
         other = plan_run(smaller, models.of(smaller) if "lora.rank" in changes else models, machine)
         saved = plan.peak.total - other.peak.total
-        if saved > 0:
+        if saved > 0 or fits(other, machine):
             found.append(Remedy(changes=changes, plan=other, saved=saved))
-    return sorted(found, key=lambda remedy: -remedy.saved)
+
+    def rank(remedy: Remedy) -> tuple[float, float]:
+        return (len(remedy.changes) if fits(remedy.plan, machine) else math.inf, -remedy.saved)
+
+    return sorted(found, key=rank)
 
 
 def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy | None:
@@ -61,7 +71,7 @@ def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy | None
     first = plan_run(config, models, machine)
     for changes in _ladder(config, models, machine, first):
         other = plan_run(changed(config, changes), models, machine)
-        if fits(other, machine, _MARGIN):
+        if fits(other, machine, SAFE_SHARE):
             return Remedy(changes=changes, plan=other, saved=first.peak.total - other.peak.total)
     return None
 
@@ -85,7 +95,9 @@ def _single_changes(config: RunConfig, models: Models, machine: Machine, plan: P
     if config.dtype == "float32":
         yield {"dtype": "bfloat16"}
     yield from _spreads(config, machine)
-    yield from _engines(config, models, machine)
+    yield from _engines(config, models, machine, plan)
+    if isinstance(config, RolloutConfig) and config.engine == "native" and machine.is_accelerator:
+        yield {"engine": "vllm"}
     if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
         yield {"critic.offload_waiting_optimizer": True}
     if not config.lora.is_on and config.tp_size == 1:
@@ -93,12 +105,15 @@ def _single_changes(config: RunConfig, models: Models, machine: Machine, plan: P
 
 
 def _ladder(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> Iterator[Changes]:
-    """Yields combinations, the mildest first: micro-batches, checkpointing, the engine, more spread, the type."""
+    """Yields combinations, the mildest first: micro-batches, checkpointing, the engine, the type, more spread.
+
+    The type is that of the computation alone; weights and moments that the host keeps cost more time.
+    """
     budgets: list[Changes] = [{}, *({"max_tokens_per_microbatch": size} for size in _budgets(config, plan))]
     passes = budgets[:3] + [{**size, "gradient_checkpointing": True} for size in budgets]
     types: list[Changes] = [{}, {"dtype": "bfloat16"}] if config.dtype == "float32" else [{}]
-    engines = [{}, *_engines(config, models, machine)]
-    for rounded, spread, engine, cheaper in product(types, [{}, *_spreads(config, machine)], engines, passes):
+    engines = [{}, *_engines(config, models, machine, plan)]
+    for spread, rounded, engine, cheaper in product([{}, *_spreads(config, machine)], types, engines, passes):
         yield {**rounded, **spread, **engine, **cheaper}
 
 
@@ -115,13 +130,15 @@ def _budgets(config: RunConfig, plan: Plan) -> list[int]:
     return [*sizes, shortest] if shortest < config.max_tokens_per_microbatch else sizes
 
 
-def _engines(config: RunConfig, models: Models, machine: Machine) -> list[Changes]:
+def _engines(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> list[Changes]:
     if not isinstance(config, RolloutConfig):
         return []
     found: list[Changes] = []
     if config.engine in ("vllm", "sglang"):
-        shares = (0.3, 0.2, _SMALLEST_SHARE)
-        found += [{"engine_mem_fraction": share} for share in shares if share < config.engine_mem_fraction]
+        taken = config.engine_mem_fraction
+        others = [share for share in _LARGER_SHARES if share > taken] if lacks_cache(plan) else []
+        others += [share for share in _SHARES if share < taken]
+        found += [{"engine_mem_fraction": share} for share in others]
     if not config.offload_while_generating:
         found += [{"offload_while_generating": True}]
         found += [{**change, "offload_while_generating": True} for change in found[:-1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightrl.config import (
     GRPOConfig,
     OfflineConfig,
     PPOConfig,
+    RolloutConfig,
     RunConfig,
     check_own_options,
     exit_with_user_error,
@@ -89,11 +91,12 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str) -> int:
         machine = machine_of(config, asked)
         check_own_options(config, strategy_class(config.strategy))
         models = models_of(config)
-        if asked.fit and machine.memory:
+        if asked.fit:
             config = _fitting(config, models, machine)
         made = plan_run(config, models, machine)
     except (ValueError, OSError, ImportError) as error:
         exit_with_user_error(error)
+    _warn_of_short_responses(config, asked)
     is_enough = fits(made, machine)
     found = [] if is_enough else remedies(config, models, machine, made)
     if os.environ.get("RANK", "0") == "0":
@@ -105,13 +108,28 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str) -> int:
     return int(not is_enough)
 
 
+def _warn_of_short_responses(config: RunConfig, asked: PlanConfig) -> None:
+    """The default suits the built-in model, and a plan with it says little about another one."""
+    if not isinstance(config, RolloutConfig) or config.model == BUILTIN_MODEL or asked.response_tokens:
+        return
+    default = RolloutConfig().max_new_tokens
+    if config.max_new_tokens == default and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(
+            f"The plan is for responses of {default} tokens, the default of --max_new_tokens: give the length of those "
+            "of your run.\n\n"
+        )
+
+
 def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
     """Prints the options with which the run fits, and returns the config with them; without any, the config."""
+    if not machine.memory:
+        raise ValueError("--fit True needs the memory of a device: give --device_memory, such as 24GB.")
     chosen = choose(config, models, machine)
     if chosen is None:
         print_text("--fit: no choice of options fits. Use more ranks, LoRA, or a smaller model.\n")
         return config
-    print_text(f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}\n")
+    kept = "" if "dtype" in chosen.changes else f" (--dtype {config.dtype} as before)"
+    print_text(f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}{kept}\n")
     return changed(config, chosen.changes)
 
 
@@ -157,7 +175,10 @@ def models_of(config: RunConfig) -> Models:
 def _read_config(path: str, trust_remote_code: bool) -> Any:
     path = str(builtin_model_path()) if path == BUILTIN_MODEL else path
     if not path.endswith(".json"):
-        return load_config(path, trust_remote_code=trust_remote_code)
+        try:
+            return load_config(path, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"{error} A plan also takes the path of the model's config.json.") from error
     try:
         fields = json.loads(Path(path).read_text())
         return AutoConfig.for_model(**fields)

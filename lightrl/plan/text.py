@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lightrl.plan.fit import Remedy
+from lightrl.plan.fit import SAFE_SHARE, Remedy, fits, lacks_cache
 from lightrl.plan.peaks import Machine, Phase, Plan
 
 _NAMED = 3  # remedies that are shown
@@ -32,15 +32,37 @@ def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Re
     if not machine.memory:
         return f"{peak}; give --device_memory, such as 24GB, to hear whether that fits"
     if is_enough:
-        return f"{peak}: fits in {_size(machine.memory)}, of which libraries and fragments take some"
-    lines = [f"{peak}: DOES NOT FIT in {_size(machine.memory)}"]
-    if plan.engine is not None and plan.engine.cached_tokens < plan.batches.length:
-        lines.append(f"the engine's cache holds less than a sequence of {plan.batches.length} tokens")
+        return f"{peak}: fits in {_size(machine.memory)}, {_to_spare(plan, machine)}"
+    if plan.peak.total > machine.memory:
+        lines = [f"{peak}: DOES NOT FIT in {_size(machine.memory)}"]
+    else:
+        lines = [f"{peak}: DOES NOT FIT, though {_size(machine.memory)} are more"]
+    if lacks_cache(plan):
+        lines.append(
+            f"the engine's share of the memory (--engine_mem_fraction) holds its weights and less than a sequence of "
+            f"{plan.batches.length} tokens"
+        )
     lines += ["what helps most:"] if found else ["no single option makes it smaller: use more ranks"]
-    for remedy in found[:_NAMED]:
-        left = _size(remedy.plan.peak.total)
-        lines.append(f"  {remedy.flags():48} saves {_size(remedy.saved)}, peak {left} in {remedy.plan.peak.name!r}")
+    lines += [_told(remedy, machine) for remedy in found[:_NAMED]]
+    if found and not fits(found[0].plan, machine):
+        lines.append("No single option is enough; --fit True looks for several that are.")
     return "\n".join(lines)
+
+
+def _to_spare(plan: Plan, machine: Machine) -> str:
+    spare = f"with {_size(machine.memory - plan.peak.total)} to spare for libraries and fragments"
+    if plan.peak.total <= SAFE_SHARE * machine.memory:
+        return spare
+    safe = _size(SAFE_SHARE * machine.memory)
+    return f"{spare}, which is LITTLE: --fit True looks for a peak below {safe}"
+
+
+def _told(remedy: Remedy, machine: Machine) -> str:
+    peak, over = remedy.plan.peak, remedy.plan.peak.total - machine.memory
+    after = "then it fits" if fits(remedy.plan, machine) else f"still {_size(over)} too much"
+    after = "still no room for the engine's cache" if over <= 0 and lacks_cache(remedy.plan) else after
+    saved = f"saves {_size(remedy.saved)}, " if remedy.saved > 0 else ""
+    return f"  {remedy.flags():48} {saved}peak {_size(peak.total)} in {peak.name!r}: {after}"
 
 
 def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:

@@ -1,13 +1,17 @@
 """Options that make a run fit."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from lightrl.config import GRPOConfig, SFTConfig
-from lightrl.plan.fit import _ladder, changed, choose, fits, remedies
+from lightrl.plan.fit import _ladder, changed, choose, fits, lacks_cache, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
+from lightrl.plan.text import verdict
 
 MACHINE = Machine(ranks=2, memory=0, prompt_tokens=8, response_tokens=24, is_accelerator=False)
 
@@ -17,8 +21,10 @@ def test_remedies_and_the_choice_keep_their_word(small_config: Any) -> None:
     models = Models(small_config, config)
     made = plan_run(config, models, MACHINE)
     found = remedies(config, models, MACHINE, made)
-    assert [remedy.saved for remedy in found] == sorted((remedy.saved for remedy in found), reverse=True)
     best = found[0]
+    unknown = replace(MACHINE, memory=1)  # which nothing fits
+    saved = [remedy.saved for remedy in remedies(config, models, unknown, made)]
+    assert saved == sorted(saved, reverse=True)
     assert best.plan.peak.total == made.peak.total - best.saved
     tight = replace(MACHINE, memory=made.peak.total * 0.6)
     assert not fits(made, tight)
@@ -46,10 +52,33 @@ def test_an_engine_is_split_by_what_divides_its_heads_and_the_ranks(
     assert sorted(set(asked)) == sizes
 
 
-def test_the_type_is_changed_last(small_config: Any) -> None:
+def test_the_type_is_changed_before_the_model_is_spread(small_config: Any) -> None:
     config = GRPOConfig()
     models = Models(small_config, config)
     changes = [*_ladder(config, models, MACHINE, plan_run(config, models, MACHINE))]
-    half = len(changes) // 2
-    assert not any("dtype" in item for item in changes[:half])
-    assert all(item["dtype"] == "bfloat16" for item in changes[half:])
+    first_spread = next(index for index, item in enumerate(changes) if any(name.startswith("fsdp.") for name in item))
+    assert [item.get("dtype") for item in changes[:first_spread]] == (
+        [None] * (first_spread // 2) + ["bfloat16"] * (first_spread // 2)
+    )
+    assert "fsdp.cpu_offload" in changes[-1]
+
+
+def test_an_engine_without_room_for_a_sequence_is_given_a_larger_share() -> None:
+    model = json.loads((Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-7b.json").read_text())
+    config = GRPOConfig(engine="vllm", max_new_tokens=1024, dtype="bfloat16", strategy="fsdp")
+    config.max_tokens_per_microbatch, config.gradient_checkpointing, config.fsdp.cpu_offload = 1280, True, True
+    config.fsdp.reduce_each_micro_batch = True
+    models = Models(AutoConfig.for_model(**model), config)
+    machine = Machine(ranks=8, memory=24e9, prompt_tokens=256, response_tokens=0)
+    made = plan_run(config, models, machine)
+    assert lacks_cache(made)  # 0.4 of 24 GB are less than the 15.2 GB of its weights
+    assert made.peak.total < machine.memory
+    found = remedies(config, models, machine, made)
+    assert found[0].changes["engine_mem_fraction"] in (0.7, 0.8)
+    assert fits(found[0].plan, machine)
+    said = verdict(made, machine, is_enough=False, found=found)
+    assert "DOES NOT FIT, though 24.0 GB are more" in said
+    assert "the engine's share of the memory (--engine_mem_fraction)" in said
+    enough = replace(machine, memory=80e9)
+    changes = _ladder(config, models, enough, plan_run(config, models, enough))
+    assert max(item.get("engine_mem_fraction", 0) for item in changes) < 0.4

@@ -31,6 +31,18 @@ def test_fit_prints_flags(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("--fit: --max_tokens_per_microbatch ")
 
 
+def test_a_length_left_at_the_default_of_the_built_in_model_is_told(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "grpo", "--ranks", "1"]
+    main([*asked, "--model", model])
+    assert "The plan is for responses of 8 tokens, the default of --max_new_tokens" in capsys.readouterr().err
+    main([*asked, "--model", model, "--max_new_tokens", "9"])
+    main([*asked, "--model", model, "--response_tokens", "8"])
+    main(["plan", "sft", "--ranks", "1", "--model", model])
+    assert capsys.readouterr().err == ""
+
+
 def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "dpo", "--model", model, "--output_dir", str(tmp_path / "run"), "--dry_run", "True"])
@@ -44,6 +56,8 @@ def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]
     [
         (["plan", "grop"], "choose one of grpo, ppo, sft, rm, dpo"),
         (["plan", "grpo", "--device_memory", "24"], "give a number with a unit"),
+        (["plan", "grpo", "--fit", "True"], "--fit True needs the memory of a device: give --device_memory"),
+        (["plan", "grpo", "--model", "no/folder/here"], "A plan also takes the path of the model's config.json."),
         (["plan", "grpo", "--model", "none.json"], "--model none.json is no config.json of a model"),
     ],
 )

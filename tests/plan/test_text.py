@@ -24,6 +24,15 @@ def test_table_verdict_and_json(small_config: Any) -> None:
     said = verdict(made, MACHINE, is_enough=False, found=found)
     assert "DOES NOT FIT in 0 KB" in said
     assert said.count(" saves ") == min(3, len(found))
+    assert "No single option is enough; --fit True looks for several" in said
+    assert "too much" in said
+    half = replace(MACHINE, memory=(made.peak.total + found[0].plan.peak.total) / 2)
+    assert ": then it fits" in verdict(made, half, is_enough=False, found=found)
+    assert "No single option" not in verdict(made, half, is_enough=False, found=found)
+    tight = replace(MACHINE, memory=made.peak.total / 0.93)  # 7 % are free
+    assert "which is LITTLE" in verdict(made, tight, is_enough=True, found=[])
+    roomy = replace(MACHINE, memory=made.peak.total / 0.91)
+    assert "LITTLE" not in verdict(made, roomy, is_enough=True, found=[])
     assert "fits in 1.0 TB" in verdict(made, replace(MACHINE, memory=1e12), is_enough=True, found=[])
     assert "give --device_memory" in verdict(made, replace(MACHINE, memory=0), is_enough=True, found=[])
     read = json.loads(as_json(made, is_enough=False, found=found))
