@@ -106,7 +106,9 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def cut_after(path: Path, steps_done: int) -> None:
-    """Drops the rows after a step; a log of which no step counts is kept aside."""
+    """Drops the rows after a step; a log of which no step counts is kept aside. There may be none yet."""
+    if not path.exists():
+        return
     if not steps_done:
         path.rename(_unused_name(path))
         return

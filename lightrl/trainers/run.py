@@ -49,6 +49,7 @@ from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
 from lightrl.trainers import earlier_run
+from lightrl.trainers.run_inputs import note_inputs
 from lightrl.trainers.sound_checkpoint import newest_sound
 
 TrainerConfig = RolloutConfig | OfflineConfig
@@ -225,9 +226,9 @@ class RunFolder:
         """Saves the config, and drops what an interrupted run logged after the checkpoint that this one continues."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
+        note_inputs(self.root, config, continues=steps_done > 0)
         for path in (self._metrics, self._samples):
-            if path.exists():
-                earlier_run.cut_after(path, steps_done)
+            earlier_run.cut_after(path, steps_done)
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
