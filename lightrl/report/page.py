@@ -10,16 +10,15 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from bokeh.resources import Resources
 from jinja2 import Environment
 
-from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig, as_dict
-from lightrl.config.command_line import flatten
 from lightrl.report.charts import Section, curves, drawn
+from lightrl.report.comparison import compare, options_of
 from lightrl.report.diagnosis import diagnose, summary
 from lightrl.report.run_files import Row, RunFiles
 from lightrl.report.suspicion import suspicions
@@ -51,7 +50,8 @@ def build_page(runs: Sequence[RunFiles]) -> str:
         title=", ".join(run.name for run in runs),
         runs=[_described(run) for run in runs],
         sections=_numbered(sections),
-        options=_options(runs),
+        options=options_of(runs),
+        comparison=compare(runs),
         notes=_left_out(runs, rated, _Sizes(points, count)),
         has_tokens=any(item.get("tokens") for items in rated for item in items),
         nonce=hashlib.sha256((charts + samples).encode()).hexdigest()[:32],
@@ -171,37 +171,3 @@ def _left_out(runs: Sequence[RunFiles], rated: Sequence[Sequence[Row]], sizes: _
         ):
             notes.append(f"{run.name}: texts are cut off after {_LONGEST_TEXT} characters.")
     return notes
-
-
-# ---- Options ---------------------------------------------------------------------------------------------------------
-
-
-def _options(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Returns the options that differ between the runs, or those of one run that differ from their defaults."""
-    columns: list[Mapping[str, Any]] = [run.config for run in runs]
-    heads = [run.name for run in runs]
-    if len(runs) == 1:
-        columns, heads = [_defaults(runs[0]), *columns], ["default", *heads]
-    names = sorted({name for column in columns for name in column} - {"config", "output_dir"})
-    rows = [[name, *(_shown(column.get(name)) for column in columns)] for name in names]
-    return {"heads": heads, "rows": [row for row in rows if len(set(row[1:])) > 1]}
-
-
-def _shown(value: object) -> str:
-    """Returns a value as text; a number reads the same however YAML spelled it."""
-    if isinstance(value, str):
-        try:
-            return f"{float(value):g}"
-        except ValueError:
-            return value
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else "" if value is None else str(value)
-
-
-def _defaults(run: RunFiles) -> dict[str, Any]:
-    """Returns the defaults of the kind of run whose options these are: it knows most of them, and few others."""
-    classes = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
-    kinds = [dict(flatten(as_dict(kind()))) for kind in classes]
-    return max(kinds, key=lambda kind: len(run.config.keys() & kind.keys()) - len(kind.keys() - run.config.keys()))

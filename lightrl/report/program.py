@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrl.config import exit_with_user_error, print_text
+from lightrl.report.comparison import compare
 from lightrl.report.diagnosis import diagnose
 from lightrl.report.run_files import read_runs
 
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         target.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
+    for sentence in compare(runs):
+        print_text(sentence)
     for run in runs:
         for finding in diagnose(run):
             print_text(f"{run.name}: {finding.title}. {finding.text}")
