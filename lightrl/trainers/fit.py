@@ -81,7 +81,7 @@ class Stateful(Protocol):
 class Shown:
     """Names of the metrics that a trainer prints."""
 
-    step: tuple[str, ...] = ("reward/mean", "tokens/per_second", "entropy")
+    step: tuple[str, ...] = ("reward/mean", "episode/failed_share", "tokens/per_second", "entropy")
     evaluation: tuple[str, ...] = ("eval/accuracy", "eval/reward")
     table: tuple[str, ...] = ("eval/accuracy", "reward/mean", "entropy")  # the first is drawn as a bar, out of 1
 

@@ -17,5 +17,6 @@ def test_the_batch_arithmetic_is_written_out() -> None:
 def test_the_means_of_several_rewards_are_shown() -> None:
     assert shown_of(RewardSet.from_config(GRPOConfig())) == Shown()
     both = shown_of(RewardSet.from_config(GRPOConfig(reward=("exact_match", "contains=0.1"))))
-    assert both.step == ("reward/mean", "reward/exact_match", "reward/contains", "tokens/per_second", "entropy")
+    names = ("reward/mean", "reward/exact_match", "reward/contains", "episode/failed_share")
+    assert both.step == (*names, "tokens/per_second", "entropy")
     assert both.evaluation[2:] == ("eval/reward/exact_match", "eval/reward/contains")
