@@ -170,6 +170,7 @@ def computed_numbers(output_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_agents_on_loopback_train_as_one_torchrun_does(tmp_path: Path) -> None:
     write_model_and_data(tmp_path)
     run_spmd(TRAIN, *tiny_run(tmp_path, tmp_path / "one"), world_size=2, timeout_s=120, cwd=ROOT, torchrun=True)

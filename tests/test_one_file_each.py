@@ -108,6 +108,7 @@ def run(folder: Path, *options: str, expect_failure: bool = False) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_five_new_files_make_a_run_of_ones_own(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "lightrl").rglob("*.py")}
     output = run(folder, "--max_steps", "1", "--engine_volume", "2")

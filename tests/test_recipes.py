@@ -50,6 +50,7 @@ def test_a_recipe_learns_the_task(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     """The whole recipe rises above 0.8; a third of it must rise clearly, on a seed of its own."""
     command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--strategy", "single"]

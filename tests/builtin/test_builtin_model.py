@@ -283,6 +283,7 @@ def test_later_of_two_publishers_gives_way(quick_recipe: None, tmp_path: Path) -
     assert not late.exists()
 
 
+@pytest.mark.long
 def test_two_processes_agree_on_one_folder(tmp_path: Path) -> None:
     caches = [tmp_path / "locks", tmp_path / "no_locks"]
     for cache in caches:

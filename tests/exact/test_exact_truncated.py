@@ -24,6 +24,7 @@ def result(run: Path) -> tuple[str, list[dict[str, float]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_samples_are_trained_with_the_bits_they_were_drawn_with(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     run_program([sys.executable, str(SCRIPT), *FLAGS, "--strategy", "single", "--output_dir", str(one)], timeout_s=280)

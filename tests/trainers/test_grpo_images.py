@@ -108,6 +108,7 @@ def check_saved_model(final: Path, other: Path, start: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_learns_what_only_the_image_tells(metrics_of: ReadMetrics, tmp_path: Path) -> None:
     """One prompt for every color: who does not see is right at most once in three."""
     save_tiny_vlm(tmp_path / "model", "qwen2_5_vl")

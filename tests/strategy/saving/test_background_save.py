@@ -86,6 +86,7 @@ def test_a_later_update_completes_it_and_so_does_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kill_while_writing_loses_nothing_and_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
     def run(part: str, world: int) -> str:
         return run_spmd(PROGRAM, part, str(tmp_path), world_size=world, timeout_s=200)
