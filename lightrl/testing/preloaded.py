@@ -157,7 +157,8 @@ def _become(program: Program, output: int) -> NoReturn:
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as torchrun starts its ranks
+    for stream in (sys.stdout, sys.stderr):  # ranks share the file: a line is one write, with PYTHONUNBUFFERED too
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environment)

@@ -1,4 +1,5 @@
 import socket
+import threading
 import time
 
 import pytest
@@ -27,9 +28,16 @@ def test_without_a_network_it_is_told_within_seconds(monkeypatch: pytest.MonkeyP
 
 def test_a_name_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_WAIT_S", 0.2)
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(30))
+    answered = threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        answered.wait(30)
+        raise OSError("too late")
+
+    monkeypatch.setattr(socket, "create_connection", wait)
     with pytest.raises(ValueError, match=r"no answer within 0.2 s"):
         hub.require_reachable("nobody/nothing", "--model")
+    answered.set()
 
 
 def test_what_can_be_had_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ with strategy.stats.scope("reward"):
         strategy.stats.record("rare", 3.0)
     strategy.stats.record("none", [])
 strategy.stats.add("calls", 1 + rank)
-print("EXPORT", json.dumps(strategy.stats.export()) if rank == 0 else strategy.stats.export() and "")
+exported = strategy.stats.export()
+if rank == 0:
+    print(f"EXPORT {json.dumps(exported)}")
 assert strategy.stats.export() == {}
 
 
@@ -73,7 +75,7 @@ def test_ranks_may_record_other_names_and_numbers_of_values(tmp_path: Path) -> N
     program = tmp_path / "stats.py"
     program.write_text(PROGRAM)
     said = run_spmd(program, world_size=2, timeout_s=100)
-    (found,) = (json.loads(line.partition("EXPORT ")[2]) for line in said.splitlines() if "EXPORT {" in line)
+    (found,) = (json.loads(line.partition("EXPORT ")[2]) for line in said.splitlines() if "EXPORT " in line)
     assert found == {  # (2 + 4 + 9) / 3, not the mean of 3 and 9
         **{"reward/length/mean": 5.0, "reward/length/min": 2.0, "reward/length/max": 9.0},
         **{"reward/rare/mean": 3.0, "reward/rare/min": 3.0, "reward/rare/max": 3.0},

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     seen = {name: os.environ[name] for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name}
     seen |= {"argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "threads": torch.get_num_threads()}
     seen |= {"draws": [random.random(), numpy.random.rand(), torch.rand(()).item()], "hash": hash("a"), "start": start}
+    seen["splits_lines"] = sys.stdout.write_through or sys.stderr.write_through
     seen["elastic"] = sorted(name for name in os.environ if "ELASTIC" in name)
     assert sys.modules["__main__"].Own is Own  # so that a process of its own finds it, too
     print("on stderr", file=sys.stderr)
@@ -55,7 +56,8 @@ def test_a_forked_rank_sees_what_torchrun_sets(tmp_path: Path) -> None:
         both.append(seen(printed))
     for forked, real in zip(*both, strict=True):
         assert (forked["start"], real["start"]) == ("forked", "fresh")
-        own = ("MASTER_PORT", "draws", "hash", "start", "elastic")
+        assert not forked["splits_lines"]  # else lines of several ranks mix where PYTHONUNBUFFERED is set
+        own = ("MASTER_PORT", "draws", "hash", "start", "elastic", "splits_lines")
         assert {name: forked[name] for name in forked if name not in own} == {
             name: real[name] for name in real if name not in own
         }
