@@ -24,7 +24,8 @@ class ScheduleConfig:
     step waits for a group that would become older, unless --rollout.late says otherwise."""
     late: Literal["wait", "drop"] = option("wait")
     """What happens to a group that would become older than max_staleness. wait: a step waits for it. drop: no step
-    waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue."""
+    waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue, or with
+    --rollout_ranks."""
     max_token_staleness: int = option(0, at_least=0)
     """Tokens of weights that are more than this many steps behind are not trained. 0: all are trained."""
     tail_batch: int = option(-1, at_least=-1)
@@ -66,16 +67,17 @@ class ScheduleConfig:
                 f"--rollout.{given[0]} does nothing in a run in which every step waits for all its samples. Give "
                 "--rollout.over_issue and --rollout.max_staleness, or leave it out."
             )
-        if self.late == "drop":
-            self._check_drop()
         if self.tail_batch == -1 and self.tail_after != defaults.tail_after:
             raise ValueError("--rollout.tail_after does nothing without --rollout.tail_batch of 0 or above.")
 
-    def _check_drop(self) -> None:
-        if not self.over_issue:
+    def check_late(self, *, has_own_ranks: bool) -> None:
+        """Raises ValueError for --rollout.late drop where nothing becomes too old; with ranks that only generate."""
+        if self.late == "wait":
+            return
+        if not (self.max_staleness if has_own_ranks else self.over_issue):
+            needed = "--rollout.max_staleness above 0" if has_own_ranks else "--rollout.over_issue"
             raise ValueError(
-                "--rollout.late drop does nothing without --rollout.over_issue: every step waits for all that it "
-                "started. Ranks that only generate (--rollout_ranks) drop nothing; leave it out there."
+                f"--rollout.late drop does nothing without {needed}: every step waits for all that it started."
             )
         if self.tail_batch >= 0:
             raise ValueError(

@@ -270,13 +270,12 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
 
 def _check_data(config: RolloutConfig) -> None:
-    if config.data.curriculum:
-        is_drawn_ahead = config.rollout_ranks > 0 and config.rollout.max_staleness > 0
-        config.data.check_curriculum(is_drawn_ahead=is_drawn_ahead, is_recorded=config.rollout.is_recorded)
+    config.data.check_curriculum(is_recorded=config.rollout.is_recorded)
 
 
 def _check_rollout(config: RolloutConfig) -> None:
     config.rollout.check_reward(config.reward)
+    config.rollout.check_late(has_own_ranks=config.rollout_ranks > 0)
     if config.rollout.is_recorded:
         config.rollout.check_record(has_own_ranks=config.rollout_ranks > 0 or config.rollout.is_scheduled)
     if config.rollout.max_staleness and isinstance(config, GRPOConfig | PPOConfig):

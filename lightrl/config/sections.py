@@ -299,12 +299,12 @@ class DataConfig(PromptFieldsConfig):
     """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
     prompts that are solved about half the time. Empty: every prompt once in each epoch."""
 
-    def check_curriculum(self, *, is_drawn_ahead: bool, is_recorded: bool) -> None:
-        """Raises ValueError for a curriculum in a run whose prompts are drawn elsewhere, or before results are in."""
-        if is_drawn_ahead or is_recorded:
-            ahead = "--rollout_ranks with --rollout.max_staleness above 0"
-            other = ahead if is_drawn_ahead else "--rollout.record and --rollout.from"
-            raise ValueError(f"--data.curriculum takes no part in {other} yet: leave one of them out.")
+    def check_curriculum(self, *, is_recorded: bool) -> None:
+        """Raises ValueError for a curriculum in a run whose prompts are those of a record."""
+        if self.curriculum and is_recorded:
+            raise ValueError(
+                "--data.curriculum takes no part in --rollout.record and --rollout.from: leave one of them out."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,8 +10,9 @@ from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
 from lightrl.data.sampler import Draws
 from lightrl.engines.link import Link
-from lightrl.records import Prompt, ScoredGroup, Status
+from lightrl.records import Prompt, Sample, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
+from lightrl.rollout.collector import Prompts
 from lightrl.rollout.production import CLAIMS, CONTINUED, FINISHED, TicketOrder
 from lightrl.rollout.recorded_schedule import Calls, ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
@@ -62,7 +63,10 @@ class Tickets:
 
 
 class BoundedCollector(RemoteCollector):
-    """Takes finished groups so that none becomes older than --rollout.max_staleness, and none is dropped."""
+    """Takes finished groups so that none becomes older than --rollout.max_staleness, and none is dropped.
+
+    With a curriculum it also says which prompts may be started: their choice follows from the results.
+    """
 
     def __init__(
         self,
@@ -74,8 +78,14 @@ class BoundedCollector(RemoteCollector):
         config: RolloutConfig,
         tickets: Tickets,
         log: ScheduleLog,
+        first_step: int = 0,
     ) -> None:
+        """Begins at a step, the first or the one behind a checkpoint; every rank knows what that has."""
         super().__init__(comm, link, prompts, sampler)
+        self._first_step = first_step
+        self._num_steps = config.max_steps
+        self._num_dropped = 0  # groups that counted, and were not trained
+        self._num_named = -1 if not config.data.curriculum else 0  # groups whose prompts are chosen; -1: by no one
         self._rules = Rules(batch_size=config.num_prompts, max_staleness=config.rollout.max_staleness)
         self._max_failures = config.max_reward_failures
         self._tickets = tickets
@@ -89,6 +99,22 @@ class BoundedCollector(RemoteCollector):
             tickets.under_way = partial(self._under_way, link)
             _begin(link, tickets)
 
+    def sample(self, prompts: Prompts, *, step: int, **settings: Any) -> list[Sample]:
+        """Returns this rank's samples of the step; every rank calls it. They are scored already."""
+        with self._comm.phase("late groups", local=True):
+            if self._link is not None:
+                self.drop_late(self._link, step)
+        if self._num_named >= 0:
+            self._name_prompts(step)
+        return super().sample(prompts, step=step, **settings)
+
+    def drop_late(self, link: Link, step: int) -> None:
+        """Drops nothing: no group becomes too old."""
+
+    def choose(self, step: int) -> tuple[int, ...] | None:
+        """Returns the numbers of the groups that make the step's batch; None while it has to wait."""
+        return forced_first(self._started, self._finished, step=step, rules=self._rules)
+
     def take(self, link: Link, step: int) -> list[ScoredGroup]:
         """Waits until the step has a batch; returns it by ticket."""
         chosen: tuple[int, ...] = ()
@@ -97,7 +123,7 @@ class BoundedCollector(RemoteCollector):
             nonlocal chosen
             if not self._learn_news(link):
                 return False
-            found = forced_first(self._started, self._finished, step=step, rules=self._rules)
+            found = self.choose(step)
             chosen = found or ()
             return found is not None
 
@@ -119,6 +145,16 @@ class BoundedCollector(RemoteCollector):
         self._tickets.add([self._order[number] for number in chosen])
         self._log.append(step, groups, calls)
         return groups
+
+    def _name_prompts(self, step: int) -> None:
+        """Chooses the prompts of all groups that may be started under this step's weights, on every rank alike."""
+        num_steps = min(self._rules.max_staleness + step + 1, self._num_steps) - self._first_step
+        num_dropped: int = self._comm.broadcast_object(self._num_dropped)  # which rank 0 alone knows
+        end = num_steps * self._rules.batch_size + num_dropped
+        chosen = [self._sampler.index_at(self._order[number]) for number in range(self._num_named, end)]
+        self._num_named += len(chosen)
+        if self._link is not None:
+            self._link.post({"do": "name", "prompts": chosen})
 
     def _require_young(self, groups: Sequence[ScoredGroup], step: int) -> None:
         """Checks that what was chosen by the versions at the start holds for every token."""

@@ -58,6 +58,12 @@ class EpisodeProduction(Production):
             job = self._job(group, journal.sample_index)
             self._driver.begin(journal, partial(self._collector.play, self._driver, job))
 
+    def _give_up(self, group: Running) -> None:
+        """Ends the episodes of a group; the engine drops what they wait for at its next step."""
+        journals = self._journals.pop(group.ticket, ())
+        self._ended.pop(group.ticket, None)
+        self._driver.end([journal.key for journal in journals])
+
     def _job(self, group: Running, index: int) -> EpisodeJob:
         seed, size = self._seed(group.ticket), self._config.group_size
         sampling = replace(self._sampling, seed=0)  # of each turn: the client's

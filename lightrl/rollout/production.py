@@ -117,6 +117,8 @@ class Production:
             sampling_of(config)["sampling"], max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
+        self._named: list[int] | None = [] if config.data.curriculum else None  # data indices, by the number of a claim
+        self._dropped: set[int] = set()  # numbers of groups that the trainer does not want any more
         self._order: TicketOrder | None = None  # None: the trainer has not said yet where the run begins
         self._begun: list[int] = []  # versions at the start of the groups that a checkpoint has, by their number
         self._may_go_on = False  # whether some of them may wait for a rank
@@ -132,6 +134,19 @@ class Production:
         self._order, self._first_step = TicketOrder(command["first"], command["used"], tickets), command["step"]
         self._begun = [version for _, version in command["begun"]]
         self._may_go_on = bool(self._begun)
+
+    def name(self, command: Command) -> None:
+        """Takes the prompts that the trainer has chosen for the next groups."""
+        assert self._named is not None, "only a run with a curriculum has them"
+        self._named += command["prompts"]
+
+    def drop(self, command: Command) -> None:
+        """Ends groups that are too old; others may be started in their places."""
+        late = set(command["numbers"])
+        self._dropped |= late  # also those of a checkpoint that no rank has taken yet
+        for group in [group for group in self._groups.values() if group.number in late]:
+            del self._groups[group.ticket]
+            self._give_up(group)
 
     def run(self, carry_out: Callable[[Command], bool]) -> None:
         """Produces until carry_out() of a command returns False."""
@@ -181,24 +196,27 @@ class Production:
                 self._may_go_on = False
             else:
                 claims.append((number, self._begun[number]))
-        while len(claims) < room and (number := self._link.claim(CLAIMS, num_steps * config.num_prompts)) is not None:
+        limit = num_steps * config.num_prompts + len(self._dropped)
+        if self._named is not None:
+            limit = min(limit, len(self._named))
+        while len(claims) < room and (number := self._link.claim(CLAIMS, limit)) is not None:
             self._link.put(f"start/{number}", str(version).encode())
             claims.append((number, version))
         return claims
 
     def _start(self, number: int, version: int) -> None:
         assert self._order is not None, "a claim comes after the beginning"
+        if number in self._dropped:
+            return
         ticket = self._order[number]
-        group = self._groups[ticket] = Running(number, ticket, version, self._prompt(ticket))
+        group = self._groups[ticket] = Running(number, ticket, version, self._prompt(number, ticket))
         if number < len(self._begun):
             self._go_on(group, from_bytes(self._link.peek(f"begun/{number}")))
         else:
             self._submit(group)
 
-    def _prompt(self, ticket: int) -> Prompt:
-        self._sampler.num_drawn = ticket
-        (index,) = self._sampler.draw(1)
-        return self._prompts[index]
+    def _prompt(self, number: int, ticket: int) -> Prompt:
+        return self._prompts[self._sampler.index_at(ticket) if self._named is None else self._named[number]]
 
     def _seed(self, ticket: int) -> int:
         return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
@@ -236,6 +254,13 @@ class Production:
     def _submit(self, group: Running) -> None:
         """Starts the samples of a group."""
         self._requests[self._engine.submit(engine_prompt(group.prompt), self._params(group.ticket))] = group
+
+    def _give_up(self, group: Running) -> None:
+        """Takes the samples of a group out of the engine."""
+        requests = [request for request, other in self._requests.items() if other is group]
+        self._engine.abort(requests)
+        for request in requests:
+            del self._requests[request]
 
     def _step(self) -> None:
         """Runs one step of the engine."""

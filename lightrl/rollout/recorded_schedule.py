@@ -44,6 +44,7 @@ class RecordedGroup:
     start_version: int
     samples: tuple[RecordedSample, ...]
     digest: str  # of the tokens of all samples
+    prompt: int | None = None  # data index; None in a schedule of an older version, where the ticket decides
 
 
 def digest_of(group: ScoredGroup) -> str:
@@ -105,6 +106,7 @@ def _as_json(group: ScoredGroup, calls: Calls) -> dict[str, Any]:
         "ticket": group.ticket,
         "start_version": group.start_version,
         "digest": digest_of(group),
+        "prompt": group.samples[0].prompt.index,
         "samples": [[sample.sample_index, *own] for sample, own in zip(group.samples, calls, strict=True)],
     }
     return {**row, "left_out": left_out} if left_out else row
@@ -115,6 +117,7 @@ def _from_json(row: dict[str, Any]) -> RecordedGroup:
         ticket=row["ticket"],
         start_version=row["start_version"],
         digest=row["digest"],
+        prompt=row.get("prompt"),
         samples=tuple(
             RecordedSample(
                 sample_index=index,

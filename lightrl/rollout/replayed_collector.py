@@ -89,7 +89,7 @@ class ReplayedCollector:
             name = (group.ticket, sample.sample_index)
             seed, index = self._seed(group.ticket), sample.sample_index
             params = replace(self._sampling, max_new_tokens=total, seed=seed, first_sample=index)
-            request = engine.submit(engine_prompt(self._prompt(group.ticket)), params, self._made.pop(name, None))
+            request = engine.submit(engine_prompt(self._prompt(group)), params, self._made.pop(name, None))
             names[request] = name
         while engine.has_unfinished():
             for completion in engine.step():
@@ -98,10 +98,8 @@ class ReplayedCollector:
     def _seed(self, ticket: int) -> int:
         return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
 
-    def _prompt(self, ticket: int) -> Prompt:
-        self._sampler.num_drawn = ticket
-        (index,) = self._sampler.draw(1)
-        return self._prompts[index]
+    def _prompt(self, group: RecordedGroup) -> Prompt:
+        return self._prompts[self._sampler.index_at(group.ticket) if group.prompt is None else group.prompt]
 
     def _take(self, position: int, group: RecordedGroup, step: int) -> list[Sample]:
         made = [self._sample(position, group, sample) for sample in group.samples]
@@ -115,5 +113,5 @@ class ReplayedCollector:
 
     def _sample(self, position: int, group: RecordedGroup, sample: RecordedSample) -> Sample:
         completion = self._made.pop((group.ticket, sample.sample_index))
-        made = self._collector.sample_of(position, self._prompt(group.ticket), completion)
+        made = self._collector.sample_of(position, self._prompt(group), completion)
         return replace(made, ticket=group.ticket, start_version=group.start_version)

@@ -154,7 +154,7 @@ class ReplayedEpisodes(ReplayedCollector):
             driver.play(journal, sample.calls, partial(self._collector.play, driver, job))
 
     def _job(self, group: RecordedGroup, sample: RecordedSample, position: int) -> EpisodeJob:
-        prompt, seed = self._prompt(group.ticket), self._seed(group.ticket)
+        prompt, seed = self._prompt(group), self._seed(group.ticket)
         return EpisodeJob(position, prompt, sample.sample_index, seed, self._sampling, 0)
 
     def _sample(self, position: int, group: RecordedGroup, sample: RecordedSample) -> Sample:

@@ -64,6 +64,8 @@ class RolloutServer:
             "evaluate": self._evaluate,
             "save": self._save,
         }
+        if self.production is not None:
+            self._actions |= {"name": self.production.name, "drop": self.production.drop}
 
     def fit(self) -> None:
         """Serves until the trainer ends the run. A signal is the trainer's to act on: it stops the run, and this."""

@@ -16,6 +16,7 @@ from lightrl.engines.peer_watch import PeerWatch
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
+from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
@@ -23,6 +24,8 @@ from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
+
+BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # by --rollout.late
 
 
 def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
@@ -82,8 +85,16 @@ class Learner(Trainer):
         made = RemoteCollector(comm, link, prompts.train, prompts.sampler)
         if self.config.rollout.max_staleness:
             log = ScheduleLog(self.folder.root)
-            made = BoundedCollector(
-                comm, link, prompts.train, prompts.sampler, config=self.config, tickets=tickets, log=log
+            kind = BOUNDED_COLLECTORS[self.config.rollout.late]
+            made = kind(
+                comm,
+                link,
+                prompts.train,
+                prompts.sampler,
+                config=self.config,
+                tickets=tickets,
+                log=log,
+                first_step=self.step_index,
             )
         if link is not None:
             known = {"first": tickets.first, "used": sorted(tickets.beyond), "begun": tickets.begun}
@@ -178,9 +189,9 @@ def check_split(config: RolloutConfig) -> None:
 
 
 def _check_schedule(config: RolloutConfig) -> None:
-    """Raises ValueError for an option of schedules on ranks that do both; only the bound on the age is common."""
+    """Raises ValueError for an option of schedules on ranks that do both; what concerns the age is common."""
     defaults = ScheduleConfig()
-    for name in (item.name for item in fields(defaults) if item.name != "max_staleness"):
+    for name in (item.name for item in fields(defaults) if item.name not in ("max_staleness", "late")):
         if getattr(config.rollout, name) != getattr(defaults, name):
             raise _refused(f"--rollout.{name}", "Leave it out")
 

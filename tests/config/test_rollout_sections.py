@@ -23,6 +23,12 @@ def test_bad_options_are_refused(options: dict[str, object], text: str) -> None:
         GRPOConfig(rollout=WorkflowConfig(**options))  # type: ignore[arg-type]
 
 
+def test_ranks_that_only_generate_drop_late_groups_by_the_bound_alone() -> None:
+    GRPOConfig(rollout_ranks=1, rollout=WorkflowConfig(late="drop", max_staleness=1))
+    with pytest.raises(ValueError, match="late drop does nothing without --rollout.max_staleness above 0"):
+        GRPOConfig(rollout_ranks=1, rollout=WorkflowConfig(late="drop"))
+
+
 def test_a_run_is_scheduled_where_it_is_asked_for() -> None:
     assert not WorkflowConfig().is_scheduled
     assert not WorkflowConfig().samples_can_be_older

@@ -38,6 +38,14 @@ class OneTurn(Workflow):
         return episode
 
 
+class Slow(OneTurn):
+    """The plain run, in which one prompt of seven takes a second."""
+
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(1.0 if data.index % 7 == 0 else 0.0)
+        return await super().arun_episode(engine, data)
+
+
 class Tensors(Workflow):
     """Two turns with one heard token between, given as tensors."""
 

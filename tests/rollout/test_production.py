@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from lightrl import process_group
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
+from lightrl.data.curriculum import Curriculum
 from lightrl.data.sampler import PromptSampler
 from lightrl.engines.base import Completion, EngineGroup, InferenceEngine
 from lightrl.engines.colocated import ColocatedEngine
@@ -24,6 +25,7 @@ from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
+from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.client import EpisodeLimits
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector
@@ -147,6 +149,8 @@ def serve(link, config, seed, errors, workflow):
             made.begin(command)
         elif command["do"] == "save":
             link.answer(to_bytes(made.save()))
+        elif command["do"] in ("name", "drop"):
+            getattr(made, command["do"])(command)
         elif command["do"] == "weights":
             engine.update_weights([], command["version"])
         return command["do"] != "stop"
@@ -160,14 +164,14 @@ def serve(link, config, seed, errors, workflow):
         errors.append(error)
 
 
-def train(link, config, folder, seed, first_step=0, used=None, until=None):
+def train(link, config, folder, seed, first_step=0, used=None, until=None, sampler=None):
     """The trainer: takes a batch at each step and syncs; returns the batches."""
     used, draw = used or Tickets(Comm()), random.Random(seed)
     link.meet()
-    sampler = PromptSampler(len(PROMPTS), config.num_prompts, config.seed)
-    collector = BoundedCollector(
-        Comm(), link, PROMPTS, sampler, config=config, tickets=used, log=ScheduleLog(folder)
-    )  # fmt: skip
+    sampler = sampler or PromptSampler(len(PROMPTS), config.num_prompts, config.seed)
+    kind = DroppingCollector if config.rollout.late == "drop" else BoundedCollector
+    parts = {"config": config, "tickets": used, "log": ScheduleLog(folder), "first_step": first_step}
+    collector = kind(Comm(), link, PROMPTS, sampler, **parts)
     known = {"first": used.first, "used": sorted(used.beyond), "begun": used.begun}
     link.post({"do": "begin", "step": first_step, **known})
     link.post({"do": "weights", "version": first_step})
@@ -175,6 +179,8 @@ def train(link, config, folder, seed, first_step=0, used=None, until=None):
     for step in range(first_step, until or config.max_steps):
         samples = collector.sample([], step=step, group_size=GROUP, temperature=1.0)
         collector.score(samples)
+        if isinstance(sampler, Curriculum):
+            sampler.observe(step, [(sample.prompt.index, len(sample.versions)) for sample in samples])
         batches.append(samples)
         time.sleep(draw.choice([0, 0, 0.01, 0.03]))
         link.post({"do": "weights", "version": step + 1})
@@ -259,6 +265,91 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(workflow, run, tmp_path):
     assert {s.ticket: s.start_version for batch in after for s in batch if s.ticket in begun} == begun
     assert any(s.ticket in begun and len(set(s.versions)) > 1 for batch in after for s in batch)  # one that went on
     assert len(read_schedule(tmp_path)) == 8
+
+
+def dropping(bound, steps):
+    config = config_of(bound, steps)
+    config.rollout.late = "drop"
+    return config
+
+
+@pytest.mark.parametrize(
+    ("bound", "seed", "workflow"), [(1, 0, None), (2, 1, None), (1, 2, TwoTurns()), (3, 3, TwoTurns())]
+)
+def test_late_groups_are_dropped_and_replaced(bound, seed, workflow, run):
+    steps = 25
+    batches, used = run(dropping(bound, steps), seed, workflow)
+    assert all(len(batch) == 3 * GROUP for batch in batches)
+    assert max(step - s.oldest_version for step, batch in enumerate(batches) for s in batch) <= bound
+    trained = {sample.ticket for batch in batches for sample in batch}
+    assert len(trained) == 3 * steps
+    num_used = used["first"] + len(used["beyond"])
+    assert num_used > 3 * steps, "none was dropped, so nothing was tested"
+    assert used["finished"] == used["running"] == []
+    assert trained < {*range(used["first"]), *used["beyond"]}
+
+
+@pytest.mark.parametrize("workflow", [None, TwoTurns()])
+def test_dropped_groups_do_not_come_back_after_a_resume(workflow, run):
+    config = dropping(1, 12)
+    _, state = run(config, 5, workflow, until=6)
+    used = Tickets(Comm())
+    used.load_state_dict(through_a_file(state))
+    gone = {*range(used.first), *used.beyond}
+    after, _ = run(config, 6, workflow, first_step=6, used=used)
+    assert len(after) == 6
+    assert not gone & {sample.ticket for batch in after for sample in batch}
+    assert max(step - s.oldest_version for step, batch in enumerate(after, start=6) for s in batch) <= 1
+
+
+def with_curriculum(config):
+    config.data.curriculum = "half_solved"  # the sampler of the test stands in for it
+    return config
+
+
+def seen_last(progress):
+    """Prefers the prompts of the newest results."""
+    steps = {index: result.step for index, result in progress.results.items()}
+    return [1.0 + steps.get(index, 0) for index in range(len(progress.prompts))]
+
+
+@pytest.mark.parametrize(
+    ("config", "workflow"), [(config_of(2, 15), None), (config_of(1, 15), TwoTurns()), (dropping(1, 15), None)]
+)
+def test_a_curriculum_chooses_by_the_results_of_the_steps_before_a_start(config, workflow, run):
+    chosen_at = {}  # by ticket: the step whose results came last
+
+    class Watched(Curriculum):
+        def _choose(self, ticket):
+            chosen_at[ticket] = self._step
+            return super()._choose(ticket)
+
+    with_curriculum(config)
+    made = Watched(seen_last, PROMPTS, config.num_prompts, config.seed)
+    batches, _ = run(config, 3, workflow, sampler=made)
+    samples = [sample for batch in batches for sample in batch]
+    assert len({sample.ticket for sample in samples}) == 3 * 15
+    for sample in samples:
+        assert sample.prompt.index == made.index_at(sample.ticket)
+        assert chosen_at[sample.ticket] <= sample.start_version
+    ahead = config.rollout.max_staleness * 3
+    for ticket in range(ahead + 3, 3 * 15 - ahead):
+        assert chosen_at[ticket] >= ticket // 3 - config.rollout.max_staleness or config.rollout.late == "drop"
+
+
+def test_a_curriculum_goes_on_with_what_it_had_chosen(run):
+    config = with_curriculum(config_of(2, 8))
+    made = Curriculum(seen_last, PROMPTS, config.num_prompts, config.seed)
+    before, state = run(config, 5, until=4, sampler=made)
+    used = Tickets(Comm())
+    used.load_state_dict(through_a_file(state))
+    again = Curriculum(seen_last, PROMPTS, config.num_prompts, config.seed)
+    again.load_state_dict(made.state_dict())
+    after, _ = run(config, 6, first_step=4, used=used, sampler=again)
+    samples = [sample for batch in before + after for sample in batch]
+    assert len({sample.ticket for sample in samples}) == 24
+    assert all(sample.prompt.index == again.index_at(sample.ticket) for sample in samples)
+    assert again.state_dict()["chosen"][:18] == made.state_dict()["chosen"][:18]
 
 
 def partials_of(state):

@@ -70,9 +70,9 @@ def test_the_results_of_every_group_choose_the_next_prompts(rollout: WorkflowCon
 def test_what_is_no_curriculum_is_told() -> None:
     with pytest.raises(ValueError, match="this is no function"):
         load_curriculum("lightrl.data.curriculum:__name__")
-    ahead = WorkflowConfig(max_staleness=1)
-    with pytest.raises(ValueError, match=r"takes no part in --rollout_ranks with --rollout.max_staleness above 0 yet"):
-        GRPOConfig(data=DataConfig(curriculum="half_solved"), rollout_ranks=1, rollout=ahead).check()
+    recorded = WorkflowConfig(record="folder")
+    with pytest.raises(ValueError, match=r"takes no part in --rollout.record and --rollout.from"):
+        GRPOConfig(data=DataConfig(curriculum="half_solved"), rollout=recorded)
     with pytest.raises(ValueError, match=r"Call run_trainer\(GRPOTrainer, config\)"):
         GRPOTrainer(GRPOConfig(data=DataConfig(curriculum="half_solved")))
     with pytest.raises(TypeError, match="needs a subclass"):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lightrl.data.sampler import PromptSampler
+from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.testing import run_program, run_spmd
 from lightrl.testing.killed import Ending, run_and_signal
 
@@ -132,19 +134,46 @@ def test_one_rank_of_an_engine_scores_while_the_other_waits_for_the_next_step(
     assert len(trained) == 3
 
 
+LATE = ["--rollout.workflow", "tests.programs.episodes:Slow", "--rollout.late", "drop"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workflow", [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"]])
+@pytest.mark.parametrize(
+    "own",
+    [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"], LATE, ["--data.curriculum", "half_solved"]],
+    ids=["plain", "episodes", "late groups dropped", "curriculum"],
+)
 def test_a_run_that_generates_while_it_learns_can_be_repeated(
-    workflow: list[str], toy_flags: list[str], tmp_path: Path
+    own: list[str], toy_flags: list[str], tmp_path: Path
 ) -> None:
     recorded, again = tmp_path / "recorded", tmp_path / "again"
-    flags = [*toy_flags, *workflow, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
+    flags = [*toy_flags, *own, "--max_steps", "8", "--rollout_ranks", "1", "--rollout.max_staleness", "1"]
     run_spmd(SCRIPT, *flags, "--output_dir", str(recorded), world_size=2, timeout_s=280)
     first = rows(recorded)
     assert max(row["rollout/staleness_max"] for row in first) == 1
+    assert (sum(row.get("rollout/dropped", 0.0) for row in first) > 0) == (own is LATE)
     run_program([sys.executable, str(REPLAY), str(recorded), "--output_dir", str(again)], timeout_s=280)
     for one, other in zip(first, rows(again), strict=True):
         assert one["reward/mean"] == other["reward/mean"]
         assert one["rollout/staleness"] == other["rollout/staleness"]
         assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4, abs_tol=1e-5)
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_curriculum_under_a_bound_goes_on_after_a_stop(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [*toy_flags, "--num_prompts", "2", "--max_steps", "8", "--data.curriculum", "half_solved"]
+    flags += ["--rollout.max_staleness", "2", "--checkpoint.every", "1", "--output_dir", str(tmp_path / "run")]
+    ended = run_and_signal(
+        SCRIPT, *flags, "--rollout_ranks", "1", world_size=3, victims=[1], signum=signal.SIGKILL,
+        when=after_step(tmp_path / "run", 4), timeout_s=150, end_timeout_s=30, launcher="nobody",
+    )  # fmt: skip
+    assert ended.was_signalled, ended.said
+    said = run_spmd(SCRIPT, *flags, "--rollout_ranks", "2", world_size=3, timeout_s=280)
+    assert "continuing after step" in said
+    found = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
+    assert [row["step"] for row in found] == [*range(1, 9)]
+    groups = [group for batch in read_schedule(tmp_path / "run") for group in batch]
+    assert len({group.ticket for group in groups}) == 2 * 8  # each once
+    in_order = PromptSampler(5, 2, 0)
+    assert [group.prompt for group in groups] != [in_order.index_at(group.ticket) for group in groups]

@@ -1,0 +1,52 @@
+"""Drops groups that have become too old (--rollout.late drop) where ranks of their own generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightrl.engines.link import Link
+from lightrl.metrics import Statistics
+from lightrl.rollout.bounded_collector import BoundedCollector
+
+
+class DroppingCollector(BoundedCollector):
+    """A step takes the oldest finished groups and waits for no particular one; what becomes too old is dropped."""
+
+    def __init__(self, *parts: Any, **settings: Any) -> None:
+        """Takes what BoundedCollector takes."""
+        super().__init__(*parts, **settings)
+        self._may_come: set[int] = set()  # dropped groups that a rank may have finished meanwhile
+
+    def drop_late(self, link: Link, step: int) -> None:
+        """Forgets the groups that are too old for this step, finished or not, and has others started for them."""
+        link.wait(lambda: self._learn_news(link), "what was started")
+        late = [number for number, version in self._started.items() if step - version > self._rules.max_staleness]
+        if late:
+            link.post({"do": "drop", "numbers": late})
+        for number in late:
+            del self._started[number]
+            self._may_come.add(number)
+        self._discard(link)
+        self._num_dropped += len(late)
+        self._tickets.add([self._order[number] for number in late])
+        statistics = Statistics()
+        statistics.maximum("rollout/dropped", len(late))
+        self._statistics.append(statistics.take())
+
+    def choose(self, step: int) -> tuple[int, ...] | None:
+        """Returns the finished groups that were started first; None while there are too few."""
+        size = self._rules.batch_size
+        oldest = sorted(self._finished, key=lambda number: (self._started[number], number))[:size]
+        return tuple(oldest) if len(oldest) == size else None
+
+    def _learn_news(self, link: Link) -> bool:
+        is_all_known = super()._learn_news(link)
+        self._discard(link)
+        return is_all_known
+
+    def _discard(self, link: Link) -> None:
+        """Removes what dropped groups have become."""
+        for number in self._finished & self._may_come:
+            link.take(f"group/{number}")
+            self._finished.remove(number)
+            self._may_come.remove(number)

@@ -1,0 +1,120 @@
+"""Which groups a step drops; that others take their places is tested with what is produced, in test_production.py."""
+
+from lightrl.comm import Comm
+from lightrl.config import GRPOConfig
+from lightrl.data.sampler import PromptSampler
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rollout.bounded_collector import Tickets
+from lightrl.rollout.bounded_drop import DroppingCollector
+from lightrl.rollout.recorded_schedule import ScheduleLog
+from lightrl.rollout.sample_messages import to_bytes
+from lightrl.rollout.saved_groups import group_state
+
+PROMPT = Prompt(index=0, text="", token_ids=(1,))
+
+
+class StoreLink:
+    """A link whose other end starts and finishes groups when it is told."""
+
+    def __init__(self):
+        self.values, self.posted = {}, []
+        self.num_claimed = self.num_finished = 0
+
+    def start(self, version):
+        self.values[f"start/{self.num_claimed}"] = str(version).encode()
+        self.num_claimed += 1
+
+    def finish(self, number, version):
+        sample = Sample(
+            prompt=PROMPT,
+            position=0,
+            sample_index=0,
+            response_ids=(7,),
+            sampler_logprobs=(-0.1,),
+            versions=(version,),
+            finish_reason="stop",
+            text="",
+            ticket=number,
+            start_version=version,
+        )
+        state = group_state(ScoredGroup(samples=(sample,), rewards=(1.0,), step=0))
+        message = {"groups": [state], "statistics": {}, "calls": [[[[version, 1]]]], "failure": ""}
+        self.values[f"group/{number}"] = to_bytes(message)
+        self.values[f"finish/{self.num_finished}"] = str(number).encode()
+        self.num_finished += 1
+
+    def put(self, key, content):
+        assert key in ("claims", "continued")  # where the run begins
+
+    def claimed(self, key):
+        return self.num_claimed
+
+    def count(self, key, add=0):
+        return self.num_finished
+
+    def has(self, key):
+        return key in self.values
+
+    def take(self, key):
+        return self.values.pop(key)
+
+    def post(self, command):
+        self.posted.append(command)
+
+    def wait(self, is_done, what):
+        assert is_done()
+
+    def require_others(self):
+        pass
+
+
+def collector(link, folder):
+    config = GRPOConfig(num_prompts=1)
+    config.rollout.max_staleness = 1
+    used = Tickets(Comm())
+    parts = {"config": config, "tickets": used, "log": ScheduleLog(folder)}
+    return DroppingCollector(Comm(), link, [PROMPT], PromptSampler(1, 1, 0), **parts), used
+
+
+def tickets(made, step):
+    """Returns the tickets of a step's batch, and how many groups it dropped."""
+    samples = made.sample([], step=step, group_size=1, temperature=1.0)
+    statistics = Statistics()
+    made.score(samples, statistics)
+    return [sample.ticket for sample in samples], statistics.reduce(Comm())["rollout/dropped"]
+
+
+def test_a_step_waits_for_no_slow_group_and_drops_it_once_it_is_too_old(tmp_path):
+    link = StoreLink()
+    made, used = collector(link, tmp_path)
+    for version in (0, 0, 1):
+        link.start(version)
+    link.finish(1, 0)
+    link.finish(2, 1)
+    assert tickets(made, 0) == ([1], 0)
+    assert tickets(made, 1) == ([2], 0)  # ticket 0 could still be trained, and is not waited for
+    link.start(2)
+    link.finish(3, 2)
+    assert tickets(made, 2) == ([3], 1)
+    assert link.posted == [{"do": "drop", "numbers": [0]}]
+    assert (used.first, used.beyond) == (4, set())
+    link.finish(0, 0)  # it was being scored
+    link.start(3)
+    link.finish(4, 3)
+    assert tickets(made, 3) == ([4], 0)
+    assert link.values == {}
+
+
+def test_a_finished_group_is_dropped_too_and_the_oldest_come_first(tmp_path):
+    link = StoreLink()
+    made, used = collector(link, tmp_path)
+    for version in (0, 0, 0, 1, 1):
+        link.start(version)
+    for number in (4, 3, 2, 1, 0):
+        link.finish(number, int(number > 2))
+    assert tickets(made, 0) == ([0], 0)
+    assert tickets(made, 1) == ([1], 0)
+    assert tickets(made, 2) == ([3], 1)
+    assert used.first == 4
+    assert [*link.values] == ["group/4"]
