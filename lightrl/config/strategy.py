@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lightrl.config.exact import check_exact
 from lightrl.config.foreign_options import native_options
+from lightrl.config.lookup import check_lookup
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,9 @@ class NativeEngineConfig:
 
     max_num_seqs: int = option(256, at_least=1)
     """Number of sequences decoded at the same time on a rank; more requests wait their turn."""
+    lookup: int = option(0, at_least=0, at_most=64)
+    """Number of tokens guessed in a step from what followed the same words earlier in a sample's text. The samples are
+    those without guesses; texts that repeat themselves take fewer steps where few of them run. 0: none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -289,7 +293,7 @@ class EngineConfig:
     offload_while_generating: bool = option(False, resume="free")
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
-    native: NativeEngineConfig = section(NativeEngineConfig, resume="free")
+    native: NativeEngineConfig = section(NativeEngineConfig, resume="free", check=check_lookup)
     routing: RoutingConfig = section(RoutingConfig, check=lambda options: _check_routing(options))
 
 

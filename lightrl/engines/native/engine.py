@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightrl.config import StrategyOptions
+from lightrl.config import NativeEngineConfig, StrategyOptions
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -62,11 +63,11 @@ def build_native_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
-    kind: type[NativeEngine] | None = None,
+    kind: Callable[..., NativeEngine] | None = None,
 ) -> NativeEngine:
     """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
 
-    kind: a subclass to make; None makes a NativeEngine.
+    kind: what makes it; None makes a NativeEngine, or with --native.lookup one that guesses.
     """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
@@ -79,7 +80,16 @@ def build_native_engine(
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    return (kind or NativeEngine)(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+    make = kind or _plain_kind(options.native)
+    return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+
+
+def _plain_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
+    if not options.lookup:
+        return NativeEngine
+    from lightrl.engines.native.lookup import LookupEngine  # noqa: PLC0415  (a subclass of what stands below)
+
+    return partial(LookupEngine, num_guesses=options.lookup)
 
 
 @torch.no_grad()

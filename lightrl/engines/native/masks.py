@@ -31,6 +31,11 @@ class DecodeMasks:
         starts = half - phase.positions
         return [self._windows(ramp, starts, part) for part in phase.parts]
 
+    def at(self, cache: RowCache, window: int | None, like: Tensor, positions: Tensor) -> Tensor:
+        """Returns the masks of queries at positions of any shape, [*positions.shape, num_read]."""
+        ramp = self._ramp(cache.capacity, window, like)
+        return ramp.unfold(0, cache.decode_phase.num_read, 1)[len(ramp) // 2 - positions]
+
     def _windows(self, ramp: Tensor, starts: Tensor, part: ReadPart) -> Tensor:
         rows = starts[part.rows].repeat_interleave(self._num_kv_heads)
         return ramp.unfold(0, part.num_read, 1)[rows][:, None]

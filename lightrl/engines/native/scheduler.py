@@ -177,6 +177,33 @@ class Scheduler:
         done = [rows.completion(first_row + int(j), "stop" if ended[j] else "length") for j in leaving]
         return done, self._remove(first_row + leaving) if done else None
 
+    def record_runs(
+        self, tokens: NDArray[np.int64], logprobs: NDArray[np.float64], counts: NDArray[np.int64], version: int
+    ) -> tuple[list[Completion], Moves | None]:
+        """Appends the first counts[r] of the tokens [n, w] to each row r, up to one that ends it; returns as record().
+
+        Entered only by an engine that draws several tokens of a sample at once.
+        """
+        rows, running, width = self.rows, slice(self.num_running), tokens.shape[1]
+        rows.reserve_outputs(int(rows.num_produced[running].max()) + width)
+        ended: NDArray[np.bool_] = self.eos_table[tokens] & rows.stops_at_eos[running][:, None]
+        for index in np.nonzero(rows.has_stop_tokens[running])[0]:
+            ended[index] |= np.isin(tokens[index], list(rows.request[index].params.stop_token_ids))
+        ended &= np.arange(width) < counts[:, None]
+        counts = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, counts)
+        row, column = np.nonzero(np.arange(width) < counts[:, None])
+        place = rows.num_produced[row] + column
+        rows.out_tokens[row, place] = tokens[row, column]
+        rows.out_logprobs[row, place] = logprobs[row, column]
+        rows.out_versions[row, place] = version
+        rows.token[running] = tokens[np.arange(self.num_running), counts - 1]
+        rows.num_produced[running] += counts
+        rows.position[running] += counts
+        has_ended = ended.sum(axis=1) > 0
+        (leaving,) = np.nonzero(has_ended | (rows.num_produced[running] >= rows.limit[running]))
+        done = [rows.completion(int(row), "stop" if has_ended[row] else "length") for row in leaving]
+        return done, self._remove(leaving) if done else None
+
     def abort(self, request_ids: Collection[int] | None) -> tuple[list[Completion], Moves | None]:
         """Takes requests (None: all) out; returns what each unfinished sample has, and the rows to move."""
 

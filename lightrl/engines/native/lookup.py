@@ -1,0 +1,174 @@
+"""Guesses the next tokens from a sample's own text (--native.lookup), and draws several in one forward.
+
+Texts repeat themselves: a response quotes its prompt, and takes up what it has said. Where the last tokens came before,
+what followed them there is a guess. One forward gives the logits after the last token and after each guess. Each token
+is then drawn as it would have been without a guess, by the same uniform number; as long as the draw is the guess, the
+next one counts too. So no token depends on what was guessed, except by how the sums of a wider forward are rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightrl.engines.base import Completion
+from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState, _Layer
+from lightrl.engines.native.sampler import plan_sampling
+from lightrl.engines.native.scheduler import Rows
+from lightrl.seeding import uniform_array
+
+_LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens at the end of a text that are looked for earlier in it
+_LEAST_RIGHT = 0.25  # share of right guesses below which most steps guess nothing
+_STEPS_TO_WAIT = 8  # plain steps after which it is tried again
+_MEMORY = 8  # guessing steps over which the share is a mean
+_MOST_ROWS = 8  # running samples up to which a wider forward takes little longer than a plain one
+
+
+class LookupForward(FusedForward):
+    """Runs several tokens a row, too."""
+
+    def score_guesses(self, tokens: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+        """Returns logits [n, w, vocab] of tokens [n, w] at positions [n, w]; the decode phase must be begun."""
+        num_rows, width = tokens.shape
+        num_read = cache.decode_phase.num_read
+        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
+        rows = torch.arange(num_rows, device=tokens.device)[:, None]
+        masks = {}
+        for window in self._masks.windows:
+            mask = self._masks.at(cache, window, self._head.weight, positions)[:, None, :, None]
+            whole = mask.expand(num_rows, kv_heads, width, heads // kv_heads, num_read)
+            masks[window] = whole.reshape(num_rows * kv_heads, -1, num_read)
+
+        def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            storage = cache.layer(layer.index)
+            storage.keys[rows, :, positions] = keys.view(num_rows, width, kv_heads, dim)
+            storage.values[rows, :, positions] = values.view(num_rows, width, kv_heads, dim)
+            by_head = queries.view(num_rows, width, kv_heads, -1, dim).transpose(1, 2)
+            grouped = by_head.reshape(num_rows * kv_heads, -1, dim)
+            mixed = self.mix(grouped, *cache.read(layer.index), masks[layer.window])
+            return mixed.view(num_rows, kv_heads, width, -1).transpose(1, 2).reshape(num_rows * width, -1)
+
+        logits = self._run(tokens.flatten(), self._cos_sin(positions.flatten(), cache.capacity), attend)
+        return logits.view(num_rows, width, -1)
+
+
+class LookupRunner(ModelRunner):
+    """Runs guesses where the fused forward is used; other models have one token a step."""
+
+    make_fused = staticmethod(LookupForward)
+
+    def score_guesses(self, tokens: Tensor, positions: Tensor, cache: SampleState) -> Tensor:
+        """Returns logits [n, w, vocab] of tokens [n, w] at positions [n, w]."""
+        assert isinstance(self._fused, LookupForward), "only asked where it is used"
+        assert isinstance(cache, RowCache), "it goes with the fused forward"
+        return self._fused.score_guesses(tokens, positions, cache)
+
+
+class LookupEngine(NativeEngine):
+    """Draws up to 1 + num_guesses tokens of a sample in a step."""
+
+    make_runner = LookupRunner
+    _runner: LookupRunner
+
+    def __init__(self, *args: Any, num_guesses: int, most_rows: int = _MOST_ROWS, **settings: Any) -> None:
+        """Takes what NativeEngine takes.
+
+        Args:
+            num_guesses: the most tokens of a sample that are guessed in a step.
+            most_rows: the most running samples at which anything is guessed.
+        """
+        super().__init__(*args, **settings)
+        if self._media is not None:
+            raise ValueError("--native.lookup does not go with a model that takes images: leave it out.")
+        self._num_guesses = num_guesses
+        self._most_rows = most_rows
+        self._prompts: dict[int, NDArray[np.int64]] = {}  # of the requests that run
+        self.num_guessed = 0  # tokens, so far
+        self.num_right = 0  # of them those that were drawn
+        self._share_right = 1.0  # of the newest guesses
+        self._num_plain = 0  # steps since anything was guessed
+
+    def _decode(self) -> list[Completion]:
+        rows, num_rows = self._scheduler.rows, self._scheduler.num_running
+        self._num_plain += 1
+        is_worth = self._share_right >= _LEAST_RIGHT or self._num_plain > _STEPS_TO_WAIT
+        if not is_worth or num_rows > self._most_rows or not self._may_guess(num_rows):
+            return super()._decode()
+        guesses, counts = self._guess(rows, num_rows)
+        width = int(counts.max()) + 1
+        return super()._decode() if width == 1 else self._draw_guessed(guesses[:, : width - 1], counts)
+
+    def _may_guess(self, num_rows: int) -> bool:
+        return self._runner.uses_fused_forward and not self._scheduler.rows.is_constrained[:num_rows].any()
+
+    def _guess(self, rows: Rows, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns guesses [n, num_guesses] and how many each row has, [n]; no row gets more than it may produce."""
+        guesses = np.zeros((num_rows, self._num_guesses), np.int64)
+        counts = np.zeros(num_rows, np.int64)
+        requests = {request.request_id: request for request in rows.request[:num_rows]}
+        known = self._prompts
+        self._prompts = {key: known[key] if key in known else np.array(requests[key].prompt) for key in requests}
+        for row in range(num_rows):
+            produced = int(rows.num_produced[row])
+            text = np.concatenate((self._prompts[rows.request[row].request_id], rows.out_tokens[row, :produced]))
+            found = continuation(text, min(self._num_guesses, int(rows.limit[row]) - produced - 1))
+            guesses[row, : len(found)], counts[row] = found, len(found)
+        return guesses, counts
+
+    def _draw_guessed(self, guesses: NDArray[np.int64], counts: NDArray[np.int64]) -> list[Completion]:
+        """Runs the last token of each row and the guesses behind it; draws as many tokens as the guesses allow."""
+        rows, running, width = self._scheduler.rows, slice(self._scheduler.num_running), guesses.shape[1] + 1
+        tokens = np.concatenate((rows.token[running, None], guesses), axis=1)
+        positions = rows.position[running, None] + np.arange(width)
+        self._reserve(int(positions.max()) + 1)
+        self._cache.begin_decode(self._put(positions[:, 0]), -1, int(positions.max()))
+        logits = self._runner.score_guesses(self._put(tokens), self._put(positions), self._cache)
+        draws = (rows.first_draw + rows.num_produced)[running, None] + np.arange(width)
+        uniforms = uniform_array(rows.seed_state[running].repeat(width), draws.ravel())
+        limits = (rows.top_p[running].repeat(width), rows.top_k[running].repeat(width))
+        plan = plan_sampling(rows.temperature[running].repeat(width), *limits, self.vocab_size, self._device)
+        drawn = self.draw(logits.flatten(0, 1), self._put(uniforms), plan)
+        chosen, logprobs = (column.cpu().numpy().reshape(-1, width) for column in drawn)
+        is_right = (chosen[:, :-1] == guesses) & (np.arange(width - 1) < counts[:, None])
+        num_right = is_right.cumprod(axis=1).sum(axis=1)
+        self._note(int(counts.sum()), int(num_right.sum()))
+        is_taken = np.arange(width) <= num_right[:, None]
+        if np.isnan(logprobs[is_taken]).any():
+            self._raise_not_finite(int(np.isnan(np.where(is_taken, logprobs, 0.0)).any(axis=1).argmax()))
+        done, moves = self._scheduler.record_runs(chosen, logprobs, num_right + 1, self._version)
+        if done:
+            self._plan = None
+        self._move_rows(moves)
+        return done
+
+    def _note(self, num_guessed: int, num_right: int) -> None:
+        self.num_guessed += num_guessed
+        self.num_right += num_right
+        self._share_right += (num_right / num_guessed - self._share_right) / _MEMORY
+        self._num_plain = 0
+
+    def _reserve(self, positions: int) -> None:
+        """Makes room for guesses, too: a wrong one may lie behind the last position that a sample can come to need."""
+        most = self._scheduler.most_positions() + self._num_guesses
+        self._cache.reserve(self._scheduler.num_running, min(positions, most), self.max_num_seqs, most)
+
+
+def continuation(text: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Returns the `most` tokens that followed the last tokens of the text where they came before, the latest time.
+
+    What reaches the end of the text goes on by itself, as a text does that repeats the same words. Without an earlier
+    time nothing is returned.
+    """
+    for length in range(min(_LONGEST_MATCH, len(text) - 1), _SHORTEST_MATCH - 1, -1):
+        ends = np.nonzero(text[length - 1 : -1] == text[-1])[0] + length  # one behind each earlier match of the last
+        for back in range(2, length + 1):
+            ends = ends[text[ends - back] == text[-back]]
+        if len(ends):
+            return np.resize(text[ends[-1] :], max(0, most))
+    return text[:0]
