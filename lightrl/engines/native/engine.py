@@ -40,6 +40,7 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
 from lightrl.engines.weights.storage import drop_weights
+from lightrl.imports import load_object
 from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 _NUM_ROWS = 128  # of a matrix that is turned at a time: they fit into a core's second cache
 _GAP = 16  # elements between rows, so that the values of a column do not compete for one place in the cache
 _WORTH_TURNING = 1 << 16  # elements from which on copy_() is slower
+_GUESSING = "lightrl.engines.native.lookup:LookupEngine"  # by name, since it is a subclass of what stands here
 _ROOM_AHEAD = 64  # positions reserved for new tokens when a prompt enters; a longer answer grows the cache
 
 
@@ -87,9 +89,8 @@ def build_native_engine(
 def _plain_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
     if not options.lookup:
         return NativeEngine
-    from lightrl.engines.native.lookup import LookupEngine  # noqa: PLC0415  (a subclass of what stands below)
-
-    return partial(LookupEngine, num_guesses=options.lookup)
+    guessing = load_object(_GUESSING, builtin={}, what="engine", example="MyEngine")
+    return partial(guessing, num_guesses=options.lookup)
 
 
 @torch.no_grad()
