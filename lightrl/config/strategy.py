@@ -39,7 +39,8 @@ class OptimConfig:
     """Also decay the token embeddings and the output layer."""
     lr_scales: tuple[str, ...] = ()
     """Factors of the learning rate by parameter, as pattern=factor, such as lm_head=0.1 or layers.*.mlp=2. A pattern
-    may match anywhere in a parameter's name, * stands for any text, and the first pattern that matches is used."""
+    may match anywhere in a parameter's name, * stands for any text, and the first pattern that matches is used. The
+    factor 0 freezes a parameter."""
     max_norm: float = option(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: do not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

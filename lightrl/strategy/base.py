@@ -38,7 +38,7 @@ from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, check_lr_scales
+from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales, build_lr_scheduler
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
 from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
@@ -203,8 +203,8 @@ class StrategyBase(ForeignNames, ABC):
         """
         if optim is None:
             optim = self.options.optim
-            if optim.lr_scales and not self.trained.entries:  # a critic, which comes later, need not match
-                check_lr_scales([model], optim)
+            if optim.lr_scales:
+                apply_lr_scales([model], optim, must_match=not self.trained.entries)  # a critic comes later
         lr = self.options.lr if lr is None else lr
         model = self.prepare_model(model)
         optimizer = self.create_optimizer(

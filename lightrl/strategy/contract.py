@@ -35,7 +35,7 @@ from lightrl.strategy.foreign_models import (
 )
 from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model, named_policy, set_up_trained
 from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.optim.optimizers import build_lr_scheduler, check_lr_scales
+from lightrl.strategy.optim.optimizers import apply_lr_scales, build_lr_scheduler
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
@@ -84,8 +84,8 @@ class ForeignNames(ABC):
         require_world(self.comm, "prepare_models_and_optimizers()")
         options = options_of(self, args)
         is_first = not self.trained.entries  # a later critic need not match the patterns
-        if actor is not None or (critic is not None and is_first):
-            check_lr_scales([actor, critic], options.optim)
+        must_match = actor is not None or (critic is not None and is_first)
+        apply_lr_scales([actor, critic], options.optim, must_match=must_match)
         if actor is not None:
             actor.is_actor = True
         return (

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightrl.config import StrategyOptions
 from lightrl.models.policy import load_config, load_policy, load_tokenizer, model_loader
-from lightrl.strategy.optim.optimizers import TrainedModels, check_lr_scales
+from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales
 
 _MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")
 
@@ -61,7 +61,7 @@ def named_policy(strategy: Any) -> nn.Module:
 def set_up_trained(strategy: Any) -> None:
     """Makes the model of model_provider_func() the trained one, and keeps it and what trains it on the strategy."""
     model = strategy.model_provider_func()
-    check_lr_scales([model], strategy.options.optim)
+    apply_lr_scales([model], strategy.options.optim, must_match=True)
     strategy.model = strategy.prepare_model(model)
     strategy.optimizer = strategy.build_optimizer(strategy.model)
     strategy.lr_scheduler = strategy.build_lr_scheduler(strategy.optimizer)

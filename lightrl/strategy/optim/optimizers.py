@@ -161,17 +161,23 @@ def _scale_of(name: str, optim: OptimConfig) -> float:
     return next((scale for pattern, scale in lr_scales(optim).items() if _fits(pattern, name)), 1.0)
 
 
-def check_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig) -> None:
-    """Refuses a pattern that matches no trained parameter; a value head may come later, with a critic."""
-    names = [f"{head}.weight" for head in HEAD_NAMES]
+def apply_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig, *, must_match: bool) -> None:
+    """Freezes parameters whose factor is 0; parameter_groups() applies the others. Call it before a model is placed.
+
+    must_match: refuse a pattern that matches no trained parameter; a value head may come later, with a critic.
+    """
     named = [pair for model in models if model is not None for pair in model.named_parameters()]
-    names += [name for name, parameter in named if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    names = [f"{head}.weight" for head in HEAD_NAMES] + [name for name, _ in trained]
     unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
-    if unused:
+    if must_match and unused:
         raise ValueError(
             f"--optim.lr_scales: no parameter that trains has {' or '.join(unused)} in its name. Names are such as "
             f"{names[-1]}; a tied output layer has that of the embedding."
         )
+    for name, parameter in trained:
+        if _scale_of(name, optim) == 0:
+            parameter.requires_grad_(False)
 
 
 def _fits(pattern: str, name: str) -> bool:

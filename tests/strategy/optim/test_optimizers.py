@@ -6,7 +6,7 @@ from torch import nn
 
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
 from lightrl.strategy import create_strategy
-from lightrl.strategy.optim.optimizers import TrainedModels, check_lr_scales, parameter_groups
+from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales, parameter_groups
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -66,15 +66,24 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 
 def test_patterns_that_are_wrong_are_told() -> None:
     with pytest.raises(ValueError, match="no parameter that trains has head2 in its name"):
-        check_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")))
-    check_lr_scales([None, Tiny()], OptimConfig(lr_scales=("norm=2", "value_head=3")))  # a critic may come later
+        apply_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")), must_match=True)
+    later = OptimConfig(lr_scales=("norm=2", "value_head=3"))  # of a critic
+    apply_lr_scales([None, Tiny()], later, must_match=True)
     with pytest.raises(ValueError, match="no parameter that trains has frozen in its name"):  # as all but adapters
-        check_lr_scales([Tiny()], OptimConfig(lr_scales=("frozen=2",)))
+        apply_lr_scales([Tiny()], OptimConfig(lr_scales=("frozen=2",)), must_match=True)
     for bad in ("lm_head", "=0.1", "lm_head=-1", "lm_head=x", "lm_head=nan"):
         with pytest.raises(ValueError, match="must be pattern=factor, such as"):
             GRPOConfig(optim=OptimConfig(lr_scales=(bad,)))
     with pytest.raises(ValueError, match="a pattern is given twice"):
         lr_scales(OptimConfig(lr_scales=("a=1", "a=2")))
+
+
+def test_what_has_the_factor_0_is_frozen() -> None:
+    model = Tiny()
+    apply_lr_scales([model, None], OptimConfig(lr_scales=("layers.*.bias=0", "embed=0", "layers=2")), must_match=True)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"embed.weight", "frozen", "layers.0.bias"}
+    apply_lr_scales([Tiny()], OptimConfig(lr_scales=("no_such=0",)), must_match=False)
 
 
 def test_a_model_without_an_actor_is_checked_too() -> None:
