@@ -102,6 +102,7 @@ print(json.dumps(failures))
 """
 
 
+@pytest.mark.long
 def test_every_module_imports_first_and_loads_no_optional_package() -> None:
     modules = sorted(found.name for found in pkgutil.walk_packages(lightrl.__path__, "lightrl."))
     assert len(modules) > 40

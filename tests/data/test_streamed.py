@@ -143,6 +143,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process as Linux tells it")
 def test_streamed_data_do_not_stay_in_memory(tmp_path: Path) -> None:
     """80 MB of records: of more than 80 MB of memory, a stream takes less than a tenth."""

@@ -13,6 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "remax.py"
 STEPS = 12
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_learns_on_one_rank_and_on_two() -> None:
     runs = []

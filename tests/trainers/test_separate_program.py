@@ -160,6 +160,7 @@ def test_a_run_that_generates_while_it_learns_can_be_repeated(
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_curriculum_under_a_bound_goes_on_after_a_stop(toy_flags: list[str], tmp_path: Path) -> None:
     flags = [*toy_flags, "--num_prompts", "2", "--max_steps", "8", "--data.curriculum", "half_solved"]
