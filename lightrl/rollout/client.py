@@ -73,7 +73,8 @@ class EngineClient:
 
     def room(self, ids: Sequence[int]) -> int:
         """Returns the number of tokens that a turn behind these may have; 0 or less where the context is full."""
-        return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids))
+        num_media_tokens = self._prompt.num_media_tokens if self._prompt and self._shows_media(ids) else 0
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids) - num_media_tokens)
 
     async def generate(
         self,
@@ -113,7 +114,11 @@ class EngineClient:
             stop_token_ids=tuple(stop_token_ids),
             stop=(*self._sampling.stop, *stop),
         )
-        completion = await self._driver.generate(EnginePrompt(token_ids=tuple(ids)), params)
+        prompt = EnginePrompt(token_ids=tuple(ids))
+        if self._prompt and self._shows_media(ids):
+            images, videos = self._siblings.media(self._prompt)
+            prompt = replace(prompt, images=images, videos=videos)
+        completion = await self._driver.generate(prompt, params)
         turn = Turn(
             token_ids=completion.output_token_ids,
             logprobs=completion.logprobs,
@@ -122,10 +127,18 @@ class EngineClient:
             text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
             is_trainable=params.temperature == self._sampling.temperature,
             routing=completion.routing,
-            prompt_ids=tuple(ids),
+            prompt_ids=prompt.token_ids,
+            expanded_ids=completion.prompt_token_ids if prompt.images or prompt.videos else (),
         )
         self.turns.append(turn)
         return turn
+
+    def _shows_media(self, ids: Sequence[int]) -> bool:
+        """Whether the tokens begin with a prompt that has images or videos, which the engine then sees, too."""
+        prompt = self._prompt
+        if prompt is None or not (prompt.images or prompt.videos):
+            return False
+        return tuple(ids[: len(prompt.token_ids)]) == prompt.token_ids
 
     async def agenerate(self, request: Any) -> LLMResponse:
         """Answers a request as AReaL's workflows write it: see lightrl.rollout.foreign_requests."""

@@ -198,8 +198,8 @@ def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
     last: dict[Any, int] = {}  # index in merged of the newest request for the same prompt and settings
     for wish in sorted(wishes, key=lambda wish: wish.params.first_sample):
         settings = replace(wish.params, first_sample=0)
-        is_alone = wish.prompt.images or wish.prompt.videos or wish.partial is not None
-        key = id(wish) if is_alone else (wish.prompt.token_ids, settings)
+        media = (id(wish.prompt.images), id(wish.prompt.videos))  # siblings have the same objects
+        key = id(wish) if wish.partial is not None else (wish.prompt.token_ids, media, settings)
         if key in last:
             (prompt, params), siblings = merged[last[key]]
             if params.first_sample + params.n == wish.params.first_sample:

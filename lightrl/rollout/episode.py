@@ -24,6 +24,7 @@ class Turn:
     text: str  # token_ids decoded, special tokens skipped
     is_trainable: bool = True  # False: drawn from another distribution than the trainer's, as a greedy one is
     prompt_ids: tuple[int, ...] = ()  # what it was generated from; empty: not known
+    expanded_ids: tuple[int, ...] = ()  # the same with images and videos expanded; empty: there are none
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Completion.routing
 
 
@@ -43,11 +44,17 @@ class Episode:
         self.is_scored = False  # whether the reward is final: no reward of the run is added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
+        self._expanded_prompt: tuple[int, ...] = ()  # with images and videos expanded; empty: there are none
         self._only_text: str | None = None  # of the response, while it is one turn
         self._own: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._routing: NDArray[np.int16] | None = None  # of the prompt and the tokens so far that the engine ran
+
+    @property
+    def has_seen_media(self) -> bool:
+        """Whether the engine was given the images and videos of the prompt."""
+        return bool(self._expanded_prompt)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -65,6 +72,8 @@ class Episode:
             raise _other_tokens(turn.prompt_ids, self.ids)
         if turn.routing is not None:
             self._add_routing(turn.routing)
+        if turn.expanded_ids:
+            self._expanded_prompt = turn.expanded_ids[: len(turn.expanded_ids) - len(self.response_ids)]
         is_all = not self.response_ids
         self.turns.append(len(self.response_ids))
         self._add(turn.token_ids, trained, turn.logprobs, turn.versions)
@@ -110,7 +119,7 @@ class Episode:
             versions=tuple(self._versions),
             finish_reason=self.finish_reason,
             text=self._text(tokenizer),
-            prompt_ids=self.prompt_ids,
+            prompt_ids=self._expanded_prompt or self.prompt_ids,
             own=() if all(self._own) else tuple(self._own),
             turns=tuple(self.turns),
             reward=self.reward,

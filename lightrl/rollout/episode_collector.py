@@ -167,11 +167,9 @@ class EpisodeCollector(EpisodeScorer, Collector):
         )
         enter_episode()
         try:
-            if job.prompt.images or job.prompt.videos:
-                raise ValueError("workflows take no images or videos yet")
             episode = self.workflow_of(job).arun_episode(client, job.prompt)
             made = await asyncio.wait_for(episode, self._timeout_s or None)
-            return _as_episode(made, client)
+            return _as_episode(made, client, job.prompt)
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
@@ -215,12 +213,14 @@ class EpisodeCollector(EpisodeScorer, Collector):
         )
 
 
-def _as_episode(made: Any, client: EngineClient) -> Episode | None:
+def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | None:
     """Returns what a workflow returned, as an episode."""
     if made is None:
         return None
     several = made if isinstance(made, list | tuple) else [made]
     episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
+    if prompt.images or prompt.videos:
+        _require_media(episodes, prompt)
     episode = episode_of_several(episodes)
     if client.has_rewarded:
         if episode.reward is None:
@@ -229,6 +229,16 @@ def _as_episode(made: Any, client: EngineClient) -> Episode | None:
             )
         episode.is_scored = True
     return episode
+
+
+def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
+    """Raises ValueError for an episode whose tokens the trainer could not join with the prompt's images."""
+    if any(item.prompt_ids != prompt.token_ids or not item.has_seen_media for item in episodes):
+        raise ValueError(
+            "The prompt has images or videos: begin each of its episodes by Episode(data.token_ids), and add the turns "
+            "of engine.generate(episode.ids) by say(). Prompts that a chat template renders again, as with tools, and "
+            "tensors do not keep them."
+        )
 
 
 def _is_over(sample: Sample) -> bool:

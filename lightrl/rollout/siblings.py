@@ -7,7 +7,8 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightrl.records import Sample
+from lightrl.data.media import read_media
+from lightrl.records import Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
 
@@ -28,6 +29,14 @@ class Siblings:
         self._rewards = rewards
         self._waiting: list[_Waiting] = []
         self._shared: dict[str, asyncio.Future[Any]] = {}
+        self._media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # images and videos of the prompt
+
+    def media(self, prompt: Prompt) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the prompt's images and videos, which are read from their files once."""
+        if self._media is None:
+            images, videos = read_media(prompt)
+            self._media = (tuple(images), tuple(videos))
+        return self._media
 
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """Returns what make() returned to the first sibling that asked by this name."""

@@ -50,8 +50,6 @@ class ScheduledTrainer(Trainer):
         check_schedule(config)
         keep = self.filter_of(config)
         super().__init__(run, **parts)
-        with self.strategy.comm.phase("set-up", local=True):
-            self._check_prompts()
         pace = Pace(agree_every=config.rollout.agree_every, partial=config.rollout.partial, keep=keep)
         self.collector = scheduled_collector(
             self.run.workflow,
@@ -81,13 +79,6 @@ class ScheduledTrainer(Trainer):
         """Ends the episodes that are under way, and then the run."""
         self.collector.close()
         super().close()
-
-    def _check_prompts(self) -> None:
-        if self.run.media is not None and any(prompt.images or prompt.videos for prompt in self.prompts.train):
-            raise ValueError(
-                "The prompts have images or videos, which a scheduled run takes no part of yet. Leave "
-                "--rollout.over_issue, --rollout.max_staleness and --rollout.filter out."
-            )
 
 
 class YoungUpdates(PolicyUpdates):

@@ -88,6 +88,18 @@ def test_siblings_share_a_request_and_others_do_not() -> None:
     assert engine.num_steps == 3
 
 
+def test_siblings_with_the_same_images_share_a_request() -> None:
+    made, engine = driver()
+    own, other = ("an image",), ("an image".upper(),)
+
+    async def episode(job: tuple[int, tuple[str, ...]]) -> None:
+        index, images = job
+        await made.generate(EnginePrompt(token_ids=(2,), images=images), sample(index))
+
+    made.run([(0, own), (1, own), (2, own), (0, other), (1, other)], episode)
+    assert sorted(engine.submitted) == [((2,), 0, 2), ((2,), 0, 3)]
+
+
 def test_the_engine_goes_on_while_a_tool_runs() -> None:
     made, engine = driver()
 

@@ -44,6 +44,18 @@ def test_an_episode_only_grows() -> None:
     assert sample.num_own == 3
 
 
+def test_a_sample_has_the_prompt_as_the_engine_expanded_its_images() -> None:
+    episode = Episode([2, 9])  # 9 stands for an image, which becomes three tokens
+    assert not episode.has_seen_media
+    episode.say(turn(5, 6, prompt_ids=(2, 9), expanded_ids=(2, 9, 9, 9)))
+    episode.hear([7])
+    episode.say(turn(8, prompt_ids=episode.ids, expanded_ids=(2, 9, 9, 9, 5, 6, 7)))
+    assert episode.has_seen_media
+    assert episode.ids == (2, 9, 5, 6, 7, 8)
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(2, 9)), 0, 0, builtin_tokenizer())
+    assert (sample.prompt_ids, sample.response_ids) == ((2, 9, 9, 9), (5, 6, 7, 8))
+
+
 def test_an_episode_of_one_turn_has_no_mask() -> None:
     episode = Episode([2])
     episode.say(turn(5))

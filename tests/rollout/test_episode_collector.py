@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from lightrl.rewards import has_reward
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import Collector
-from lightrl.rollout.episode_collector import EpisodeCollector
+from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.episode_collector import EpisodeCollector, _as_episode
 from lightrl.rollout.workflow import load_workflow
 from lightrl.strategy import EngineStatus, StrategyBase
 from lightrl.testing import run_spmd
@@ -137,6 +139,19 @@ def test_rewards_of_a_workflow_that_nobody_asks_for_are_warned_of_once(
         f"The workflow gives its episodes rewards, which --reward {label} does not use. Give --reward episode to learn "
         "from them."
     ] * warnings
+
+
+def test_an_episode_that_leaves_the_images_of_its_prompt_out_is_refused() -> None:
+    prompt, client = Prompt(index=0, text="", token_ids=(2, 9), images=("a.png",)), SimpleNamespace(has_rewarded=False)
+    said = {"token_ids": (5,), "logprobs": (0.0,), "versions": (0,), "finish_reason": "stop", "text": "a"}
+    kept, rendered, blind = Episode((2, 9)), Episode((7, 2, 9)), Episode((2, 9))
+    kept.say(Turn(**said, expanded_ids=(2, 9, 9)))
+    rendered.say(Turn(**said, expanded_ids=(7, 2, 9, 9)))
+    blind.say(Turn(**said))
+    assert _as_episode(kept, client, prompt) is kept
+    for episode in (rendered, blind):
+        with pytest.raises(ValueError, match=r"begin each of its episodes by Episode\(data.token_ids\)"):
+            _as_episode(episode, client, prompt)
 
 
 def test_a_workflow_that_always_fails_ends_the_run(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:

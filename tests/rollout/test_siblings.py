@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightrl.records import Prompt, Sample
@@ -148,3 +151,12 @@ def test_shared_work_is_done_once_though_the_first_to_ask_is_cancelled() -> None
         return await asyncio.gather(siblings.once("plan", make), siblings.once("plan", make))
 
     assert asyncio.run(all_of_them()) == [1, 1]
+
+
+def test_the_images_of_a_prompt_are_read_once(tmp_path: Path) -> None:
+    np.save(tmp_path / "video.npy", np.zeros((2, 4, 4, 3), np.uint8))
+    prompt = replace(PROMPT, videos=(str(tmp_path / "video.npy"),))
+    siblings = Siblings(2)
+    images, videos = siblings.media(prompt)
+    assert (images, len(videos)) == ((), 1)
+    assert siblings.media(prompt)[1] is videos

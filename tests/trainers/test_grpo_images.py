@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tiny_vlm import FAMILIES, IMAGE, VIDEO, frames, save_tiny_vlm, tiny_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -90,6 +91,42 @@ def test_a_run_with_images_does_not_depend_on_the_ranks(
     responses = [(row["position"], row["sample"], row["response"]) for row in samples_of(tmp_path / "one")]
     assert responses == [(row["position"], row["sample"], row["response"]) for row in samples_of(tmp_path / "two")]
     check_saved_model(tmp_path / "two" / "final", tmp_path / "one" / "final", Path(flags[1]))
+
+
+ECHO = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]
+OVER_ISSUE = ["--rollout.over_issue", "0.5", "--rollout.max_staleness", "1", "--rollout.agree_every", "2"]
+FROZEN_TOWER = ["--optim.lr_scales", "visual=0"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [ECHO, [*OVER_ISSUE, *FROZEN_TOWER]], ids=["environment", "schedule"])
+def test_every_turn_and_every_part_of_a_sample_sees_the_images(
+    own: list[str], flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    arguments = [*flags, *own]
+    alone = [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path / "one")]
+    run_program(alone, timeout_s=200)
+    spread = [*arguments, "--strategy", "fsdp", "--output_dir", str(tmp_path / "two")]
+    run_spmd(SCRIPT, *spread, world_size=2, timeout_s=200)
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [1, 2, 3]
+    for row in (*one, *two):
+        assert row["mismatch/max_abs"] <= 1e-5
+        assert row["grad_norm"] > 0
+        assert row.get("episode/failed", 0) == 0
+    assert sum(row["tokens/prompt"] for row in one) == sum(row["tokens/prompt"] for row in two)
+    for mine, yours in zip(one, two, strict=True):
+        assert math.isclose(mine["grad_norm"], yours["grad_norm"], rel_tol=1e-3)
+    start, final = (load_file(folder / "model.safetensors") for folder in (Path(flags[1]), tmp_path / "two" / "final"))
+    moved = {name for name in start if not torch.equal(start[name], final[name])}
+    assert moved
+    assert any("visual" in name for name in moved) == (own is ECHO)
+    texts = [
+        [(row["ticket"], row["sample"], row["response"]) for row in samples_of(tmp_path / name)]
+        for name in ("one", "two")
+    ]
+    assert sorted(texts[0]) == sorted(texts[1])
 
 
 def check_saved_model(final: Path, other: Path, start: Path) -> None:
