@@ -1,4 +1,4 @@
-"""Our names for options of TRL and OpenRLHF, told to a user who gives theirs. docs/coming_from.md has them all."""
+"""Our names for options of TRL, verl and OpenRLHF, told to a user who gives theirs; docs/coming_from.md has all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _OURS = {
     "epsilon": "--algorithm.clip_low",
     "epsilon_high": "--algorithm.clip_high",
     "eval_steps": "--eval.every",
+    "freeze_vision_tower": "--optim.lr_scales visual=0",
     "generate_max_len": "--max_new_tokens",
     "gradient_accumulation_steps": "--num_minibatches (micro-batches are cut by --max_tokens_per_microbatch)",
     "init_kl_coef": "--algorithm.kl_coef",
