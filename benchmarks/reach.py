@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import runpy
 import subprocess
 import sys
@@ -49,6 +50,9 @@ def entered_code(options: list[str]) -> set[CodeType]:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
+    if not entered:
+        imported = sys.modules["lightrl"].__file__
+        raise SystemExit(f"The run used {imported}, not {PACKAGE}: nothing of this tree was measured.")
     return entered
 
 
@@ -82,8 +86,11 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print every function that was entered")
     parser.add_argument("options", nargs="*", help="options of the trainer, after --")
     chosen = parser.parse_args()
+    # This tree, wherever lightrl is installed from; programs that the run starts import it too.
+    sys.path.insert(0, str(PACKAGE.parent))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # In a process of its own: modules imported here would not be entered again.
-    subprocess.run([sys.executable, "-c", MAKE_MODEL], check=True, cwd=PACKAGE.parent)
+    subprocess.run([sys.executable, "-c", MAKE_MODEL], check=True, env=environment)
     entered = entered_code(chosen.options)
     by_file: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
     for path in sorted({code.co_filename for code in entered}):

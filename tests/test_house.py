@@ -48,6 +48,15 @@ def test_every_definition_is_used_or_explained(house: ModuleType) -> None:
     assert house.idle_patterns() == []
 
 
+@pytest.mark.slow
+def test_a_plain_run_stays_short_to_read(house: ModuleType) -> None:
+    """Options attach where they are asked for; `benchmarks/reach.py --list` prints what a run enters."""
+    files, functions, lines = house.reach()
+    assert functions > 300, "the run was not measured"
+    assert files <= house.MAX_REACHED_FILES
+    assert lines <= house.MAX_REACHED_LINES
+
+
 # ---- The measurements themselves
 
 
