@@ -81,30 +81,32 @@ def pack(
     ordered = sorted(experiences, key=lambda item: (item.num_tokens, item.key))
     samples = [item.sample for item in ordered]
     _check_samples(samples, takes_images=encode is not None)
-    batch = response_batch(
-        [(sample.prompt_ids, sample.response_ids) for sample in samples],
-        temperature,
-        None if encode is None else _encoded(samples, encode),
-        keys=[sample.key for sample in samples],
-    )
+    pairs, keys = [(item.prompt_ids, item.response_ids) for item in samples], [item.key for item in samples]
+    batch = response_batch(pairs, temperature, None if encode is None else _encoded(samples, encode), keys)
     owner = batch.sequence_index
     given = {name: _per_token(samples, column, name) for name, column in columns.items() if column is not None}
     trained = torch.tensor([item.is_trained for item in ordered])[owner]
-    if any(sample.own for sample in samples):
-        trained = trained & torch.tensor([is_own for sample in samples for is_own in sample.is_own])
-    if any(item.is_young for item in ordered):
-        trained = trained & _young_tokens(ordered)
+    if any(item.sample.own or item.is_young for item in ordered):
+        trained = trained & _own_young_tokens(ordered)
     tensors: dict[str, Any] = {
         "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
         "versions": torch.tensor([version for s in samples for version in s.versions]),
         "loss_mask": trained & given.pop("loss_mask") if "loss_mask" in given else trained,
     }
-    if any(sample.routing is not None for sample in samples):
-        tensors["routing"] = join_routing(samples)
-    if any(sample.allowed is not None for sample in samples):
-        tensors["allowed"] = _join_allowed(samples)
+    if any(sample.routing is not None or sample.allowed is not None for sample in samples):
+        tensors |= _engine_choices(samples)
     return replace(batch, **(tensors | given))
+
+
+def _engine_choices(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Returns the columns of what the engine chose besides tokens: experts, and sets of tokens to draw from."""
+    choices = {}
+    if any(sample.routing is not None for sample in samples):
+        choices["routing"] = join_routing(samples)
+    if any(sample.allowed is not None for sample in samples):
+        choices["allowed"] = _join_allowed(samples)
+    return choices
 
 
 def _join_allowed(samples: Sequence[Sample]) -> Tensor:
@@ -118,11 +120,11 @@ def _join_allowed(samples: Sequence[Sample]) -> Tensor:
     return torch.cat(pairs)
 
 
-def _young_tokens(ordered: Sequence[Experience]) -> Tensor:
-    """Returns the mask of the tokens that are young enough to train."""
-    lengths = [len(item.sample.response_ids) for item in ordered]
-    masks = (item.is_young or (True,) * length for item, length in zip(ordered, lengths, strict=True))
-    return torch.tensor([is_young for mask in masks for is_young in mask])
+def _own_young_tokens(ordered: Sequence[Experience]) -> Tensor:
+    """Returns the mask of the tokens that the policy chose and that are young enough to train."""
+    own = [is_own for item in ordered for is_own in item.sample.is_own]
+    masks = (item.is_young or (True,) * len(item.sample.response_ids) for item in ordered)
+    return torch.tensor(own) & torch.tensor([is_young for mask in masks for is_young in mask])
 
 
 def dummy_batch(*, temperature: float) -> PackedBatch:
@@ -146,23 +148,25 @@ def unpack(batch: PackedBatch, values: Tensor) -> dict[Key, Tensor]:
 
 
 def _check_samples(samples: Sequence[Sample], *, takes_images: bool) -> None:
+    are_different = len({item.key for item in samples}) == len(samples)
+    has_media = any(item.prompt.images or item.prompt.videos for item in samples)
+    if not are_different or not all(item.prompt_ids for item in samples) or (has_media and not takes_images):
+        raise _cannot_pack(samples)
+
+
+def _cannot_pack(samples: Sequence[Sample]) -> ValueError:
     seen: set[Key] = set()
     for sample in samples:
-        has_images = bool(sample.prompt.images or sample.prompt.videos)
-        if sample.key in seen or not sample.prompt_ids or (has_images and not takes_images):
-            raise _cannot_pack(sample, is_double=sample.key in seen)
+        if sample.key in seen:
+            return ValueError(f"Two samples have the key {sample.key}: position and sample_index must name a sample.")
+        if not sample.prompt_ids:
+            return ValueError(
+                f"Prompt {sample.prompt.index} has no tokens: nothing predicts its first response token. "
+                "Begin the prompt with at least one token, such as the beginning-of-text token."
+            )
         seen.add(sample.key)
-
-
-def _cannot_pack(sample: Sample, *, is_double: bool) -> ValueError:
-    if is_double:
-        return ValueError(f"Two samples have the key {sample.key}: position and sample_index must name a sample.")
-    if sample.prompt_ids:
-        return ValueError(f"Prompt {sample.prompt.index} has images or videos: they need an encoder to be packed.")
-    return ValueError(
-        f"Prompt {sample.prompt.index} has no tokens: nothing predicts its first response token. "
-        "Begin the prompt with at least one token, such as the beginning-of-text token."
-    )
+    index = next(item.prompt.index for item in samples if item.prompt.images or item.prompt.videos)
+    return ValueError(f"Prompt {index} has images or videos: they need an encoder to be packed.")
 
 
 def _encoded(samples: Sequence[Sample], encode: Callable[[Prompt], EncodedPrompt]) -> list[EncodedPrompt]:
@@ -212,11 +216,11 @@ def split_micro_batches(
         max_samples: samples of a micro-batch; None: no limit.
         min_num: the number of micro-batches to return at least.
     """
-    _check_limits(items, max_tokens, max_samples)
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
+    if min_num == 1 and _fits(ordered, max_tokens, max_samples):
+        return [ordered]
+    _check_limits(items, max_tokens, max_samples)
     fewest = _first_fit(ordered, max_tokens, max_samples)
-    if len(fewest) == min_num == 1:
-        return fewest
     num = max(min(min_num, len(ordered)), len(fewest))
     best = sorted(_evenest(ordered, fewest, num, max_tokens, max_samples), key=_num_tokens, reverse=True)
     return best + [[] for _ in range(min_num - len(best))]

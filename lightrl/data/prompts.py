@@ -163,7 +163,7 @@ def build_prompts(
             raise _too_long(prompt, where, max_prompt_tokens)
         return prompt
 
-    return make_each(records, build)
+    return make_each(records, build) if isinstance(records, Streamed) else [build(*item) for item in enumerate(records)]
 
 
 def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:

@@ -63,10 +63,8 @@ class PromptSampler(Draws):
     """
 
     def __init__(self, num_prompts_in_data: int, batch_size: int, seed: int) -> None:
-        if num_prompts_in_data < 1:
-            raise ValueError(f"num_prompts_in_data is {num_prompts_in_data}: there must be at least 1 prompt.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: a step takes at least 1 prompt.")
+        if num_prompts_in_data < 1 or batch_size < 1:
+            raise _nothing_to_draw(num_prompts_in_data, batch_size)
         self.num_prompts_in_data = num_prompts_in_data
         self.batch_size = batch_size
         self.seed = seed
@@ -96,6 +94,12 @@ class PromptSampler(Draws):
                     "would differ. Resume with the same data and seed, or start a new run."
                 )
         self.num_drawn = state["num_drawn"]
+
+
+def _nothing_to_draw(num_prompts_in_data: int, batch_size: int) -> ValueError:
+    if num_prompts_in_data < 1:
+        return ValueError(f"num_prompts_in_data is {num_prompts_in_data}: there must be at least 1 prompt.")
+    return ValueError(f"batch_size is {batch_size}: a step takes at least 1 prompt.")
 
 
 class ResumableSampler(Sampler[int]):

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightrl.config import RolloutConfig, RunConfig
 from lightrl.data.mixture import files_of, parts_of
+from lightrl.data.prompts import HELD_OUT
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def hash_of(path: Path) -> str:
 
 def _data_files(config: RunConfig) -> Iterator[Path]:
     for source in (config.train_data, config.eval_data):
-        for part in parts_of(source) if source else []:
+        for part in parts_of(source) if source not in ("", *HELD_OUT) else []:
             yield from (file for file in files_of(part.name) or [Path(part.name)] if file.is_file())
 
 
