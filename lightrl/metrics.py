@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,12 @@ from typing import Any, Protocol
 import torch
 
 _GB = 1e9
+_KINDS: dict[str, tuple[Callable[[float, float], float], float]] = {  # how two of them join, and what they begin from
+    "mean": (operator.add, 0.0),
+    "sum": (operator.add, 0.0),
+    "max": (max, float("-inf")),
+    "min": (min, float("inf")),
+}
 
 
 class Reducer(Protocol):
@@ -30,8 +37,7 @@ class Statistics:
 
     def mean(self, name: str, total: float, count: float) -> None:
         """Adds to a weighted mean: totals and counts are summed over calls and ranks before they are divided."""
-        numerator, denominator = self._before(name, "mean", 0.0)
-        self._values[name] = ("mean", numerator + float(total), denominator + float(count))
+        self._join(name, "mean", total, count)
 
     def values(self, name: str, values: Sequence[float]) -> None:
         """Adds values to a mean one by one."""
@@ -39,24 +45,22 @@ class Statistics:
 
     def add(self, name: str, value: float) -> None:
         """Adds to a sum over calls and ranks."""
-        before, _ = self._before(name, "sum", 0.0)
-        self._values[name] = ("sum", before + float(value), 0.0)
+        self._join(name, "sum", value)
 
     def maximum(self, name: str, value: float) -> None:
         """Keeps the maximum over calls and ranks, which for a number that all ranks share is that number."""
-        before, _ = self._before(name, "max", float("-inf"))
-        self._values[name] = ("max", max(before, float(value)), 0.0)
+        self._join(name, "max", value)
 
     def minimum(self, name: str, value: float) -> None:
         """Keeps the minimum over calls and ranks."""
-        before, _ = self._before(name, "min", float("inf"))
-        self._values[name] = ("min", min(before, float(value)), 0.0)
+        self._join(name, "min", value)
 
-    def _before(self, name: str, kind: str, start: float) -> tuple[float, float]:
-        known, *numbers = self._values.get(name, (kind, start, 0.0))
+    def _join(self, name: str, kind: str, value: float, count: float = 0.0) -> None:
+        join, start = _KINDS[kind]
+        known, before, counted = self._values.get(name, (kind, start, 0.0))
         if known != kind:
             raise ValueError(f"The metric {name} is a {known} already and no {kind}: give one of them another name.")
-        return numbers[0], numbers[1]
+        self._values[name] = (kind, join(before, float(value)), counted + float(count))
 
     def take(self) -> dict[str, tuple[str, float, float]]:
         """Returns what was added, for merge() in another process, and starts anew."""
@@ -74,30 +78,21 @@ class Statistics:
 
     def merge(self, values: Mapping[str, Sequence[Any]]) -> None:
         """Adds what another process took."""
-        for name, (kind, numerator, denominator) in values.items():
-            if kind == "max":
-                self.maximum(name, numerator)
-            elif kind == "min":
-                self.minimum(name, numerator)
-            elif kind == "mean":
-                self.mean(name, numerator, denominator)
-            else:
-                self.add(name, numerator)
+        for name, (kind, value, count) in values.items():
+            self._join(name, kind, value, count)
 
     def reduce(self, comm: Reducer) -> dict[str, float]:
         """Returns the step's numbers over all ranks, sorted by name, and starts anew."""
-        gathered = comm.all_gather_object(self._values)
-        self._values = {}
-        names = sorted({name for values in gathered for name in values})
-        return {name: _combine([values[name] for values in gathered if name in values]) for name in names}
+        total = Statistics()
+        for values in comm.all_gather_object(self.take()):
+            total.merge(values)
+        return {name: _number(*value) for name, value in sorted(total.take().items())}
 
 
-def _combine(parts: list[tuple[str, float, float]]) -> float:
-    kind, values = parts[0][0], [value for _, value, _ in parts]
-    if kind in ("max", "min"):
-        return max(values) if kind == "max" else min(values)
-    count = sum(count for _, _, count in parts) if kind == "mean" else 1.0
-    return sum(values) / count if count else 0.0
+def _number(kind: str, value: float, count: float) -> float:
+    if kind != "mean":
+        return value
+    return value / count if count else 0.0
 
 
 class Stopwatch:

@@ -17,20 +17,16 @@ class ExactStatistics(Statistics):
         super().__init__()
         self._sums: dict[str, tuple[str, int, int]] = {}  # name: (kind, sum and count in units of exact sums)
 
-    def mean(self, name: str, total: float, count: float) -> None:
-        """Adds to a weighted mean."""
-        self._add(name, "mean", float(total), float(count))
-
     def values(self, name: str, values: Sequence[float]) -> None:
         """Adds values to a mean one by one: a rank's own sum of them would be rounded."""
         for value in values:
-            self._add(name, "mean", float(value), 1.0)
+            self.mean(name, value, 1.0)
 
-    def add(self, name: str, value: float) -> None:
-        """Adds to a sum."""
-        self._add(name, "sum", float(value), 0.0)
-
-    def _add(self, name: str, kind: str, total: float, count: float) -> None:
+    def _join(self, name: str, kind: str, value: float, count: float = 0.0) -> None:
+        if kind in ("max", "min"):
+            super()._join(name, kind, value, count)
+            return
+        total, count = float(value), float(count)
         if not math.isfinite(total) or not math.isfinite(count):
             self.maximum(f"{name}\0", 0.0)  # marks a sum that is not finite
             total = 0.0
