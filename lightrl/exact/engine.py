@@ -71,28 +71,26 @@ class ExactModules(ModuleForward):
 class ExactLinear(FusedLinear):
     """Linear layers of one input as one product, whose rows have the same bits in any number."""
 
-    may_pack = False
-
     def __call__(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight.t(), self.bias)
+
+    def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
+        """Rounds the product before it is added, as the modules do."""
+        hidden.add_(self(inputs))
 
 
 class ExactForward(FusedForward):
     """The fused forward with every number rounded where the model's modules round it."""
 
+    make_linear = ExactLinear
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._parts.remove(self._logits)  # score() below reads the head's own weight
+        self._logits = self._score  # whether the head's weight is packed or not
         for part in self._parts:
             if isinstance(part, RMSNorm):
                 part.by_parts = False
                 part.refresh()
-
-    def _read_layer(self, index: int, module: Any, config: Any) -> Any:
-        layer = super()._read_layer(index, module, config)
-        names = ("qkv", "output", "gate_up", "down")
-        parts: dict[str, Any] = {name: ExactLinear(getattr(layer, name)._layers) for name in names}
-        return replace(layer, **parts)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return attend(queries, keys, values, mask, self._scaling)
@@ -100,12 +98,8 @@ class ExactForward(FusedForward):
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         return attend_causally(queries, keys, values, self._scaling, layer.window)
 
-    def score(self, hidden: Tensor) -> Tensor:
+    def _score(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._head.weight)
-
-    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
-        """Rounds the product before it is added, as the modules do."""
-        hidden.add_(layer(inputs))
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once where the modules round twice.

@@ -7,7 +7,6 @@ has the weights under them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,13 +18,13 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner
-from lightrl.engines.native.products import FusedLinear
+from lightrl.engines.native.products import PackedLinear
 from lightrl.engines.weights.account import raise_problems
 from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
 from lightrl.models.lora import lora_layers
 
 
-class AdaptedLinear(FusedLinear):
+class AdaptedLinear(PackedLinear):
     """Linear layers of one input as one product, and their adapters as two more, of which they become views.
 
     The adapters lie side by side, [inputs, ranks] and [ranks, outputs], with zeros between them in the second.
@@ -38,6 +37,10 @@ class AdaptedLinear(FusedLinear):
     def __call__(self, inputs: Tensor) -> Tensor:
         outputs = super().__call__(inputs)
         return outputs.addmm_(inputs.mm(self._down), self._up) if self._up.numel() else outputs
+
+    def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
+        """Adds the products to hidden states [n, out] in place."""
+        hidden.add_(self(inputs))
 
     def refresh(self) -> None:
         """Lays adapters side by side that have storage of their own."""
@@ -64,15 +67,7 @@ class AdaptedLinear(FusedLinear):
 class AdaptedForward(FusedForward):
     """The fused forward with adapters on any of its layers."""
 
-    def _read_layer(self, index: int, module: Any, config: Any) -> Any:
-        layer = super()._read_layer(index, module, config)
-        names = ("qkv", "output", "gate_up", "down")
-        parts: dict[str, Any] = {name: AdaptedLinear(getattr(layer, name)._layers) for name in names}
-        return replace(layer, **parts)
-
-    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
-        """Adds the product of a layer that may have an adapter."""
-        hidden.add_(layer(inputs))
+    make_linear = AdaptedLinear
 
 
 class AdaptedRunner(ModelRunner):

@@ -23,7 +23,7 @@ from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.masks import DecodeMasks
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
-from lightrl.engines.native.products import FusedLinear, OutputHead
+from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import visible
@@ -248,21 +248,24 @@ class _Layer:
 class FusedForward:
     """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
 
+    make_linear: Callable[[list[nn.Linear]], FusedLinear] = staticmethod(fused_linear)
+
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        self._model = model
         self._body: Any = model.get_decoder()  # its class is one of several
         self._head: Any = model.get_output_embeddings()
         attention = self._body.layers[0].self_attn
         self._dim: int = attention.head_dim
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
-        self._intermediate_size: int = config.intermediate_size
         self._scaling: float = attention.scaling
         self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
         self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
-        self._logits = OutputHead(self._head)
-        self._parts = [self._last_norm, self._logits, *(part for layer in self._layers for part in layer.parts())]
+        self._parts: list[Any] = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
+        self._logits: Callable[[Tensor], Tensor] = self._head
+        if is_worth_packing(self._head.weight):
+            self._logits = PackedHead(self._head)
+            self._parts.append(self._logits)
         self._rope = torch.empty(0, 2, self._dim)
         self._masks = DecodeMasks((layer.window for layer in self._layers), config.num_key_value_heads)
 
@@ -320,23 +323,14 @@ class FusedForward:
     ) -> Tensor:
         """Returns logits [n, vocab] of tokens [n], or of those at the indices kept; `attend` mixes the values."""
         hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
-        halves = (self._intermediate_size, self._intermediate_size)
         for layer in self._layers:
             mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
             if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
-            self.add_output(hidden, mixed, layer.output)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).split_with_sizes(halves, 1)
-            self.add_output(hidden, F.silu(gate).mul_(up), layer.down)
-        return self.score(self._last_norm(hidden))
-
-    def score(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [n, vocab] of the last hidden states."""
-        return self._logits(hidden)
-
-    def add_output(self, hidden: Tensor, inputs: Tensor, layer: FusedLinear) -> None:
-        """Adds a layer's output to the hidden states [n, width], in the product itself; it has no bias."""
-        layer.add_to(hidden, inputs)
+            layer.output.add_to(hidden, mixed)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, 1)
+            layer.down.add_to(hidden, F.silu(gate).mul_(up))
+        return self._logits(self._last_norm(hidden))
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
@@ -374,12 +368,12 @@ class FusedForward:
         return _Layer(
             index=index,
             input_norm=RMSNorm([module.input_layernorm.weight], eps),
-            qkv=FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+            qkv=self.make_linear([attention.q_proj, attention.k_proj, attention.v_proj]),
             head_norm=RMSNorm(head_norms, eps) if head_norms else None,
-            output=FusedLinear([attention.o_proj]),
+            output=self.make_linear([attention.o_proj]),
             mlp_norm=RMSNorm([module.post_attention_layernorm.weight], eps),
-            gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj]),
-            down=FusedLinear([mlp.down_proj]),
+            gate_up=self.make_linear([mlp.gate_proj, mlp.up_proj]),
+            down=self.make_linear([mlp.down_proj]),
             window=getattr(config if config.model_type == "mistral" else attention, "sliding_window", None),
         )
 

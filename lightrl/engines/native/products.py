@@ -6,6 +6,7 @@ kernels read. For 4 to 64 rows such a product takes 0.4 to 0.85 of the time of a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ def pack(weight: Tensor) -> Tensor | None:
     return packed
 
 
-def is_worth_packing(weight: Tensor) -> bool:
-    """Returns whether products with a weight are faster after packing, here and in its type."""
-    least = LEAST_PACKED.get(weight.dtype)
-    return least is not None and weight.numel() >= least and weight.device.type == "cpu" and _can_pack(weight.dtype)
+def is_worth_packing(*weights: Tensor) -> bool:
+    """Returns whether products with weights of one input are faster after packing, here and in their type."""
+    dtype, is_on_cpu = weights[0].dtype, weights[0].device.type == "cpu"
+    is_large = sum(weight.numel() for weight in weights) >= LEAST_PACKED.get(dtype, math.inf)
+    return is_large and is_on_cpu and _can_pack(dtype)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -66,8 +68,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(operators._is_mkldnn_bf16_supported())
 
 
-class OutputHead:
-    """The product that gives the logits, [n, in] to [n, vocab]."""
+class PackedHead:
+    """The product with a packed weight that gives the logits, [n, in] to [n, vocab]."""
 
     def __init__(self, head: Any) -> None:
         self._head = head
@@ -85,49 +87,73 @@ class OutputHead:
 class FusedLinear:
     """Linear layers of one input as one product; their parameters become views of its storage.
 
-    The storage is [in, out], the layout that matrix products of few rows read fastest, unless the weight is packed.
+    The storage is [in, out], the layout that matrix products of few rows read fastest.
     """
-
-    may_pack = True
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self._layers = layers
-        self._packed = PackedWeight()
-        self.weight, self.bias = self._lay_side_by_side()
+        self._lay_side_by_side()
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        packed = self._packed.product(inputs, self.weight.t(), self.bias) if self.may_pack else None
-        if packed is not None:
-            return packed
         return inputs.mm(self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
 
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
-        """Adds the product to hidden states in place, without a bias."""
-        packed = self._packed.product(inputs, self.weight.t()) if self.may_pack else None
-        if packed is None:
-            hidden.addmm_(inputs, self.weight)
-        else:
-            hidden.add_(packed)
+        """Adds the product to hidden states [n, out] in place, without a bias."""
+        hidden.addmm_(inputs, self.weight)
 
     def refresh(self) -> None:
         """Fuses again if something (a move to another device and back) gave the parameters storage of their own."""
         start = self.weight.untyped_storage().data_ptr()
         if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
-            self.weight, self.bias = self._lay_side_by_side()
-        self._packed.drop()
+            self._lay_side_by_side()
 
     @torch.no_grad()
-    def _lay_side_by_side(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the weight as [in, out], whatever its layout in memory, and the bias."""
-        weight = torch.cat([layer.weight for layer in self._layers])
-        if not (self.may_pack and is_worth_packing(weight)):
-            weight = weight.t().contiguous().t()
-        sizes = [layer.out_features for layer in self._layers]
-        for layer, part in zip(self._layers, weight.split(sizes), strict=True):
-            layer.weight.data = part
-        if self._layers[0].bias is None:
-            return weight.t(), None
-        bias = torch.cat([layer.bias for layer in self._layers])
-        for layer, part in zip(self._layers, bias.split(sizes), strict=True):
-            layer.bias.data = part
-        return weight.t(), bias
+    def _lay_side_by_side(self) -> None:
+        """Sets the weight [in, out], whatever its layout in memory, and the bias."""
+        weights: list[Tensor] = [layer.weight for layer in self._layers]
+        biases: list[Tensor] = [layer.bias for layer in self._layers]
+        self.weight = _as_views(weights, self._laid_out(torch.cat(weights))).t()
+        self.bias = None if biases[0] is None else _as_views(biases, torch.cat(biases))
+
+    def _laid_out(self, weight: Tensor) -> Tensor:
+        return weight.t().contiguous().t()
+
+
+def _as_views(parameters: list[Tensor], whole: Tensor) -> Tensor:
+    """Makes the parameters views of the rows of their concatenation, which it returns."""
+    for parameter, part in zip(parameters, whole.split([len(item) for item in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+class PackedLinear(FusedLinear):
+    """Linear layers of one input as one product with a packed weight, where that is faster."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self._packed = PackedWeight()
+        super().__init__(layers)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        packed = self._packed.product(inputs, self.weight.t(), self.bias)
+        return super().__call__(inputs) if packed is None else packed
+
+    def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
+        """Adds the product to hidden states [n, out] in place, without a bias."""
+        packed = self._packed.product(inputs, self.weight.t())
+        if packed is None:
+            super().add_to(hidden, inputs)
+        else:
+            hidden.add_(packed)
+
+    def refresh(self) -> None:
+        """Forgets the packed weight; call it after the parameters changed."""
+        super().refresh()
+        self._packed.drop()
+
+    def _laid_out(self, weight: Tensor) -> Tensor:
+        return weight if is_worth_packing(weight) else super()._laid_out(weight)
+
+
+def fused_linear(layers: list[nn.Linear]) -> FusedLinear:
+    """Fuses layers, with a packed weight where that is faster."""
+    return PackedLinear(layers) if is_worth_packing(*(layer.weight for layer in layers)) else FusedLinear(layers)

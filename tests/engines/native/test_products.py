@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from lightrl.engines.native import products
-from lightrl.engines.native.products import FusedLinear, OutputHead, PackedWeight, is_worth_packing
+from lightrl.engines.native.products import FusedLinear, PackedHead, PackedWeight, fused_linear, is_worth_packing
 
 CAN_PACK = products._can_pack(torch.float32)
 needs_packing = pytest.mark.skipif(not CAN_PACK, reason="torch has no packed products on this processor")
@@ -39,7 +39,7 @@ def test_packed_layers_equal_plain_ones_for_any_number_of_rows(num_rows, has_bia
     monkeypatch.setitem(products.LEAST_PACKED, torch.float32, 1)
     torch.manual_seed(0)
     layers = [nn.Linear(40, 24, bias=has_bias), nn.Linear(40, 8, bias=has_bias)]
-    fused, inputs = FusedLinear(layers), torch.randn(num_rows, 40)
+    fused, inputs = fused_linear(layers), torch.randn(num_rows, 40)
     plain = torch.cat([layer(inputs) for layer in layers], dim=1)
     with torch.inference_mode():
         assert_close(fused(inputs), plain, atol=1e-6, rtol=1e-5)
@@ -54,7 +54,7 @@ def test_packed_layers_equal_plain_ones_for_any_number_of_rows(num_rows, has_bia
 def test_packed_weights_follow_a_refresh_and_give_their_memory_back(monkeypatch):
     monkeypatch.setitem(products.LEAST_PACKED, torch.float32, 1)
     head = nn.Linear(3, 2, bias=False)
-    logits, inputs = OutputHead(head), torch.tensor([[1.0, 2.0, 4.0]])
+    logits, inputs = PackedHead(head), torch.tensor([[1.0, 2.0, 4.0]])
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, 0.0, 1.0], [0.0, 3.0, 0.0]]))
         assert logits(inputs).tolist() == [[5.0, 6.0]]  # 1 + 4 and 3 * 2
@@ -75,7 +75,7 @@ def test_small_layers_and_other_types_are_left_alone():
 
 def test_layers_that_are_packed_lie_as_the_trainer_sends_them(monkeypatch):
     for is_packed in (False, True):
-        monkeypatch.setattr(products, "is_worth_packing", lambda weight, is_packed=is_packed: is_packed)
+        monkeypatch.setattr(products, "is_worth_packing", lambda *weights, is_packed=is_packed: is_packed)
         layers = [nn.Linear(3, 2, bias=False), nn.Linear(3, 4, bias=False)]
-        FusedLinear(layers)
+        fused_linear(layers)
         assert layers[1].weight.is_contiguous() == is_packed
