@@ -65,6 +65,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
+    """Returns the checkpoint that --resume asks for; None starts from the beginning."""
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return newest(checkpoints) if checkpoints.is_dir() else None
+    return continued(Path(config.resume), checkpoints)
+
+
 def newest(checkpoints: Path) -> Path | None:
     """Returns the newest complete checkpoint; raises ValueError if there are some and none is complete."""
     found = CheckpointDirectory(checkpoints, keep=1).latest()
@@ -106,9 +115,7 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def cut_after(path: Path, steps_done: int) -> None:
-    """Drops the rows after a step; a log of which no step counts is kept aside. There may be none yet."""
-    if not path.exists():
-        return
+    """Drops the rows after a step; a log of which no step counts is kept aside."""
     if not steps_done:
         path.rename(_unused_name(path))
         return

@@ -108,8 +108,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         takes_images = model_config.model_type in FAMILIES
         media = MediaProcessor.load(model_path, trust_remote_code=remote_code) if takes_images else None
         if config.data.chat_template_args:
-            for renderer in (tokenizer, media.processor) if media else (tokenizer,):
-                set_template_arguments(renderer, template_arguments(config.data))
+            _set_template(config, tokenizer, media)
     strategy.tokenizer, strategy.media = tokenizer, media
     return RunContext(
         config=config,
@@ -127,6 +126,11 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     )
 
 
+def _set_template(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, media: MediaProcessor | None) -> None:
+    for renderer in (tokenizer, media.processor) if media else (tokenizer,):
+        set_template_arguments(renderer, template_arguments(config.data))
+
+
 def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
     """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
     result: tuple[Path, Path | None] | str = ""
@@ -138,7 +142,8 @@ def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, P
             folder.check(config)
             if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
                 own(root)
-            result = root, find_checkpoint(config, folder.checkpoints)
+            has_checkpoints = folder.checkpoints.is_dir() or config.resume not in ("auto", "never")
+            result = root, earlier_run.find_checkpoint(config, folder.checkpoints) if has_checkpoints else None
         except (ValueError, OSError) as error:
             disown(root)
             result = str(error)
@@ -172,14 +177,20 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
     )
     if varies_with_length(policy.hf.config):
         fix_for_run(run, policy)
-    if run.config.lora.is_on and not is_reference:
-        add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
-        serve_as_configured(run.strategy, run.config)
-    if run.config.routing.is_on and not is_reference:
-        attach_replay(policy, keeps_logits=run.config.routing.has_losses)
+    if (run.config.lora.is_on or run.config.routing.is_on) and not is_reference:
+        _attach_options(run, policy)
     if materialize and not is_reference and needs_score_check(policy.hf):
         check_scores(policy, next(policy.parameters()).device)
     return policy
+
+
+def _attach_options(run: RunContext, policy: Policy) -> None:
+    """Adds the adapters and the replay of routers that the options ask for."""
+    if run.config.lora.is_on:
+        add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
+        serve_as_configured(run.strategy, run.config)
+    if run.config.routing.is_on:
+        attach_replay(policy, keeps_logits=run.config.routing.has_losses)
 
 
 def fix_for_run(run: RunContext, model: nn.Module) -> None:
@@ -228,7 +239,8 @@ class RunFolder:
         (self.root / "config.yaml").write_text(to_yaml(config))
         note_inputs(self.root, config, continues=steps_done > 0)
         for path in (self._metrics, self._samples):
-            earlier_run.cut_after(path, steps_done)
+            if path.exists():
+                earlier_run.cut_after(path, steps_done)
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -292,21 +304,12 @@ def new_run_path(kind: str) -> Path:
 
 def remove_empty_runs() -> None:
     """Removes the folder that a refused run has made and not written to, and runs/ with its last folder."""
-    disown()
+    disown_all()
     while _new_paths:
         path = _new_paths.pop()
         with suppress(OSError):
             path.rmdir()
             path.parent.rmdir()
-
-
-def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
-    """Returns the checkpoint that --resume asks for; None starts from the beginning."""
-    if config.resume == "never":
-        return None
-    if config.resume == "auto":
-        return earlier_run.newest(checkpoints) if checkpoints.is_dir() else None
-    return earlier_run.continued(Path(config.resume), checkpoints)
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -361,17 +364,23 @@ def own(root: Path) -> None:
     _owned[root] = _Owned(descriptor, made)
 
 
-def disown(root: Path | None = None) -> None:
-    """Gives back a folder, or all of this process, and removes it if it holds nothing else and was made for the run."""
-    for folder in [root] if root is not None else list(_owned):
-        if folder in _owned:
-            descriptor, made = _owned.pop(folder)
-            with suppress(OSError):  # the folder may be gone, or read-only by now
-                if _is_same_file(descriptor, folder / OWNER_NAME):
-                    (folder / OWNER_NAME).unlink()
-                for path in made:
-                    path.rmdir()
-            os.close(descriptor)
+def disown(root: Path) -> None:
+    """Gives back a folder that this process owns, and removes it if it holds nothing else and was made for the run."""
+    if root not in _owned:
+        return
+    descriptor, made = _owned.pop(root)
+    with suppress(OSError):  # the folder may be gone, or read-only by now
+        if _is_same_file(descriptor, root / OWNER_NAME):
+            (root / OWNER_NAME).unlink()
+        for path in made:
+            path.rmdir()
+    os.close(descriptor)
+
+
+def disown_all() -> None:
+    """Gives back all folders that this process owns."""
+    for root in list(_owned):
+        disown(root)
 
 
 def _lock(root: Path) -> int:

@@ -8,7 +8,8 @@ import yaml
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.run import RunFolder, find_checkpoint, new_run_path, own
+from lightrl.trainers.earlier_run import find_checkpoint
+from lightrl.trainers.run import RunFolder, new_run_path, own
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:

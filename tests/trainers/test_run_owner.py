@@ -21,7 +21,7 @@ from lightrl.testing import run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.testing.spmd import SpmdError
 from lightrl.trainers import run
-from lightrl.trainers.run import RunFolder, disown, own
+from lightrl.trainers.run import RunFolder, disown, disown_all, own
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 
@@ -29,7 +29,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 @pytest.fixture(autouse=True)
 def given_back() -> Iterator[None]:
     yield
-    disown()
+    disown_all()
 
 
 def own_for_ever(root: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_process_may_open_its_folder_again_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
     own(root)
     (root / "config.yaml").touch()
-    disown()
+    disown_all()
     assert [path.name for path in root.iterdir()] == ["config.yaml"]
     own(root)
     (root / "owner.json").unlink()  # by hand
