@@ -1,6 +1,7 @@
 """Writes the model for its users while a run goes on (--export.every), with a model card, and uploads it (--hub.push).
 
-Nothing of it is entered by a run without these options: export() puts itself around the methods of one trainer.
+Writes the averaged weights beside it at the end (--ema_decay). Nothing of it is entered by a run without these options:
+export() and export_average() put themselves around the methods of one trainer.
 """
 
 from __future__ import annotations
@@ -54,6 +55,19 @@ def export(trainer: Any) -> None:
             upload(folder, f"the model after {trainer.step_index} steps")
 
     trainer.step, trainer.save_models = observed_step, save_and_upload
+
+
+def export_average(trainer: Any) -> None:
+    """Has the trainer write its averaged weights after the final model; every rank calls it."""
+    save_models = trainer.save_models
+
+    def save_both(folder: Path) -> None:
+        save_models(folder)
+        if folder == trainer.folder.final:
+            with trainer.strategy.averaged_weights(trainer.model):
+                save_models(trainer.folder.final_ema)
+
+    trainer.save_models = save_both
 
 
 def _uploader(config: Any) -> Callable[[Path, str], None]:

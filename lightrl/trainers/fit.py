@@ -56,7 +56,9 @@ _OBSERVERS = {  # functions of the trainer that look on while it trains, by the 
     "hub.push": "lightrl.trainers.export:export",
     "log.tokens": "lightrl.trainers.token_log:log_tokens",
     "log.to": "lightrl.trainers.loggers.attach:attach",
+    "ema_decay": "lightrl.trainers.export:export_average",  # last, so that the others see it export
 }
+_SHARING = "lightrl.sharing.run:sharing"  # goes behind one of _PARTS
 _PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
     "exact": "lightrl.exact.run:exact",
     "rollout_ranks": "lightrl.trainers.separate:in_role",
@@ -113,7 +115,7 @@ class Trainer(ABC):
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
         config = run.config if isinstance(run, RunContext) else run
-        if self.made_by not in (None, _part_of(config)) or self.shares_prompts != _shares_prompts(config):
+        if self.made_by not in (None, _part_of(config)) or self.shares_prompts != _is_on("share_prompts", config):
             raise _unheard_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
@@ -206,9 +208,9 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """Returns the trainer of a run: one of the class, changed as the options say."""
-    for part in ("lightrl.sharing.run:sharing" if _shares_prompts(config) else "", _part_of(config)):
-        if part:  # by name: these modules import this one
-            trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
+    parts = [_SHARING] if _is_on("share_prompts", config) else []
+    for part in filter(None, [*parts, _part_of(config)]):  # by name: these modules import this one
+        trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     return trainer_class(config)
 
 
@@ -227,10 +229,6 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
         _end(error, trainer)
-
-
-def _shares_prompts(config: RunConfig) -> bool:
-    return isinstance(config, RolloutConfig) and config.share_prompts
 
 
 def _part_of(config: RunConfig) -> str:
@@ -323,9 +321,6 @@ def fit(trainer: Trainer) -> dict[str, float]:
                 trainer.save()
     trainer.strategy.saver.finish()
     trainer.save_models(folder.final)
-    if config.ema_decay:
-        with trainer.strategy.averaged_weights(trainer.model):
-            trainer.save_models(folder.final_ema)
     if comm.is_main:
         console.final_table(folder.metrics())
         console.say(f"model: {folder.final}")

@@ -68,9 +68,7 @@ def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
     try:
         yield partial(_goes_on, run, watch)
     except RankError as error:
-        if is_under_torchrun():
-            tell(error)  # while signals are heard: torchrun ends this rank as soon as the other one is gone
-            _say(f"The run has ended; {how_to_go_on(run)}.")
+        _tell_of_the_end(run, error)
         raise
     finally:
         watch.stop()
@@ -82,6 +80,13 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
     if received and not is_over:
         _save_and_stop(run, received)
     return not is_over
+
+
+def _tell_of_the_end(run: StoppableRun, error: RankError) -> None:
+    """Says why while signals are heard: torchrun ends this rank as soon as the other one is gone."""
+    if is_under_torchrun():
+        tell(error)
+        _say(f"The run has ended; {how_to_go_on(run)}.")
 
 
 def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
