@@ -6,7 +6,7 @@ Failures of rewards are counted over all ranks, and stop all ranks or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightrl.comm import Comm
@@ -15,7 +15,7 @@ from lightrl.data.media import read_media
 from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Experience, Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
 from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward, with_traceback
@@ -58,9 +58,15 @@ class Scorer:
         return scores.rewards
 
     def _run(self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        if not is_collective(reward):
-            with self._comm.phase(f"reward {label}", local=True):
-                return self._rewards.run(label, samples, budget)
+        if is_collective(reward):
+            return self._run_together(label, reward, samples, budget)
+        with self._comm.phase(f"reward {label}", local=True):
+            return self._rewards.run(label, samples, budget)
+
+    def _run_together(
+        self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget
+    ) -> list[Outcome]:
+        """Applies a reward that all ranks compute together."""
         with self._comm.phase(f"reward {label}"):
             outcomes: list[Outcome] = reward(samples)  # type: ignore[operator]
         with self._comm.phase(f"reward {label}", local=True):
@@ -116,8 +122,7 @@ class Collector(Scorer):
         self._strategy = strategy
         self._seed = seed
         if not sampling.is_trainable:
-            engine = strategy.serving.engine
-            sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
+            _require_trainable(sampling, strategy)
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self._evaluation = evaluation or self._sampling
 
@@ -169,13 +174,11 @@ class Collector(Scorer):
         n: int = 1,
         ks: Sequence[int] = (),
         source_field: str = "",
-        watch: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> dict[str, float]:
         """Samples each prompt n times, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
         if no sample has a reward; without prompts there are no metrics. ks and source_field: as in metrics.evaluate().
-        watch is given this rank's samples with their rewards.
         """
         if not prompts:
             return {}
@@ -192,24 +195,19 @@ class Collector(Scorer):
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
-        if watch is not None:
-            watch(samples, scored)
         return statistics.reduce(comm)
 
 
-def grouped(
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    size: int,
-    step: int,
-    baselines: Sequence[float | None] | None = None,
-) -> list[ScoredGroup]:
-    """Returns the groups of samples that are adjacent by prompt; baselines: one per group."""
+def grouped(samples: Sequence[Sample], rewards: Sequence[float], size: int, step: int) -> list[ScoredGroup]:
+    """Returns the groups of samples that are adjacent by prompt."""
     parts = [slice(start, start + size) for start in range(0, len(samples), size)]
-    return [
-        ScoredGroup(samples=tuple(samples[part]), rewards=tuple(rewards[part]), step=step, baseline=baseline)
-        for part, baseline in zip(parts, baselines or [None] * len(parts), strict=True)
-    ]
+    return [ScoredGroup(samples=tuple(samples[part]), rewards=tuple(rewards[part]), step=step) for part in parts]
+
+
+def ungrouped(groups: Sequence[ScoredGroup]) -> list[Experience]:
+    """Returns the samples of groups with their rewards, to be given advantages."""
+    pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
+    return [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
 
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:
@@ -218,6 +216,11 @@ def engine_prompt(prompt: Prompt) -> EnginePrompt:
         return EnginePrompt(token_ids=prompt.token_ids)
     images, videos = read_media(prompt)
     return EnginePrompt(token_ids=prompt.token_ids, images=tuple(images), videos=tuple(videos))
+
+
+def _require_trainable(sampling: SamplingParams, strategy: StrategyBase) -> None:
+    engine = strategy.serving.engine
+    sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
 
 
 def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:

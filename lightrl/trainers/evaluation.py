@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from lightrl.config import EvaluateConfig
 from lightrl.data.prompts import HELD_OUT, shorten
+from lightrl.metrics import Statistics
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
@@ -43,6 +44,7 @@ class Evaluator(Trainer):
             policy = load_start_policy(self.run, is_reference=True)
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
+        self._score, self.collector.score = self.collector.score, self._score_and_keep  # type: ignore[method-assign]
         self.responses: list[dict[str, Any]] = []  # of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:
@@ -51,7 +53,7 @@ class Evaluator(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics over all ranks."""
-        return evaluate(self.collector, self.prompts, self.config.eval, watch=self._keep)
+        return evaluate(self.collector, self.prompts, self.config.eval)
 
     def fit(self) -> dict[str, float]:
         """Evaluates, prints the result, and writes it and all responses to the folder of the run."""
@@ -72,6 +74,13 @@ class Evaluator(Trainer):
             sys.stderr.write(f"All {len(lines)} responses: {root / 'responses.jsonl'}\n")
             sys.stdout.write(f"{text}\n")
         return metrics
+
+    def _score_and_keep(
+        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
+    ) -> list[float]:
+        rewards = self._score(samples, statistics, prefix=prefix)
+        self._keep(samples, rewards)
+        return rewards
 
     def _keep(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
         mine = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenS
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts, grouped
+from lightrl.rollout.collector import Prompts, grouped, ungrouped
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
+from lightrl.trainers.greedy_baseline import GreedyBaseline, baselines_of
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
     Batch,
@@ -41,13 +42,6 @@ from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, pre
 from lightrl.trainers.token_selection import TokenSelector
 
 
-class Rollout(NamedTuple):
-    """What the engine made of this rank's prompts."""
-
-    samples: list[Sample]  # group_size of each prompt, those of a prompt adjacent
-    greedy: list[Sample] | None  # the greedy response to each prompt; None if the estimator asks for none
-
-
 class GRPOTrainer(Trainer):
     """Trains a policy on groups of its own samples. `step` is one pass; `__init__` builds what it uses, in order."""
 
@@ -66,11 +60,10 @@ class GRPOTrainer(Trainer):
             selects_tokens=True,
             routing=config.routing if config.routing.is_on else None,
         )
-        chooses = self.objective.selects_tokens or config.algorithm.entropy_fraction < 1
-        is_asked = chooses or bool(config.algorithm.selection_args)
-        self.selector = TokenSelector(config.algorithm) if is_asked else None
+        self.selector = TokenSelector(config.algorithm) if self.objective.needs_selection else None
         self.rewards = RewardSet.from_config(config, reward)
-        self.shown = shown_of(self.rewards)
+        if len(self.rewards.rewards) > 1:
+            self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 
         self.prompts = PromptData(self.run)
@@ -85,7 +78,10 @@ class GRPOTrainer(Trainer):
         self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
         self.teacher = self._load_teacher() if config.teacher_model else None
-        self.dynamic_sampling = self._dynamic_sampling() if config.dynamic_sampling.enabled else None
+        if config.dynamic_sampling.enabled:
+            self._fill_batches()
+        if self.objective.needs_greedy_baseline:
+            GreedyBaseline(self).attach()
         self.resume()
         self.collector = start_engine(self.run, self.policy, self.rewards)
 
@@ -93,10 +89,15 @@ class GRPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Samples and scores groups, learns from them, syncs the engine, reports."""
-        groups = self.draw(lambda prompts: self.score(self.sample(prompts)))
+        groups = self.roll_out(self.config.num_prompts)
         experience = self.learn_from(groups)
         sync_engine(self)
         return self.report(experience)
+
+    def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
+        """Samples and scores groups of the next count prompts, which have the positions from first on in the step."""
+        prompts = self.prompts.draw(count, first)
+        return self.score(self.sample(prompts))
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
@@ -108,50 +109,26 @@ class GRPOTrainer(Trainer):
             self.train(batch)
         return experience
 
-    def draw(self, roll_out: Callable[[Prompts], list[ScoredGroup]]) -> list[ScoredGroup]:
-        """Rolls out the next num_prompts prompts; dynamic sampling does so until enough groups have a signal."""
-        if self.dynamic_sampling is not None:
-            return self.dynamic_sampling.fill(
-                self.step_index, lambda first, count: roll_out(self.prompts.draw(count, first))
-            )
-        return roll_out(self.prompts.draw(self.config.num_prompts))
-
-    def sample(self, prompts: Prompts) -> Rollout:
-        """Samples a group for each of this rank's prompts, and a greedy response if the estimator compares with it."""
-        config, needs_greedy = self.config, self.objective.needs_greedy_baseline
+    def sample(self, prompts: Prompts) -> list[Sample]:
+        """Samples a group for each of this rank's prompts."""
+        size, temperature = self.config.group_size, self.config.temperature
         with self.watch.measure("time/rollout"):
-            samples = self.collector.sample(
-                prompts,
-                step=self.step_index,
-                group_size=config.group_size,
-                temperature=config.temperature,
-                sleep_engine=not needs_greedy,
-            )
-            return Rollout(samples, self.collector.sample_greedily(prompts) if needs_greedy else None)
+            return self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=temperature)
 
-    def score(self, rollout: Rollout) -> list[ScoredGroup]:
+    def score(self, samples: list[Sample]) -> list[ScoredGroup]:
         """Rewards every sample; a group has the samples of one prompt."""
-        samples, baselines = rollout.samples, None
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
-            if rollout.greedy is not None:
-                baselines = self.collector.score(rollout.greedy, self.statistics, prefix="greedy/")
         describe_rollout(samples, rewards, self.statistics)
-        return grouped(samples, rewards, self.config.group_size, self.step_index, baselines)
+        return grouped(samples, rewards, self.config.group_size, self.step_index)
 
     def compute_advantages(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Gives each sample its advantage over its group, which is still whole on this rank."""
-        samples = [sample for group in groups for sample in group.samples]
-        rewards = [reward for group in groups for reward in group.rewards]
-        baselines, is_trained = None, None
-        if self.objective.needs_greedy_baseline:
-            baselines = [float(group.baseline or 0.0) for group in groups for _ in group.samples]
-        if self.config.overlong.mask_truncated:
-            is_trained = [not is_truncated(sample) for sample in samples]
-        shaping = self._overlong_penalty(samples) if self.config.overlong.buffer else None
-        experience = self.objective.advantages(
-            samples, rewards, self.strategy.comm, baselines, shaping=shaping, is_trained=is_trained
-        )
+        experience = ungrouped(groups)
+        if self.config.overlong.buffer or self.config.overlong.mask_truncated:
+            experience = self._without_overlong(experience)
+        baselines = baselines_of(groups) if self.objective.needs_greedy_baseline else None
+        experience = self.objective.advantages(experience, self.strategy.comm, baselines)
         return experience if self.run.workflow is None else with_branches(experience)
 
     def pack(self, experience: list[Experience]) -> Batch:
@@ -234,21 +211,37 @@ class GRPOTrainer(Trainer):
             fix_for_run(self.run, teacher)
         return self.strategy.prepare_frozen(teacher)
 
-    def _dynamic_sampling(self) -> DynamicSampling:
-        made = DynamicSampling(
+    def _fill_batches(self) -> None:
+        """Has a step roll out prompts until enough groups have a signal."""
+        roll_out = self.roll_out
+        sampling = DynamicSampling(
             self.config.dynamic_sampling,
             prompts=self.prompts.train,
             num_prompts=self.config.num_prompts,
             comm=self.strategy.comm,
             statistics=self.statistics,
         )
-        self.saved["dynamic_sampling"] = made
-        return made
+        self.saved["dynamic_sampling"] = sampling
 
-    def _overlong_penalty(self, samples: Sequence[Sample]) -> list[float]:
+        def roll_out_enough(count: int, first: int = 0) -> list[ScoredGroup]:
+            del count, first  # the options say how many
+            return sampling.fill(self.step_index, lambda first, count: roll_out(count, first))
+
+        self.roll_out = roll_out_enough  # type: ignore[method-assign]
+
+    def _without_overlong(self, experience: list[Experience]) -> list[Experience]:
+        """Lowers the rewards of long responses, and trains no response that was cut off, as the options ask."""
+        if self.config.overlong.buffer:
+            penalties = self._overlong_penalty(experience)
+            experience = [replace(item, shaping=amount) for item, amount in zip(experience, penalties, strict=True)]
+        if self.config.overlong.mask_truncated:
+            experience = [replace(item, is_trained=not is_truncated(item.sample)) for item in experience]
+        return experience
+
+    def _overlong_penalty(self, experience: Sequence[Experience]) -> list[float]:
         """The amount that is added to each reward for the length of the response."""
         config = self.config.overlong
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+        lengths = torch.tensor([len(item.sample.response_ids) for item in experience], dtype=torch.float64)
         shaping: list[float] = overlong_penalty(
             lengths, max_length=self.config.max_new_tokens, buffer=config.buffer, scale=config.penalty
         ).tolist()

@@ -1,7 +1,7 @@
 """The objective of a run, from the names in its config: the loss of a micro-batch, and advantages of scored samples.
 
-The functions that are chosen are loaded, and called once on two tokens, before anything expensive: a wrong name or
-parameter raises at once. Their traits decide what they are given; no name is treated specially.
+The functions that are chosen are loaded before anything expensive, and called once on two tokens if they are a user's
+own or have parameters: a wrong name or parameter raises at once. Their traits decide what they are given.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from lightrl.algorithms.advantages import ScoredSamples, merged_moments, moments_of, signal_counts, whiten
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
-from lightrl.algorithms.registry import AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
+from lightrl.algorithms.registry import BUILTIN, AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, RoutingConfig, named_values
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+from lightrl.records import Experience, PackedBatch, TokenScores
 from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
@@ -67,23 +67,14 @@ class PolicyLoss:
 
     def __init__(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
         """Loads and tries the functions that the config names."""
-        zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
-        tokens = PolicyTokens(
-            logprobs=zeros,
-            old_logprobs=zeros,
-            advantages=zeros,
-            mask=mask,
-            sequence_index=owners,
-            num_sequences=1,
-            selected=mask,
-        )
         bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         self._policy_loss: Callable[[PolicyTokens], TokenLoss] = load_and_try(
-            "loss", config.loss, config.loss_args, tokens, given=bounds
+            "loss", config.loss, config.loss_args, _two_tokens, given=bounds
         )
         self._aggregate: Callable[[Tensor, Tensor, int], TokenWeights] = load_and_try(
-            "aggregation", config.aggregation, config.aggregation_args, mask, owners, 1
+            "aggregation", config.aggregation, config.aggregation_args, _mask_of_two
         )
+        self.needs_selection = False  # whether a TokenSelector must choose tokens over a whole update
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
         self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
         self.ratio_to = "recompute"  # the policy before the update
@@ -98,6 +89,7 @@ class PolicyLoss:
         self.ratio_to = config.ratio_to
         if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
             self._check_selection(config, distillation, parts.get("selects_tokens", False))
+            self.needs_selection = True
         follows = config.kl_target or config.entropy_target
         if follows:
             self.coefficients = Coefficients(config)
@@ -163,12 +155,8 @@ class PolicyObjective(PolicyLoss):
             routing: What is asked of the routers of a mixture of experts; None asks nothing.
         """
         super().__init__(config, **parts)
-        two = torch.tensor([0.0, 1.0])
-        samples = ScoredSamples(
-            rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
-        )
         self._estimate: Callable[[ScoredSamples], Tensor] = load_and_try(
-            "advantage", config.advantage, config.advantage_args, samples
+            "advantage", config.advantage, config.advantage_args, _two_samples
         )
         self._traits = traits_of(self._estimate, AdvantageTraits)
         if group_size is not None:
@@ -191,44 +179,29 @@ class PolicyObjective(PolicyLoss):
         return "greedy_baseline" in self._traits.needs
 
     def advantages(
-        self,
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        comm: Comm,
-        baselines: Sequence[float] | None = None,
-        *,
-        shaping: Sequence[float] | None = None,
-        is_trained: Sequence[bool] | None = None,
+        self, experience: Sequence[Experience], comm: Comm, baselines: Sequence[float] | None = None
     ) -> list[Experience]:
-        """Returns one Experience for each of this rank's samples that has a reward.
+        """Returns those of this rank's scored samples that have a reward, each with its advantage.
 
-        Groups must be whole on a rank. Every rank calls it, also without samples.
+        Groups must be whole on a rank. Every rank calls it, also without samples. The reward of a sample that is not
+        trained counts in its group's mean all the same.
 
         Args:
-            samples: This rank's samples.
-            rewards: The reward of each; NO_REWARD leaves the sample out.
+            experience: The scored samples of this rank; NO_REWARD leaves one out.
             comm: For estimators that whiten or need a share of all ranks' samples; others use no collective.
             baselines: The reward of the greedy response to each sample's prompt.
-            shaping: What to add to each reward; None adds nothing.
-            is_trained: False for samples whose tokens count in no loss. Their rewards still count in their group's
-                mean. None trains all.
         """
-        kept = [i for i in range(len(samples)) if has_reward(rewards[i]) and has_reward((baselines or rewards)[i])]
-        extra = [0.0] * len(samples) if shaping is None else shaping
-        trained = [True] * len(samples) if is_trained is None else is_trained
+        if baselines is not None:
+            experience, baselines = _having_baselines(experience, baselines)
+        kept = [item for item in experience if has_reward(item.reward)]
         scored = ScoredSamples(
-            rewards=_doubles(rewards[i] + extra[i] for i in kept),
-            group_ids=torch.tensor([samples[i].position for i in kept], dtype=torch.int64),
-            lengths=_doubles(samples[i].num_own * trained[i] for i in kept),
-            baselines=None if baselines is None else _doubles(baselines[i] for i in kept),
+            rewards=_doubles(item.reward + item.shaping for item in kept),
+            group_ids=torch.tensor([item.sample.position for item in kept], dtype=torch.int64),
+            lengths=_doubles(item.sample.num_own * item.is_trained for item in kept),
+            baselines=None if baselines is None else _doubles(baselines),
         )
         advantages = self._estimated(scored, comm).tolist()
-        return [
-            Experience(
-                sample=samples[i], reward=rewards[i], advantage=advantage, shaping=extra[i], is_trained=trained[i]
-            )
-            for i, advantage in zip(kept, advantages, strict=True)
-        ]
+        return [replace(item, advantage=advantage) for item, advantage in zip(kept, advantages, strict=True)]
 
     def _estimated(self, scored: ScoredSamples, comm: Comm) -> Tensor:
         """Returns the advantages, [B] float64, whitened over all ranks where the estimator asks for it."""
@@ -242,15 +215,22 @@ class PolicyObjective(PolicyLoss):
 
 
 def load_and_try(
-    kind: Kind, name: str, args: Sequence[str], *trial: Any, option: str = "", given: OwnOptions | None = None
+    kind: Kind,
+    name: str,
+    args: Sequence[str],
+    trial: Callable[[], tuple[Any, ...]],
+    option: str = "",
+    given: OwnOptions | None = None,
 ) -> Callable[..., Any]:
     """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
+
+    A built-in function that is given no parameters needs no trial.
 
     Args:
         kind: The kind of function.
         name: Its name or path.
         args: Its parameters as name=value.
-        trial: What to call it with.
+        trial: Returns what to call it with.
         option: The option that names it, where that is not the kind.
         given: Parameters that have options of their own; None leaves one to the function's default.
     """
@@ -261,7 +241,8 @@ def load_and_try(
         raise _given_twice(given, parameters, option)
     try:
         function = load(kind, name, {**parameters, **given})
-        function(*trial)
+        if parameters or given or name not in BUILTIN[kind]:
+            function(*trial())
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     return function
@@ -277,11 +258,45 @@ def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correcti
             f"--algorithm.correction {correction} weighs by the trainer's probability over the engine's, which "
             f"--algorithm.{option} puts into the ratio already. Use one of the two."
         )
-    zeros, owners = torch.zeros(2), torch.zeros(2).long()
-    tokens = OffPolicyTokens(
-        logprobs=zeros, sampler_logprobs=zeros, mask=torch.ones(2).bool(), sequence_index=owners, num_sequences=1
+    return load_and_try("correction", correction, config.correction_args, _two_off_policy_tokens)
+
+
+# ---- Trials ----------------------------------------------------------------------------------------------------------
+
+
+def _mask_of_two() -> tuple[Tensor, Tensor, int]:
+    return torch.ones(2).bool(), torch.zeros(2).long(), 1
+
+
+def _two_tokens() -> tuple[PolicyTokens]:
+    zeros, (mask, owners, _) = torch.zeros(2), _mask_of_two()
+    tokens = PolicyTokens(
+        logprobs=zeros,
+        old_logprobs=zeros,
+        advantages=zeros,
+        mask=mask,
+        sequence_index=owners,
+        num_sequences=1,
+        selected=mask,
     )
-    return load_and_try("correction", correction, config.correction_args, tokens)
+    return (tokens,)
+
+
+def _two_off_policy_tokens() -> tuple[OffPolicyTokens]:
+    zeros, (mask, owners, _) = torch.zeros(2), _mask_of_two()
+    tokens = OffPolicyTokens(logprobs=zeros, sampler_logprobs=zeros, mask=mask, sequence_index=owners, num_sequences=1)
+    return (tokens,)
+
+
+def _two_samples() -> tuple[ScoredSamples]:
+    two = torch.tensor([0.0, 1.0])
+    samples = ScoredSamples(
+        rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
+    )
+    return (samples,)
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
 def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statistics) -> None:
@@ -292,6 +307,14 @@ def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statis
     statistics.maximum("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
     statistics.mean("kl", 0.0, count)
     statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
+
+
+def _having_baselines(
+    experience: Sequence[Experience], baselines: Sequence[float]
+) -> tuple[list[Experience], list[float]]:
+    pairs = [pair for pair in zip(experience, baselines, strict=True) if has_reward(pair[0].reward)]
+    known = [(item, baseline) for item, baseline in pairs if has_reward(baseline)]
+    return [item for item, _ in known], [baseline for _, baseline in known]
 
 
 def _signal_share(scored: ScoredSamples, comm: Comm) -> float:

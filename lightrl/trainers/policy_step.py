@@ -75,24 +75,20 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
     if not records:
         return []
     config: RolloutConfig = run.config
-    if config.data.answer_field != "answer":  # which a reward may do without
-        where = source or "what its built-in task keeps back"
-        require_field(records, config.data.answer_field, f"--data.answer_field, in {where}")
+    data = config.data
+    if data.answer_field != "answer":  # which a reward may do without
+        _require_answers(records, data.answer_field, source)
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
+    media = MediaFields(image_field=data.image_field, video_field=data.video_field, folder=source, processor=run.media)
     prompts = build_prompts(
         records,
         run.tokenizer,
-        prompt_field=config.data.prompt_field,
-        answer_field=config.data.answer_field,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
         max_prompt_tokens=run.context - max_new_tokens,
-        chat_template=config.data.chat_template,
-        media=MediaFields(
-            image_field=config.data.image_field,
-            video_field=config.data.video_field,
-            folder=source,
-            processor=run.media,
-        ),
+        chat_template=data.chat_template,
+        media=media,
     )
     longest_prompt = max(prompt.num_tokens for prompt in prompts)
     longest = longest_prompt + max_new_tokens
@@ -101,6 +97,10 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
     if not config.micro_batch_size and trained > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, trained)
     return prompts
+
+
+def _require_answers(records: Sequence[Any], field: str, source: str) -> None:
+    require_field(records, field, f"--data.answer_field, in {source or 'what its built-in task keeps back'}")
 
 
 def _no_room_for_prompts(max_new_tokens: int, context: int) -> ValueError:
@@ -336,19 +336,10 @@ def shown_of(rewards: RewardSet) -> Shown:
     )
 
 
-def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig, **others: Any) -> dict[str, float]:
-    """Samples the held-out prompts as the options say, and changes nothing of the training.
-
-    Args:
-        others: further arguments of Collector.evaluate().
-    """
+def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> dict[str, float]:
+    """Samples the held-out prompts as the options say, and changes nothing of the training."""
     return collector.evaluate(
-        prompts.evaluation,
-        temperature=config.temperature,
-        n=config.n,
-        ks=config.k,
-        source_field=config.source_field,
-        **others,
+        prompts.evaluation, temperature=config.temperature, n=config.n, ks=config.k, source_field=config.source_field
     )
 
 

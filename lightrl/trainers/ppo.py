@@ -24,7 +24,7 @@ from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts, grouped
+from lightrl.rollout.collector import Prompts, grouped, ungrouped
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
@@ -65,7 +65,8 @@ class PPOTrainer(Trainer):
         self.value_objective = ValueObjective(config.critic, self.objective.token_weights)
         self.token_advantages = TokenAdvantages(config.algorithm)
         self.rewards = RewardSet.from_config(config, reward)
-        self.shown = shown_of(self.rewards)
+        if len(self.rewards.rewards) > 1:
+            self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 
         self.prompts = PromptData(self.run)
@@ -133,10 +134,7 @@ class PPOTrainer(Trainer):
 
     def pack(self, groups: Sequence[ScoredGroup]) -> Batch:
         """Deals the samples that have a reward out to updates, and to ranks by their tokens."""
-        pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
-        experience = [
-            Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs if has_reward(reward)
-        ]
+        experience = [item for item in ungrouped(groups) if has_reward(item.reward)]
         experience = experience if self.run.workflow is None else with_branches(experience)
         return self.updates.deal(experience, self.step_index)
 

@@ -29,17 +29,21 @@ class TokenTargets:
     returns: dict[Key, list[float]]
 
 
+def _two_tokens() -> tuple[TokenRewards]:
+    zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
+    tokens = TokenRewards(
+        rewards=zeros, mask=mask, sequence_index=owners, num_sequences=1, values=zeros, turn_index=owners
+    )
+    return (tokens,)
+
+
 class TokenAdvantages:
     """The estimator of a run, tried before anything expensive, and the moments of all that it has seen."""
 
     def __init__(self, config: PPOAlgorithmConfig) -> None:
-        zeros, mask, owners = torch.zeros(2), torch.ones(2).bool(), torch.zeros(2).long()
-        tokens = TokenRewards(
-            rewards=zeros, mask=mask, sequence_index=owners, num_sequences=1, values=zeros, turn_index=owners
-        )
         self._config = config
         self._estimate: Callable[[TokenRewards], TokenReturns] = load_and_try(
-            "returns", config.advantage, config.advantage_args, tokens, option="advantage"
+            "returns", config.advantage, config.advantage_args, _two_tokens, option="advantage"
         )
         self._uses_critic = traits_of(self._estimate, ReturnsTraits).uses_critic
         self._reward_moments = torch.zeros(3, dtype=torch.float64)

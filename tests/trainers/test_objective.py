@@ -12,10 +12,15 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
-from lightrl.records import PackedBatch, Prompt, Sample, TokenScores
+from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.rewards import NO_REWARD
 from lightrl.trainers.loss_terms import Distillation, EntropyBonus, EntropyFraction, KLToReference, OffPolicyCorrection
 from lightrl.trainers.objective import PolicyLoss, PolicyObjective
+
+
+def scored(samples: list[Sample], rewards: list[float]) -> list[Experience]:
+    pairs = zip(samples, rewards, strict=True)
+    return [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
 
 
 def loss_of(batch: PackedBatch, logprobs: torch.Tensor, **algorithm: object) -> tuple[torch.Tensor, Statistics]:
@@ -95,7 +100,7 @@ def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
         )
         for index, own in enumerate([(True,) + (False,) * 4, (True,) * 3 + (False,) * 2])
     ]
-    made = PolicyObjective(AlgorithmConfig(advantage="opo")).advantages(samples, [1.0, 0.0], Comm())
+    made = PolicyObjective(AlgorithmConfig(advantage="opo")).advantages(scored(samples, [1.0, 0.0]), Comm())
     assert [item.advantage for item in made] == pytest.approx([0.75, -0.25], abs=1e-6)
 
 
@@ -104,7 +109,8 @@ def test_a_response_that_is_not_trained_counts_in_the_mean_of_rewards_but_in_no_
 
     def found(name: str) -> list[float]:
         made = PolicyObjective(AlgorithmConfig(advantage=name))
-        items = made.advantages(samples_of([1, 3, 2, 2]), rewards, Comm(), is_trained=[False, True, True, True])
+        first, *others = scored(samples_of([1, 3, 2, 2]), rewards)
+        items = made.advantages([dataclasses.replace(first, is_trained=False), *others], Comm())
         return [item.advantage for item in items]
 
     assert found("dr_grpo") == [-1.0, 1.0, 0.0, 0.0]
@@ -194,7 +200,7 @@ def samples_of(lengths: list[int]) -> list[Sample]:
 
 def advantages_of(rewards: list[float], baselines: list[float] | None = None, **algorithm: object) -> list[float]:
     objective = PolicyObjective(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
-    found = objective.advantages(samples_of([1, 3, 2, 2]), rewards, Comm(), baselines)
+    found = objective.advantages(scored(samples_of([1, 3, 2, 2]), rewards), Comm(), baselines)
     assert [item.reward for item in found] == rewards
     return [item.advantage for item in found]
 
@@ -213,7 +219,7 @@ def test_advantages_by_name() -> None:
     # over 8 tokens the mean is (1 + 9 + 4 + 4) / 8 = 2.25 and the variance (1 + 27 + 8 + 8) / 8 - 2.25^2 = 0.4375
     whitened = advantages_of(rewards, advantage="reinforce_plus_plus")
     assert whitened == pytest.approx([(reward - 2.25) / 0.4375**0.5 for reward in rewards], abs=1e-6)
-    assert PolicyObjective(AlgorithmConfig()).advantages([], [], Comm()) == []  # a rank that has none
+    assert PolicyObjective(AlgorithmConfig()).advantages([], Comm()) == []  # a rank that has none
 
 
 def test_the_aggregation_decides_the_mean_and_its_denominator() -> None:
@@ -340,12 +346,13 @@ def test_samples_without_a_reward_are_left_out_of_their_group() -> None:
         for place in range(6)
     ]  # fmt: skip
     rewards = [1.0, NO_REWARD, 0.0, NO_REWARD, NO_REWARD, 1.0]
-    found = PolicyObjective(AlgorithmConfig(advantage="dr_grpo")).advantages(samples, rewards, Comm())
+    found = PolicyObjective(AlgorithmConfig(advantage="dr_grpo")).advantages(scored(samples, rewards), Comm())
     # The mean of the first group is (1 + 0) / 2; in the second only one is left.
     assert [(item.sample.position, item.sample.sample_index, item.reward, item.advantage) for item in found] == [
         (0, 0, 1.0, 0.5), (0, 2, 0.0, -0.5), (1, 2, 1.0, 0.0)
     ]  # fmt: skip
     baselines = [0.25, 0.25, 0.25, 0.5, 0.5, NO_REWARD]
-    remax = PolicyObjective(AlgorithmConfig(advantage="remax")).advantages(samples, rewards, Comm(), baselines)
+    objective = PolicyObjective(AlgorithmConfig(advantage="remax"))
+    remax = objective.advantages(scored(samples, rewards), Comm(), baselines)
     assert [item.advantage for item in remax] == [0.75, -0.25]
-    assert PolicyObjective(AlgorithmConfig()).advantages(samples, [NO_REWARD] * 6, Comm()) == []
+    assert PolicyObjective(AlgorithmConfig()).advantages(scored(samples, [NO_REWARD] * 6), Comm()) == []

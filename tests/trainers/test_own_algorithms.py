@@ -138,7 +138,9 @@ def samples_of(count: int) -> list[Sample]:
 
 def advantages_of(name: str, baselines: list[float] | None = None, comm: Comm | None = None) -> list[float]:
     objective = PolicyObjective(AlgorithmConfig(advantage=name))
-    experience = objective.advantages(samples_of(4), [1.0, 3.0, 2.0, 2.0], comm or Comm(), baselines)
+    pairs = zip(samples_of(4), [1.0, 3.0, 2.0, 2.0], strict=True)
+    scored = [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
+    experience = objective.advantages(scored, comm or Comm(), baselines)
     return [item.advantage for item in experience]
 
 

@@ -1,0 +1,47 @@
+"""Groups that bring the reward of a greedy response to their prompt."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightrl.config import AlgorithmConfig, GRPOConfig
+from lightrl.records import Sample
+from lightrl.trainers.greedy_baseline import baselines_of
+from lightrl.trainers.grpo import GRPOTrainer
+
+
+def first_digit(sample: Sample) -> float:
+    """Differs from response to response."""
+    return float(sample.response_ids[0])
+
+
+@pytest.fixture(scope="module")
+def trainer(toy_options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
+    folder = str(tmp_path_factory.mktemp("greedy") / "run")
+    config = GRPOConfig(**toy_options, num_prompts=3, output_dir=folder, algorithm=AlgorithmConfig(advantage="remax"))
+    trainer = GRPOTrainer(config, reward=first_digit)
+    yield trainer
+    trainer.close()
+
+
+def test_a_group_has_the_reward_of_the_greedy_response_and_its_samples_are_compared_with_it(
+    trainer: GRPOTrainer,
+) -> None:
+    prompts = list(enumerate(trainer.prompts.train[:3]))
+    groups = trainer.score(trainer.sample(prompts))
+    greedy = [first_digit(sample) for sample in trainer.collector.sample_greedily(prompts)]
+    assert [group.baseline for group in groups] == greedy
+    assert len({sample.response_ids for sample in groups[0].samples}) > 1  # the samples themselves are no greedy ones
+    found = trainer.compute_advantages(groups)
+    size = trainer.config.group_size
+    assert [item.advantage for item in found] == [item.reward - greedy[i // size] for i, item in enumerate(found)]
+    assert trainer.report().metrics["greedy/reward/first_digit"] == pytest.approx(sum(greedy) / 3)
+
+
+def test_every_sample_of_a_group_has_its_baseline(trainer: GRPOTrainer) -> None:
+    groups = trainer.score(trainer.sample(list(enumerate(trainer.prompts.train[:2]))))
+    trainer.report()
+    changed = [dataclasses.replace(group, baseline=float(i)) for i, group in enumerate(groups)]
+    assert baselines_of(changed) == [0.0] * trainer.config.group_size + [1.0] * trainer.config.group_size
