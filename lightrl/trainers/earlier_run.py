@@ -1,14 +1,26 @@
-"""What a run's folder holds of an earlier run: whether it is the same run, and where it continues."""
+"""What stands in a run's folder before the run: whether it is the same run, and where it continues."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import RunConfig, changed_options
 from lightrl.config.yaml_text import read_yaml
+
+
+def refuse(folder: Path, error: OSError) -> NoReturn:
+    """Raises ValueError that says why a folder cannot be made or written; the error itself if it is of the lock."""
+    if not error.filename:  # not the folder but the lock
+        raise error
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if nearest.is_dir():
+        why = f"{nearest} takes no files ({error.strerror})"
+        raise ValueError(f"--output_dir {folder} cannot be written: {why}.") from error
+    where = "is a file" if nearest == folder else f"is below the file {nearest}"
+    raise ValueError(f"--output_dir {folder} {where}. Name a folder.") from error
 
 
 def require_same(root: Path, config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -277,17 +277,6 @@ class RunFolder:
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
 
 
-def _refuse_folder(folder: Path, error: OSError) -> NoReturn:
-    if not error.filename:  # not the folder but the lock
-        raise error
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if nearest.is_dir():
-        why = f"{nearest} takes no files ({error.strerror})"
-        raise ValueError(f"--output_dir {folder} cannot be written: {why}.") from error
-    where = "is a file" if nearest == folder else f"is below the file {nearest}"
-    raise ValueError(f"--output_dir {folder} {where}. Name a folder.") from error
-
-
 def new_run_path(kind: str) -> Path:
     """Makes a folder that no other run has, even one started in the same second."""
     name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
@@ -355,7 +344,7 @@ def own(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(root)
     except OSError as error:
-        _refuse_folder(root, error)
+        earlier_run.refuse(root, error)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     pid = os.getpid()
     record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
