@@ -112,12 +112,12 @@ class LookupEngine(NativeEngine):
         guesses = np.zeros((num_rows, self._num_guesses), np.int64)
         counts = np.zeros(num_rows, np.int64)
         requests = {request.request_id: request for request in rows.request[:num_rows]}
-        known = self._prompts
+        known, num_left = self._prompts, rows.last_position - rows.position
         self._prompts = {key: known[key] if key in known else np.array(requests[key].prompt) for key in requests}
         for row in range(num_rows):
             produced = int(rows.num_produced[row])
             text = np.concatenate((self._prompts[rows.request[row].request_id], rows.out_tokens[row, :produced]))
-            found = continuation(text, min(self._num_guesses, int(rows.limit[row]) - produced - 1))
+            found = continuation(text, min(self._num_guesses, int(num_left[row]) - 1))
             guesses[row, : len(found)], counts[row] = found, len(found)
         return guesses, counts
 

@@ -58,7 +58,7 @@ class Rows:
         self.position = np.zeros(num_rows, np.int64)  # of that token
         self.num_produced = np.zeros(num_rows, np.int64)
         self.first_draw = np.zeros(num_rows, np.int64)  # draws that a resumed sample has behind it
-        self.limit = np.zeros(num_rows, np.int64)
+        self.last_position = np.zeros(num_rows, np.int64)  # that a token of the sample can have
         self.stops_at_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # beyond the end tokens
         self.is_constrained = np.zeros(num_rows, np.bool_)  # asks for a minimum of tokens or for penalties
@@ -80,7 +80,7 @@ class Rows:
         self.position[rows] = len(request.prompt) - 1
         self.num_produced[rows] = 0
         self.first_draw[rows] = params.first_token
-        self.limit[rows] = params.max_new_tokens
+        self.last_position[rows] = len(request.prompt) - 1 + params.max_new_tokens
         self.stops_at_eos[rows] = not params.ignore_eos
         self.has_stop_tokens[rows] = bool(params.stop_token_ids)
         self.is_constrained[rows] = params.min_new_tokens > 0 or params.has_penalties
@@ -153,8 +153,7 @@ class Scheduler:
 
     def most_positions(self) -> int:
         """Returns the positions that the longest running sample can come to need."""
-        rows, running = self.rows, slice(self.num_running)
-        return int((rows.position - rows.num_produced + rows.limit)[running].max()) + 1
+        return int(self.rows.last_position[: self.num_running].max()) + 1
 
     def record(
         self, first_row: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float64], version: int
@@ -173,7 +172,7 @@ class Scheduler:
         ended = self.eos_table[tokens] & rows.stops_at_eos[running]
         for j in np.nonzero(rows.has_stop_tokens[running])[0]:
             ended[j] |= int(tokens[j]) in rows.request[first_row + j].params.stop_token_ids
-        (leaving,) = np.nonzero(ended | (rows.num_produced[running] >= rows.limit[running]))
+        (leaving,) = np.nonzero(ended | (rows.position[running] >= rows.last_position[running]))
         done = [rows.completion(first_row + int(j), "stop" if ended[j] else "length") for j in leaving]
         return done, self._remove(first_row + leaving) if done else None
 
@@ -200,7 +199,7 @@ class Scheduler:
         rows.num_produced[running] += counts
         rows.position[running] += counts
         has_ended = ended.sum(axis=1) > 0
-        (leaving,) = np.nonzero(has_ended | (rows.num_produced[running] >= rows.limit[running]))
+        (leaving,) = np.nonzero(has_ended | (rows.position[running] >= rows.last_position[running]))
         done = [rows.completion(int(row), "stop" if has_ended[row] else "length") for row in leaving]
         return done, self._remove(leaving) if done else None
 
