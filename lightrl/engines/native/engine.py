@@ -237,35 +237,34 @@ class NativeEngine(InferenceEngine):
         if not admissions:
             return []
         self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
-        logits = self._prefill(admissions)
-        counts = torch.tensor([item.count for item in admissions])
-        sources = torch.arange(len(admissions)).repeat_interleave(counts).to(self._device)
+        counts = torch.tensor([item.count for item in admissions], device=self._device)
+        logits = self._prefill(admissions).repeat_interleave(counts, 0)
         first_row = admissions[0].first_row
-        return self._draw(logits.index_select(0, sources), first_row, self._sampling_plan(first_row))
+        return self._draw(logits, first_row, self._sampling_plan(first_row))
 
     def _prefill(self, admissions: list[Admission]) -> Tensor:
         """Fills the admitted rows of the cache; returns the logits after each prompt, [admissions, vocab]."""
-        is_old = [item.request.prefilled and item.request.prefilled.version == self._version for item in admissions]
-        logits = {i: self._reuse_prefix(item) for i, item in enumerate(admissions) if is_old[i]}
-        fresh = [i for i in range(len(admissions)) if not is_old[i]]
-        for group in prefill_groups([len(admissions[i].request.prompt) for i in fresh]):
-            results = self._prefill_group([admissions[fresh[j]] for j in group])
-            logits |= {fresh[j]: result for j, result in zip(group, results.split(1), strict=True)}
-        for i in fresh:
-            if admissions[i].request.num_admitted < admissions[i].request.params.n:
-                self._keep_prefix(admissions[i], logits[i])
-        return torch.cat([logits[i] for i in range(len(admissions))])
+        kept, last = admissions[0].request.prefilled, admissions[-1]
+        if kept is not None and kept.version == self._version:  # only the first has waited for more rows
+            return self._prefill_after(kept, admissions)
+        groups = prefill_groups([len(item.request.prompt) for item in admissions])
+        order = torch.tensor([index for group in groups for index in group], device=self._device).argsort()
+        logits = torch.cat([self._prefill_group([admissions[index] for index in group]) for group in groups])[order]
+        if last.request.num_admitted < last.request.params.n:  # only the last waits
+            self._keep_prefix(last, logits[-1:])
+        return logits
+
+    def _prefill_after(self, kept: _Prefilled, admissions: list[Admission]) -> Tensor:
+        """Does the same where the prompt of the first admission was run before."""
+        first, *others = admissions
+        rows = slice(first.first_row, first.first_row + first.count)
+        self._cache.write_rows(rows, kept.content, len(first.request.prompt))
+        return torch.cat([kept.logits, self._prefill(others)]) if others else kept.logits
 
     def _keep_prefix(self, admission: Admission, logits: Tensor) -> None:
         request = admission.request
         content = self._cache.read_row(admission.first_row, len(request.prompt))
         request.prefilled = _Prefilled(content, logits.clone(), self._version)
-
-    def _reuse_prefix(self, admission: Admission) -> Tensor:
-        kept: _Prefilled = admission.request.prefilled
-        rows = slice(admission.first_row, admission.first_row + admission.count)
-        self._cache.write_rows(rows, kept.content, len(admission.request.prompt))
-        return kept.logits
 
     def _prefill_group(self, admissions: list[Admission]) -> Tensor:
         rows = [row for item in admissions for row in range(item.first_row, item.first_row + item.count)]
@@ -280,8 +279,7 @@ class NativeEngine(InferenceEngine):
         rows, running = self._scheduler.rows, slice(self._scheduler.num_running)
         if self._plan is None:
             least_saved = LEAST_SAVED_ON_CPU if self._device.type == "cpu" else LEAST_SAVED
-            is_padded = self._runner.uses_fused_forward and self._scheduler.is_padded(2 * least_saved)
-            self._parts = self._arrange_rows(least_saved) if is_padded else []
+            self._parts = self._arrange_rows(least_saved) if self._scheduler.is_padded(2 * least_saved) else []
             self._plan = self._sampling_plan(0)
         tokens, positions = rows.token[running], rows.position[running]
         highest = int(positions.max())
@@ -294,7 +292,9 @@ class NativeEngine(InferenceEngine):
         return self._draw(logits, 0, self._plan)
 
     def _arrange_rows(self, least_saved: int) -> list[RowPart]:
-        """Returns which rows are read together, after sorting them if that pays."""
+        """Returns which rows are read together, after sorting them if that pays; modules read all of them alike."""
+        if not self._runner.uses_fused_forward:
+            return []
         running = slice(self._scheduler.num_running)
         order = sorted_rows(self._scheduler.rows.position[running], least_saved)
         if order is not None:
