@@ -84,6 +84,19 @@ class Decode:
     shared_position: int | None  # the position of every row, if it is one
     parts: tuple[ReadPart, ...]
 
+    def mask(self, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """Returns the additive mask [rows * kv_heads or 1, 1, num_read] of layers with this sliding window."""
+        if self.shared_position is not None:
+            return additive_mask(self.positions[:1], self.num_read, window, dtype)[None]
+        return additive_mask(self.positions, self.num_read, window, dtype).repeat_interleave(num_kv_heads, 0)[:, None]
+
+
+def additive_mask(positions: Tensor, num_read: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Returns [*positions.shape, num_read]: 0 where a query at the position looks, -inf where it must not."""
+    keys, queries = torch.arange(num_read, device=positions.device), positions[..., None]
+    is_hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
+    return torch.where(is_hidden, float("-inf"), 0.0).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
@@ -140,13 +153,12 @@ class RowCache(Cache):
     ) -> None:
         """Makes update() and append() store one token a row, at these positions; parts: of rows that read() reads."""
         num_read = self._num_read(highest_position)
-        shared_position = highest_position if lowest_position == highest_position else None
-        read: tuple[ReadPart, ...] = (ReadPart(slice(0, len(positions)), num_read),)
-        if parts and shared_position is None:
-            read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
-        if self.decode_phase.parts != read:
+        shared_position = highest_position if lowest_position == highest_position and not parts else None
+        read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
+        phase = Decode(positions, num_read, shared_position, read or (ReadPart(slice(0, len(positions)), num_read),))
+        if self.decode_phase.parts != phase.parts:
             self._views.clear()
-        self.decode_phase, self._prefill = Decode(positions, num_read, shared_position, read), None
+        self.decode_phase, self._prefill = phase, None
         self._write_index.clear()
 
     def _num_read(self, highest_position: int) -> int:

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
-from lightrl.engines.native.masks import DecodeMasks
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
@@ -106,8 +105,10 @@ class ModelRunner:
 
         Returns the cache that goes with the first forward that agrees.
         """
-        if self._verified is not None:
-            return cache
+        return cache if self._verified is not None else self._choose_forward(vocab_size, cache)
+
+    def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
+        """Takes the first forward that agrees with the plain model, and returns the cache that goes with it."""
         sequences = [
             [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
             for row, length in enumerate(_PROBE_LENGTHS)
@@ -267,7 +268,7 @@ class FusedForward:
             self._logits = PackedHead(self._head)
             self._parts.append(self._logits)
         self._rope = torch.empty(0, 2, self._dim)
-        self._masks = DecodeMasks((layer.window for layer in self._layers), config.num_key_value_heads)
+        self._windows = {layer.window for layer in self._layers}
 
     def refresh(self) -> None:
         """Brings what is derived from the parameters up to date."""
@@ -276,18 +277,37 @@ class FusedForward:
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
-        masks = {window: self._masks.of(cache, window, self._head.weight) for window in self._masks.windows}
+        phase, dtype = cache.decode_phase, self._head.weight.dtype
+        masks = {window: phase.mask(window, self._num_kv_heads, dtype) for window in self._windows}
         grouped = (-1, self._num_heads // self._num_kv_heads, self._dim)
+
+        def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.append(keys, values, layer.index)
+            mixed = self.mix(queries.reshape(grouped), *cache.read(layer.index), masks[layer.window])
+            return mixed.reshape(len(tokens), -1)
+
+        chosen = attend if len(phase.parts) == 1 else self._attend_in_parts(cache, masks)
+        return self._run(tokens, self._cos_sin(positions, cache.capacity), chosen)
+
+    def _attend_in_parts(self, cache: RowCache, masks: dict[int | None, Tensor]) -> Callable[..., Tensor]:
+        """Returns what attends as decode() does, and reads each part of the rows to its own length."""
+        parts, num_kv_heads = cache.decode_phase.parts, self._num_kv_heads
+        grouped = (-1, self._num_heads // num_kv_heads, self._dim)
+        by_row = {window: mask.unflatten(0, (-1, num_kv_heads)) for window, mask in masks.items()}
+        cut = {
+            window: [mask[part.rows, ..., : part.num_read].flatten(0, 1) for part in parts]
+            for window, mask in by_row.items()
+        }
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.append(keys, values, layer.index)
             mixed = [
                 self.mix(queries[part.rows].reshape(grouped), *cache.read(layer.index, index), mask)
-                for index, (part, mask) in enumerate(zip(cache.decode_phase.parts, masks[layer.window], strict=True))
+                for index, (part, mask) in enumerate(zip(parts, cut[layer.window], strict=True))
             ]
-            return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(len(tokens), -1)
+            return torch.cat(mixed).reshape(len(queries), -1)
 
-        return self._run(tokens, self._cos_sin(positions, cache.capacity), attend)
+        return attend
 
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
@@ -295,7 +315,7 @@ class FusedForward:
         positions = torch.arange(width, device=ids.device)
         masks = {
             window: visible(width, width, window, ids.device) if window is not None and width > window else None
-            for window in self._masks.windows
+            for window in self._windows
         }
 
         def attend(layer: _Layer, *parts: Tensor) -> Tensor:

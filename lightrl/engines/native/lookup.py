@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrl.engines.base import Completion
-from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.cache import RowCache, additive_mask
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState, _Layer
 from lightrl.engines.native.sampler import plan_sampling
@@ -40,8 +40,8 @@ class LookupForward(FusedForward):
         heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
         rows = torch.arange(num_rows, device=tokens.device)[:, None]
         masks = {}
-        for window in self._masks.windows:
-            mask = self._masks.at(cache, window, self._head.weight, positions)[:, None, :, None]
+        for window in self._windows:
+            mask = additive_mask(positions, num_read, window, self._head.weight.dtype)[:, None, :, None]
             whole = mask.expand(num_rows, kv_heads, width, heads // kv_heads, num_read)
             masks[window] = whole.reshape(num_rows * kv_heads, -1, num_read)
 

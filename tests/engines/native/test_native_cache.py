@@ -60,6 +60,32 @@ def test_parts_are_read_each_to_its_own_position():
     assert cache.layer(0).keys[:, 0, :3, 0].tolist() == [[1, 2, 0], [8, 0, 0], [3, 4, 7]]
 
 
+@pytest.mark.parametrize(("window", "seen"), [(None, [[0], [0, 1, 2, 3, 4]]), (3, [[0], [2, 3, 4]])])
+def test_the_mask_shows_each_row_what_its_position_and_window_allow(window, seen):
+    cache, kv_heads = RowCache(), 2
+    cache.reserve(2, 16, 2, 16)
+    cache.begin_decode(torch.tensor([0, 4]), 0, 4)
+    mask = cache.decode_phase.mask(window, kv_heads, torch.float32)
+    assert tuple(mask.shape) == (2 * kv_heads, 1, 8)
+    assert set(mask.unique().tolist()) == {0.0, float("-inf")}
+    assert [row.nonzero().flatten().tolist() for row in mask[:, 0] == 0] == [seen[0], seen[0], seen[1], seen[1]]
+    cache.begin_decode(torch.tensor([4, 4]), 4, 4)
+    shared = cache.decode_phase.mask(window, kv_heads, torch.float32)
+    assert tuple(shared.shape) == (1, 1, 8)
+    assert (shared[0, 0] == 0).nonzero().flatten().tolist() == seen[1]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_a_part_does_not_read_is_hidden_from_its_rows(window):
+    cache = RowCache()
+    cache.reserve(3, 48, 3, 48)
+    cache.begin_decode(torch.tensor([20, 2, 3]), 2, 20, [RowPart(0, 1, 20), RowPart(1, 3, 3)])
+    assert [part.num_read for part in cache.decode_phase.parts] == [24, 8]  # 21 and 4 positions, rounded up
+    whole = cache.decode_phase.mask(window, 1, torch.float32)
+    assert tuple(whole.shape) == (3, 1, 24)
+    assert (whole[1:, :, 8:] == float("-inf")).all()
+
+
 @pytest.mark.parametrize(("places", "capacity"), [(1, 16), (16, 16), (17, 48), (48, 48), (49, 80)])
 def test_capacity_is_an_odd_number_of_cache_lines(places, capacity):
     cache = RowCache()
