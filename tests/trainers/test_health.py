@@ -104,10 +104,10 @@ def with_other_logprobs(trainer: GRPOTrainer) -> None:
     sample = trainer.sample
 
     def shifted(prompts: Any) -> Any:
-        rollout = sample(prompts)
-        for item in rollout.samples:
+        samples = sample(prompts)
+        for item in samples:
             object.__setattr__(item, "sampler_logprobs", tuple(value - 0.5 for value in item.sampler_logprobs))
-        return rollout
+        return samples
 
     trainer.sample = shifted  # type: ignore[method-assign]
 
@@ -117,9 +117,9 @@ def with_logprobs_of_nan(trainer: GRPOTrainer) -> None:
     shifted = trainer.sample
 
     def nan(prompts: Any) -> Any:
-        rollout = shifted(prompts)
-        object.__setattr__(rollout.samples[0], "sampler_logprobs", (math.nan,) * len(rollout.samples[0].response_ids))
-        return rollout
+        samples = shifted(prompts)
+        object.__setattr__(samples[0], "sampler_logprobs", (math.nan,) * len(samples[0].response_ids))
+        return samples
 
     trainer.sample = nan  # type: ignore[method-assign]
 
