@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -27,7 +27,7 @@ from torch import nn
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
-from lightrl.metrics import Statistics, Stopwatch, memory_in_use
+from lightrl.metrics import Statistics, Stopwatch, findings, memory_in_use
 from lightrl.records import Experience
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
@@ -55,6 +55,7 @@ _OBSERVERS = {  # functions of the trainer that look on while it trains, by the 
     "export.every": "lightrl.trainers.export:export",
     "hub.push": "lightrl.trainers.export:export",
     "log.tokens": "lightrl.trainers.token_log:log_tokens",
+    "health.max_bad_steps": "lightrl.trainers.health:keep_batches",
     "log.to": "lightrl.trainers.loggers.attach:attach",
     "ema_decay": "lightrl.trainers.export:export_average",  # last, so that the others see it export
 }
@@ -151,6 +152,11 @@ class Trainer(ABC):
         self.strategy.close()
         disown(self.folder.root)
 
+    @cached_property
+    def bad_steps(self) -> BadSteps:
+        """What warns of bad steps and stops the run after too many. Made with the first one."""
+        return BadSteps(self)
+
     @contextmanager
     def timed(self, name: str, phase: str) -> Iterator[None]:
         """Adds the seconds of the body to the metric time/NAME, and names the phase in other ranks' errors."""
@@ -181,17 +187,11 @@ class Trainer(ABC):
 
     def save(self) -> None:
         """Writes a checkpoint of this step; every rank calls it."""
-        parts = {name: part.state_dict() for name, part in self.saved.items()}
+        state = {"step": self.step_index, **{name: part.state_dict() for name, part in self.saved.items()}}
+        folder, kept = str(self.folder.checkpoints), self.config.checkpoint.keep
         with self.watch.measure("time/checkpoint"):
             self.strategy.set_global_step(self.step_index)
-            self.strategy.save_ckpt(
-                self.model,
-                str(self.folder.checkpoints),
-                max_num=self.config.checkpoint.keep,
-                max_mem=0,
-                client_state={"step": self.step_index, **parts},
-                **self._beside(),
-            )
+            self.strategy.save_ckpt(self.model, folder, max_num=kept, max_mem=0, client_state=state, **self._beside())
 
     def _beside(self) -> dict[str, Any]:
         """Empty without companions, for a user's strategy that does not know the argument."""
@@ -309,14 +309,14 @@ def fit(trainer: Trainer) -> dict[str, float]:
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
             log.write(metrics)
-        health = BadSteps(trainer)
         while goes_on():
             metrics = _one_step(trainer, log)
             console.step_done(trainer.step_index, metrics)
             if _is_due(trainer, config.eval.every):
                 metrics |= _evaluate(trainer, console)
             log.write(metrics)
-            health.see(metrics)
+            if findings(metrics, config.health) or config.health.max_bad_steps:
+                trainer.bad_steps.see(metrics)
             if _is_due(trainer, config.checkpoint.every):
                 trainer.save()
     trainer.strategy.saver.finish()

@@ -1,120 +1,27 @@
-"""Whether the metrics of a step are those of a run that learns; what to do where they are not.
+"""What a run does about steps whose metrics are bad: it warns, and stops after too many of them.
 
-The metrics are the same on every rank, so all ranks decide alike and no collective is needed.
+The metrics are the same on every rank, so all ranks decide alike. A run whose steps are good enters nothing of it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from lightrl.comm import RankError
-from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
+from lightrl.metrics import findings
 from lightrl.records import ScoredGroup
 from lightrl.rollout.record import write_groups
 
 logger = logging.getLogger(__name__)
 
-_FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
 _PASSED_STEPS = 10  # without a warning, before the same one is news again
-_SKIPPED = ("skipped_updates", "critic/skipped_updates")
-
-
-class Limit(NamedTuple):
-    """A bound on a metric, by the option that sets it."""
-
-    metric: str
-    option: str  # of --health.*
-    is_bad: Callable[[float, RolloutHealthConfig], bool]  # of the metric
-    text: str
-    remedy: str
-
-
-LIMITS = (
-    Limit(
-        "entropy",
-        "min_entropy",
-        lambda value, limits: value < limits.min_entropy,
-        "the entropy of the policy has collapsed to {value:.3g}",
-        "Raise --algorithm.entropy_coef or set --algorithm.entropy_target, lower --lr, or add --algorithm.kl_coef.",
-    ),
-    Limit(
-        "reward/equal_groups",
-        "max_equal_groups",
-        lambda value, limits: value > limits.max_equal_groups,
-        "{value:.1%} of the prompts got the same reward for all samples, which teach nothing",
-        "Use prompts neither too easy nor too hard, a larger --group_size, or --dynamic_sampling.enabled True.",
-    ),
-    Limit(
-        "mismatch/mean_abs",
-        "max_mismatch",
-        lambda value, limits: value > limits.max_mismatch,
-        "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
-        "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
-        "--algorithm.correction tis.",
-    ),
-    Limit(
-        "tokens/truncated",
-        "max_truncated",
-        lambda value, limits: value > limits.max_truncated,
-        "{value:.1%} of the responses were cut off",
-        "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
-    ),
-    Limit(
-        "episode/failed_share",
-        "max_failed_episodes",
-        lambda value, limits: value > limits.max_failed_episodes,
-        "{value:.1%} of the episodes failed, and reward/mean is that of the others",
-        "Read the first failure, which is logged above. An episode that should count as a bad one must end with a low "
-        "reward in place of an error.",
-    ),
-    Limit(
-        "tokens/response_mean",
-        "min_response_tokens",
-        lambda value, limits: value <= limits.min_response_tokens,
-        "the responses have {value:.3g} tokens on the mean: they are empty",
-        "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
-    ),
-)
 
 
 class UnhealthyRunError(RankError):
     """Too many steps in a row were bad."""
-
-
-def findings(metrics: Mapping[str, float], limits: HealthConfig) -> dict[str, str]:
-    """Returns what is bad about a step, by metric: a sentence with the number and a remedy."""
-    found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
-    found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
-    if isinstance(limits, RolloutHealthConfig):
-        reached = [limit for limit in LIMITS if limit.metric in metrics and limit.is_bad(metrics[limit.metric], limits)]
-        found |= {limit.metric: _beyond(limit, metrics[limit.metric], limits) for limit in reached}
-    if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
-        found["reward/failures"] = _without_reward(metrics["reward/failures"])
-    return found
-
-
-def _beyond(limit: Limit, value: float, limits: HealthConfig) -> str:
-    told = limit.text.format(value=value)
-    return f"{told} (--health.{limit.option} {getattr(limits, limit.option):g}). {limit.remedy}"
-
-
-def _not_finite(name: str) -> str:
-    return f"{name} is not finite. Look at the samples of the step and at the functions of your own that it comes from."
-
-
-def _skipped(share: float) -> str:
-    return (
-        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
-        "or --optim.max_norm, or look at the loss and the reward for a division by 0."
-    )
-
-
-def _without_reward(failures: float) -> str:
-    return f"no sample has a reward: {failures:.0f} rewards failed. Look at the first failures, which are logged above."
 
 
 # ---- Reactions -------------------------------------------------------------------------------------------------------
@@ -129,8 +36,6 @@ class BadSteps:
         self._found: Mapping[str, str] = {}  # in the last step
         self._last_seen: dict[str, int] = {}  # step of each kind
         self._groups: Sequence[ScoredGroup] = ()  # of the last step, if the run may stop
-        if trainer.config.health.max_bad_steps and hasattr(trainer, "learn_from"):
-            self._keep_batches()
 
     def see(self, metrics: Mapping[str, float]) -> None:
         """Looks at a finished step; raises UnhealthyRunError on every rank after the last bad one that is allowed."""
@@ -154,7 +59,8 @@ class BadSteps:
         if self._trainer.strategy.comm.any(self.count >= allowed):
             self._stop()
 
-    def _keep_batches(self) -> None:
+    def keep_batches(self) -> None:
+        """Keeps the groups that the trainer learns from, for the last batch of a run that stops."""
         learn_from = self._trainer.learn_from
 
         def keep_and_learn_from(groups: Sequence[ScoredGroup]) -> Any:
@@ -182,3 +88,9 @@ def _capital(text: str) -> str:
 def batches_of(run: Path) -> Path:
     """Returns the folder of a run that has the batches of steps after which it stopped."""
     return run / "bad_batches"
+
+
+def keep_batches(trainer: Any) -> None:
+    """Has the trainer keep each batch, so that one after which the run stops can be written."""
+    if hasattr(trainer, "learn_from"):
+        trainer.bad_steps.keep_batches()
