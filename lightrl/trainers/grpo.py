@@ -53,12 +53,10 @@ class GRPOTrainer(Trainer):
     ) -> None:
         config: GRPOConfig = run.config if isinstance(run, RunContext) else run
         # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
+        teacher = config.distillation if config.teacher_model else None
+        routing = config.routing if config.routing.is_on else None
         self.objective = PolicyObjective(
-            config.algorithm,
-            group_size=config.group_size,
-            distillation=config.distillation if config.teacher_model else None,
-            selects_tokens=True,
-            routing=config.routing if config.routing.is_on else None,
+            config.algorithm, group_size=config.group_size, distillation=teacher, selects_tokens=True, routing=routing
         )
         self.selector = TokenSelector(config.algorithm) if self.objective.needs_selection else None
         self.rewards = RewardSet.from_config(config, reward)

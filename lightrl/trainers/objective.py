@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
+Trial: TypeAlias = Callable[[], tuple[Any, ...]]  # makes the arguments of a call that a function is tried with
 
 # A loss with one of these options at another value has terms beside the policy loss, or follows a target.
 _OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
@@ -215,12 +216,7 @@ class PolicyObjective(PolicyLoss):
 
 
 def load_and_try(
-    kind: Kind,
-    name: str,
-    args: Sequence[str],
-    trial: Callable[[], tuple[Any, ...]],
-    option: str = "",
-    given: OwnOptions | None = None,
+    kind: Kind, name: str, args: Sequence[str], trial: Trial, option: str = "", given: OwnOptions | None = None
 ) -> Callable[..., Any]:
     """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,19 @@ def note_inputs(root: Path, config: RunConfig, *, continues: bool) -> None:
     """
     path = root / _NAME
     found = {str(file): hash_of(file) for file in sorted({*_data_files(config), *_code_files(config)})}
-    before = _read(path) if continues else {}
-    changed = [name for name, value in found.items() if before.get(name, value) != value]
+    if continues:
+        _warn_of_changes(_read(path), found)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    changed = [name for name, value in now.items() if before.get(name, value) != value]
     if changed:
         logger.warning(
             "%s changed since this run began. It goes on, and its steps from here on are not those that the files of "
             "then would have given. To begin anew, choose another --output_dir.",
             ", ".join(changed),
         )
-    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def hash_of(path: Path) -> str:
