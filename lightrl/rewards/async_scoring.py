@@ -14,9 +14,9 @@ from lightrl.rewards.scoring import (
     Outcome,
     RewardError,
     RewardKind,
-    RewardRunner,
     ScoringLimits,
     TimeLimitError,
+    UnitRunner,
     failed,
     time_limit,
 )
@@ -24,7 +24,7 @@ from lightrl.rewards.scoring import (
 _STOP_S = 5.0  # for a call that blocks the loop to end
 
 
-class AsyncRunner(RewardRunner):
+class AsyncRunner(UnitRunner):
     """Awaits the calls of an async reward; all of a run share one event loop, on which a user's session may depend."""
 
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:

@@ -26,6 +26,7 @@ from lightrl.rewards.scoring import (
     RewardError,
     RewardRunner,
     ScoringLimits,
+    UnitRunner,
     kind_of,
     reward_name,
 )
@@ -58,6 +59,9 @@ class FailurePolicy:
     value: float | None = None  # what a failed reward counts as; None leaves the sample without a reward
 
 
+_NO_LIMITS, _NO_FAILURES = ScoringLimits(), FailurePolicy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
     """One of the run's rewards."""
@@ -82,17 +86,13 @@ class RewardSet:
         self,
         rewards: Sequence[WeightedReward],
         *,
-        limits: ScoringLimits | None = None,
-        policy: FailurePolicy | None = None,
+        limits: ScoringLimits = _NO_LIMITS,
+        policy: FailurePolicy = _NO_FAILURES,
     ) -> None:
-        self.rewards = list(rewards)
-        self.policy = policy or FailurePolicy()
+        self.rewards, self.policy = list(rewards), policy
         _check_labels([item.label for item in rewards])
-        self._runners = {
-            item.label: make_runner(item.reward, limits, name=item.label)
-            for item in rewards
-            if not is_collective(item.reward)
-        }
+        alone = [item for item in rewards if not is_collective(item.reward)]
+        self._runners = {item.label: make_runner(item.reward, limits, name=item.label) for item in alone}
 
     @classmethod
     def of(cls, reward: AnyReward | RewardSet) -> RewardSet:
@@ -135,18 +135,16 @@ class RewardSet:
         """Whether a reward takes all samples of a prompt at once."""
         return any(runner.kind.scope == "group" for runner in self._runners.values())
 
-    def combine(self, outcomes: Mapping[str, Sequence[Outcome]], count: int) -> Scores:
+    def combine(self, outcomes: Mapping[str, Sequence[Outcome]]) -> Scores:
         """Adds up what run() returned for each label, by weight."""
-        parts: list[list[float]] = [[] for _ in range(count)]
-        components: dict[str, list[float]] = {}
+        given = {name: [one for one in part if not isinstance(one, RewardError)] for name, part in outcomes.items()}
         missing = NO_REWARD if self.policy.value is None else self.policy.value
-        for item in self.rewards:
-            given = outcomes[item.label]
-            components[item.label] = [outcome for outcome in given if not isinstance(outcome, RewardError)]
-            for index, outcome in enumerate(given):
-                parts[index].append(item.weight * (missing if isinstance(outcome, RewardError) else outcome))
+        weighted = [
+            [reward.weight * (missing if isinstance(item, RewardError) else item) for item in outcomes[reward.label]]
+            for reward in self.rewards
+        ]
         # Rounded once: 0.7 + 0.2 + 0.1, added one by one, is below the 1 from which a sample counts as right.
-        return Scores(rewards=[math.fsum(part) for part in parts], components=components)
+        return Scores(rewards=[math.fsum(parts) for parts in zip(*weighted, strict=True)], components=given)
 
     def close(self) -> None:
         """Ends worker processes."""
@@ -159,11 +157,12 @@ def is_collective(reward: Any) -> bool:
     return bool(getattr(reward, "is_collective", False))
 
 
-def make_runner(reward: AnyReward, limits: ScoringLimits | None = None, *, name: str = "") -> RewardRunner:
+def make_runner(reward: AnyReward, limits: ScoringLimits = _NO_LIMITS, *, name: str = "") -> RewardRunner:
     """Returns a reward that is ready to run; its signature is checked here, before anything expensive."""
     kind = kind_of(reward)
-    runner = IsolatedRunner if kind.isolation is not None else AsyncRunner if kind.is_async else RewardRunner
-    return runner(reward, kind, limits or ScoringLimits(), name or reward_name(reward))
+    plain = RewardRunner if kind.scope == "sample" else UnitRunner
+    runner = IsolatedRunner if kind.isolation is not None else AsyncRunner if kind.is_async else plain
+    return runner(reward, kind, limits, name or reward_name(reward))
 
 
 def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
@@ -191,20 +190,26 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     A class is built with its parameters; a function keeps them. They are its keyword-only parameters. A text is read
     as the type that the parameter is declared to have.
     """
-    if name.endswith(".py") and Path(name).is_file():
-        raise _no_function_named(Path(name))
-    file, _, function_name = name.rpartition(":")
-    if file.endswith(".py"):
-        reward = _load_from_file(Path(file), function_name)
-    else:
-        example = "my_reward or path/to/file.py:my_reward"
-        reward = load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
+    reward = _from_file(name) if ".py" in name else _from_module(name)
     if not callable(reward):
         raise _not_a_function(name, reward)
     given = _checked_parameters(name, reward, parameters or {})
     if inspect.isclass(reward):
         return cast(AnyReward, reward(**given))
     return cast(AnyReward, partial(reward, **given) if given else reward)
+
+
+def _from_module(name: str) -> Any:
+    example = "my_reward or path/to/file.py:my_reward"
+    return load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
+
+
+def _from_file(name: str) -> Any:
+    """Loads the reward of a name that may be that of a file."""
+    if name.endswith(".py") and Path(name).is_file():
+        raise _no_function_named(Path(name))
+    file, _, function_name = name.rpartition(":")
+    return _load_from_file(Path(file), function_name) if file.endswith(".py") else _from_module(name)
 
 
 def _no_function_named(file: Path) -> ValueError:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Real
@@ -227,7 +227,7 @@ class ScoringLimits:
 
 
 class RewardRunner:
-    """Calls a plain reward: for each sample, for each group, or once for all samples."""
+    """Calls a plain reward for one sample after the other."""
 
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
         self.reward = reward
@@ -238,10 +238,11 @@ class RewardRunner:
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
         outcomes: list[Outcome] = []
-        for unit in self.units(samples):
-            part = self._call(unit, budget)
-            budget.record(part)
-            outcomes += part
+        for sample in samples:
+            outcome = self._call_for(sample)
+            if isinstance(outcome, RewardError):
+                budget.record([outcome])
+            outcomes.append(outcome)
         return outcomes
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
@@ -250,6 +251,27 @@ class RewardRunner:
 
     def close(self) -> None:
         """Frees what the runner keeps between calls."""
+
+    def _call_for(self, sample: Sample) -> Outcome:
+        try:
+            with time_limit(self.limits.timeout_s):
+                value = self.reward(sample)
+        except Exception as error:
+            return failed(self.name, [sample], error)
+        return score_outcome(self.name, sample, value)
+
+
+class UnitRunner(RewardRunner):
+    """Calls a plain reward for units of samples: for each group, or once for all samples."""
+
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
+        outcomes: list[Outcome] = []
+        for unit in self.units(samples):
+            part = self._call(unit, budget)
+            budget.record(part)
+            outcomes += part
+        return outcomes
 
     def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Returns the samples of each call."""
@@ -260,11 +282,9 @@ class RewardRunner:
         return [list(samples)] if samples else []
 
     def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
-        is_single = self.kind.scope == "sample"
         try:
-            with time_limit(self.limits.timeout_s * len(unit)) if self.limits.timeout_s else nullcontext():
-                returned = self.reward(unit[0] if is_single else unit)
-                values = [returned] if is_single else list(returned)
+            with time_limit(self.limits.timeout_s * len(unit)):
+                values = list(self.reward(unit))
         except Exception as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in self._call([sample], budget)]

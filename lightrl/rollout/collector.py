@@ -52,7 +52,7 @@ class Scorer:
         outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
         if self._comm.any(bool(budget.failures or budget.no_verdicts)):
             self._report_failures(budget)
-        scores = self._rewards.combine(outcomes, len(samples))
+        scores = self._rewards.combine(outcomes)
         if statistics is not None:
             _describe(scores, budget, statistics, prefix)
         return scores.rewards

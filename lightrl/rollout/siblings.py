@@ -94,7 +94,7 @@ class Siblings:
         outcomes: dict[str, list[Outcome]] = {}
         for item in rewards.rewards:
             outcomes[item.label] = await rewards.arun(item.label, samples, budget)
-        values = rewards.combine(outcomes, len(samples)).rewards
+        values = rewards.combine(outcomes).rewards
         for index, value in enumerate(values):
             if not has_reward(value):
                 raise next(part[index] for part in outcomes.values() if isinstance(part[index], RewardError))  # type: ignore[misc]

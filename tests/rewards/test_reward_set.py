@@ -20,7 +20,7 @@ def set_of(*reward: str, args: tuple[str, ...] = (), **options: Any) -> RewardSe
 def scored(rewards: RewardSet, samples: list[Sample]) -> tuple[list[float], dict[str, list[float]]]:
     budget = FailureBudget()
     outcomes = {item.label: rewards.run(item.label, samples, budget) for item in rewards.rewards}
-    scores = rewards.combine(outcomes, len(samples))
+    scores = rewards.combine(outcomes)
     return scores.rewards, dict(scores.components)
 
 
@@ -62,7 +62,7 @@ def test_a_failure_leaves_no_reward_or_counts_as_a_value() -> None:
     both = [WeightedReward(label=name, weight=2.0, reward=zero) for name in ("a", "b")]
     error = failed("a", [answered("")], ValueError("x"))
     for value, expected in ((None, False), (-1.0, True)):
-        scores = RewardSet(both, policy=FailurePolicy(value=value)).combine({"a": [error, 1.0], "b": [3.0, 4.0]}, 2)
+        scores = RewardSet(both, policy=FailurePolicy(value=value)).combine({"a": [error, 1.0], "b": [3.0, 4.0]})
         assert has_reward(scores.rewards[0]) is expected
         assert scores.rewards[1] == 10.0
         assert scores.components == {"a": [1.0], "b": [3.0, 4.0]}
