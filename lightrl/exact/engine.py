@@ -138,7 +138,7 @@ class ExactRunner(ModelRunner):
 
 
 def draw_exactly(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Returns tokens and logprobs as sample() does, the logprobs with the bits of chosen_logprobs(in_steps)."""
+    """Returns tokens and logprobs as sample() does, the logprobs with the bits of chosen_logprobs() by LogitSteps."""
     scores = logits if plan.temperature is None else logits / plan.temperature
     if plan.filters is not None:
         scores = keep_allowed(scores, plan.filters)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrl.exact.attention import TRAINER_ATTENTION
-from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.logprobs import LogitSteps
 from lightrl.models.lora import adapter_of, lora_layers
 from lightrl.models.packed_attention import ATTENTION_NAME
 from lightrl.models.policy import Policy
@@ -24,7 +24,7 @@ def make_exact(policy: Policy) -> None:
             "computes it in another way. Use a model with plain attention, or leave --exact out."
         )
     decoder.set_attn_implementation(TRAINER_ATTENTION)
-    policy.chosen_logprobs = partial(chosen_logprobs, in_steps=True)
+    policy.logits = LogitSteps(softcap=policy.logits.softcap, logit_scale=policy.logits.logit_scale)
     for _, layer in lora_layers(policy.hf):
         layer.forward = partial(merged_forward, layer)
 

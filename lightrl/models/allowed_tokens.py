@@ -22,10 +22,10 @@ class AllowedTokens:
         self._is_limited = torch.zeros(num_rows, dtype=torch.bool, device=pairs.device)
         self._is_limited[self._rows] = True
 
-    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> None:
-        """Overwrites the logits [rows, columns] of the tokens that are not allowed."""
+    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Overwrites the logits [rows, columns] of the tokens that are not allowed, and returns them."""
         in_rows = (self._rows >= rows.start) & (self._rows < rows.stop)
         inside = in_rows & (self._tokens >= columns.start) & (self._tokens < columns.stop)
         is_hidden = self._is_limited[rows, None].repeat(1, logits.shape[1])
         is_hidden[self._rows[inside] - rows.start, self._tokens[inside] - columns.start] = False
-        logits.masked_fill_(is_hidden, LOWEST)
+        return logits.masked_fill_(is_hidden, LOWEST)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 
 _CPU_CHUNK, _ACCELERATOR_CHUNK = 4 << 20, 32 << 20  # logits in a chunk: 16 MiB and 128 MiB in float32
 _SAME_SHAPE = {
@@ -34,8 +34,7 @@ class LanguageModel(Protocol):
     """The part of a Policy that turns hidden states into logits."""
 
     hf: Any
-    _softcap: float | None
-    _logit_scale: float
+    logits: LogitTransform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +75,8 @@ class Logits:
         head = Head(
             weight=layer.weight.to(dtype),
             bias=None if bias is None else bias.to(dtype),
-            softcap=policy._softcap,
-            scale=policy._logit_scale,
+            softcap=policy.logits.softcap,
+            scale=policy.logits.logit_scale,
         )
         return cls(hidden=hidden.to(dtype), head=head)
 
@@ -279,16 +278,10 @@ def gather_logprobs_entropy(
     """Returns the log-probability of each label, and the entropy of each row, which is NaN with_entropy=False."""
     if isinstance(logits, Logits) and logits.change is None:
         head = logits.head
-        return chosen_logprobs(
-            logits.hidden,
-            head.weight,
-            labels,
-            bias=head.bias,
-            temperature=temperature,
-            softcap=head.softcap,
-            logit_scale=head.scale,
-            with_entropy=with_entropy,
+        transform = LogitTransform(
+            temperature=temperature, softcap=head.softcap, logit_scale=head.scale, with_entropy=with_entropy
         )
+        return chosen_logprobs(logits.hidden, head.weight, labels, transform, bias=head.bias)
     logprobs: Any = (logits / temperature).log_softmax(-1)
     chosen: Tensor = logprobs.gather(-1, labels[..., None]).squeeze(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else torch.full_like(chosen, float("nan"))

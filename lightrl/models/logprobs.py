@@ -24,95 +24,96 @@ LOWEST = -1e20  # e to this is 0 as well, but an excluded token's -inf would mak
 class Support(Protocol):
     """The tokens that each row's distribution is of."""
 
-    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> None:
-        """Overwrites the logits [rows, columns] of all other tokens by LOWEST."""
+    def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Overwrites the logits [rows, columns] of all other tokens by LOWEST, and returns them."""
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """The steps from the output of the matrix product to the softmax, and what is wanted of it.
+
+    The output is multiplied by logit_scale, then capped as softcap * tanh(logits / softcap), then divided by the
+    temperature.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None  # largest absolute logit; None: no cap
+    logit_scale: float = 1.0
+    support: Support | None = None  # the tokens that the softmax is of; None: all
+    with_entropy: bool = True  # False leaves the entropy NaN, so that nothing can take it for a value
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
+            raise self._not_positive()
+
+    def _not_positive(self) -> ValueError:
+        if self.temperature <= 0:
+            return ValueError(f"temperature is {self.temperature}: log-probabilities need one above 0.")
+        return ValueError(f"softcap is {self.softcap}: it must be above 0, or None for no cap.")
+
+    @property
+    def slope_at_zero(self) -> float:
+        """Derivative of a final logit with respect to the product, where nothing caps it."""
+        return self.logit_scale / self.temperature
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
+        """Returns the final logits of a tile, [rows, columns], at least in float32."""
+        factor = self.slope_at_zero if self.softcap is None else self.logit_scale / self.softcap
+        # The product is scaled on its way out at no cost; beta = 0 leaves the bias unread.
+        summand, beta = (hidden.new_zeros(1), 0.0) if bias is None else (bias[columns], factor)
+        logits = torch.addmm(summand, hidden[rows], weight[columns].T, beta=beta, alpha=factor).to(_at_least(hidden))
+        if self.softcap is not None:
+            logits = logits.tanh_().mul_(self.softcap / self.temperature)
+        return logits if self.support is None else self.support.hide_others(logits, rows, columns)
+
+    def slope_of_cap(self, logits: Tensor) -> Tensor:
+        """Derivative of the cap at each final logit, 1 - tanh^2; 0 for the tokens that are hidden."""
+        assert self.softcap is not None
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).clamp_(min=0)
+
+
+class LogitSteps(LogitTransform):
+    """Takes each step by itself and rounds after it: final_logits(), bit for bit, and not as fast as can be."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
+        """Returns the final logits of a tile, [rows, columns], at least in float32."""
+        product = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
+        logits = final_logits(product.to(_at_least(hidden)), self.logit_scale, self.softcap, self.temperature)
+        return logits if self.support is None else self.support.hide_others(logits, rows, columns)
+
+
+PLAIN = LogitTransform()
+
+
 def chosen_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    with_entropy: bool = True,
-    in_steps: bool = False,
-    support: Support | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, transform: LogitTransform = PLAIN, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns each target's log-probability, and the entropy, under softmax of the logits hidden @ weight.T + bias.
 
-    The logits are multiplied by logit_scale, then capped as softcap * tanh(logits / softcap), then divided by the
-    temperature. Both results are at least float32 and have gradients for hidden, weight and bias.
+    Both results are at least float32 and have gradients for hidden, weight and bias.
 
     Args:
         hidden: [N, H].
         weight: [V, H].
         targets: [N] int64 in [0, V).
+        transform: what becomes of the logits before the softmax.
         bias: [V]; -inf excludes a token, which then adds nothing to the entropy and to any gradient.
-        softcap: largest absolute logit; None: no cap.
-        with_entropy: False leaves the entropy NaN, so that nothing can take it for a value.
-        in_steps: compute the logits by final_logits(), bit for bit, and not as fast as can be.
-        support: the tokens that the softmax is of; None: all.
 
     Returns:
         The log-probabilities, [N], and the entropies, [N].
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}: log-probabilities need one above 0.")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap is {softcap}: it must be above 0, or None for no cap.")
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    kind = _LogitSteps if in_steps else _LogitTransform
-    transform = kind(scale=logit_scale, softcap=softcap, temperature=temperature)
     with torch.autocast(hidden.device.type, enabled=False):
         held = None if bias is None else bias.to(dtype).clamp(min=LOWEST)
         logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden.to(dtype), weight.to(dtype), held, targets, transform, with_entropy, support
+            hidden.to(dtype), weight.to(dtype), held, targets, transform
         )
-    if bias is not None and softcap is None:  # a capped logit excludes no token
+    if bias is not None and transform.softcap is None:  # a capped logit excludes no token
         logprobs = logprobs.masked_fill(bias[targets].isneginf(), float("-inf"))
     return logprobs, entropy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LogitTransform:
-    """The steps between the output of the matrix product and the softmax."""
-
-    scale: float
-    softcap: float | None
-    temperature: float
-
-    @property
-    def slope_at_zero(self) -> float:
-        """Derivative of a final logit with respect to the product, where nothing caps it."""
-        return self.scale / self.temperature
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
-        """Returns the final logits of a tile, [rows, columns], in dtype."""
-        factor = self.slope_at_zero if self.softcap is None else self.scale / self.softcap
-        # The product is scaled on its way out at no cost; beta = 0 leaves the bias unread.
-        summand, beta = (hidden.new_zeros(1), 0.0) if bias is None else (bias[columns], factor)
-        logits = torch.addmm(summand, hidden, weight[columns].T, beta=beta, alpha=factor).to(dtype)
-        return logits if self.softcap is None else logits.tanh_().mul_(self.softcap / self.temperature)
-
-    def slope_of_cap(self, logits: Tensor) -> Tensor:
-        """Derivative of the cap at each final logit, 1 - tanh^2."""
-        assert self.softcap is not None
-        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
-
-
-class _LogitSteps(_LogitTransform):
-    """Takes each step by itself and rounds after it."""
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
-        """Returns the final logits of a tile, [rows, columns], in dtype."""
-        product = F.linear(hidden, weight[columns], None if bias is None else bias[columns]).to(dtype)
-        return final_logits(product, self.scale, self.softcap, self.temperature)
 
 
 def final_logits(product: Tensor, scale: float, softcap: float | None, temperature: float = 1.0) -> Tensor:
@@ -125,7 +126,7 @@ def final_logits(product: Tensor, scale: float, softcap: float | None, temperatu
 
 
 def logprobs_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the log-probabilities [N] of targets, from whole logits [N, V]: the bits of chosen_logprobs(in_steps)."""
+    """Returns the log-probabilities [N] of targets, from whole logits [N, V]: the bits of LogitSteps."""
     summary = _RowSummary(targets, logits.dtype, with_entropy=False)
     for columns in _slices(logits.shape[1], _tile(logits)[1]):
         summary.add(logits[:, columns].clamp(min=LOWEST), columns.start)
@@ -135,73 +136,52 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        transform: _LogitTransform,
-        with_entropy: bool,
-        support: Support | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logsumexp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        logsumexp = torch.empty(hidden.shape[0], dtype=_at_least(hidden), device=hidden.device)
         chosen = torch.empty_like(logsumexp)
         entropy = torch.full_like(logsumexp, float("nan"))
         num_rows, num_columns = _tile(hidden)
         for rows in _slices(hidden.shape[0], num_rows):
-            summary = _RowSummary(targets[rows], dtype, with_entropy)
+            summary = _RowSummary(targets[rows], logsumexp.dtype, transform.with_entropy)
             for columns in _slices(weight.shape[0], num_columns):
-                logits = transform.logits(hidden[rows], weight, bias, columns, dtype)
-                if support is not None:
-                    support.hide_others(logits, rows, columns)
-                summary.add(logits, columns.start)
+                summary.add(transform.logits(hidden, weight, bias, rows, columns), columns.start)
             logsumexp[rows], chosen[rows] = summary.maximum + summary.total.log(), summary.chosen
-            if with_entropy:
+            if transform.with_entropy:
                 entropy[rows] = summary.total.log() - summary.moment / summary.total
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
-        ctx.transform, ctx.support = transform, support
+        ctx.transform = transform
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if not transform.with_entropy:
             ctx.mark_non_differentiable(entropy)
         return chosen - logsumexp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        slope, dtype = ctx.transform.slope_at_zero, logsumexp.dtype
-        per_row = [targets, logsumexp, entropy, *(None if grad is None else grad * slope for grad in grads)]
+            return (None,) * 5
+        hidden, weight, bias, *rest = ctx.saved_tensors
+        gradient, dtype = _TileGradient(ctx.transform, *rest, *grads), _at_least(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
-        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        grad_hidden: Any = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        grad_weight: Any = torch.zeros_like(weight) if needs_weight else None
+        grad_bias: Any = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         num_rows, num_columns = _tile(hidden)
         for columns in _slices(weight.shape[0], num_columns):
-            weight_sum = torch.zeros_like(weight[columns], dtype=dtype) if needs_weight else None
-            bias_sum = torch.zeros_like(bias[columns], dtype=dtype) if needs_bias else None
+            weight_sum: Any = torch.zeros_like(weight[columns], dtype=dtype) if needs_weight else None
             for rows in _slices(hidden.shape[0], num_rows):
-                logits = ctx.transform.logits(hidden[rows], weight, bias, columns, dtype)
-                slope_of_cap = None if ctx.transform.softcap is None else ctx.transform.slope_of_cap(logits)
-                if ctx.support is not None:
-                    ctx.support.hide_others(logits, rows, columns)
-                parts: list[Any] = [None if part is None else part[rows] for part in per_row]
-                grad = _logit_gradient(logits, columns.start, *parts)
-                grad = (grad if slope_of_cap is None else grad.mul_(slope_of_cap)).to(hidden.dtype)
-                if grad_hidden is not None:
+                grad = gradient.of(ctx.transform.logits(hidden, weight, bias, rows, columns), rows, columns)
+                grad = grad.to(hidden.dtype)
+                if needs_hidden:
                     grad_hidden[rows] += grad @ weight[columns]
-                if weight_sum is not None:
+                if needs_weight:
                     weight_sum += grad.T @ hidden[rows]
-                if bias_sum is not None:
-                    bias_sum += grad.sum(0, dtype=dtype)
-            if grad_weight is not None and weight_sum is not None:
+                if needs_bias:
+                    grad_bias[columns] += grad.sum(0, dtype=dtype)
+            if needs_weight:
                 grad_weight[columns] = weight_sum
-            if grad_bias is not None and bias_sum is not None:
-                grad_bias[columns] = bias_sum
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        grad_hidden, grad_bias = (None if grad is None else grad.to(hidden.dtype) for grad in (grad_hidden, grad_bias))
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 class _RowSummary:
@@ -232,38 +212,49 @@ class _RowSummary:
         self.maximum = maximum
 
 
-def _logit_gradient(
-    logits: Tensor,
-    first_column: int,
-    targets: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Returns the gradient of a tile's final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
+class _TileGradient:
+    """The gradient of the products behind final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
 
-    Overwrites the logits.
+    The slopes of the steps from a product to its final logit multiply it.
     """
-    logp = logits.sub_(logsumexp[:, None])
-    if grad_entropy is None:
-        assert grad_logprobs is not None
-        grad = logp.exp_().mul_(-grad_logprobs[:, None])
-    else:
-        constant = -grad_entropy * entropy
-        if grad_logprobs is not None:
-            constant = constant - grad_logprobs
-        grad = logp.exp().mul_(logp.mul_(-grad_entropy[:, None]).add_(constant[:, None]))
-    if grad_logprobs is not None:
-        column, is_inside = _locate(targets, first_column, grad.shape[1])
-        grad.scatter_add_(1, column[:, None], torch.where(is_inside, grad_logprobs, 0)[:, None])
-    return grad
+
+    def __init__(
+        self,
+        transform: LogitTransform,
+        targets: Tensor,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        slope = transform.slope_at_zero
+        self.transform, self.targets, self.logsumexp = transform, targets, logsumexp
+        self.of_chosen = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs * slope
+        self.of_entropy = None if grad_entropy is None else grad_entropy * slope
+        self.constant = -self.of_chosen if self.of_entropy is None else -self.of_entropy * entropy - self.of_chosen
+
+    def of(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Returns the gradient of a tile, whose logits it overwrites."""
+        slope_of_cap = None if self.transform.softcap is None else self.transform.slope_of_cap(logits)
+        logp = logits.sub_(self.logsumexp[rows, None])
+        if self.of_entropy is None:
+            grad = logp.exp_().mul_(self.constant[rows, None])
+        else:
+            grad = logp.exp().mul_(logp.mul_(-self.of_entropy[rows, None]).add_(self.constant[rows, None]))
+        column, is_inside = _locate(self.targets[rows], columns.start, grad.shape[1])
+        grad.scatter_add_(1, column[:, None], torch.where(is_inside, self.of_chosen[rows], 0)[:, None])
+        return grad if slope_of_cap is None else grad.mul_(slope_of_cap)
 
 
 def _locate(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
     """Returns each target's column in a tile, clamped to the tile, and whether it lies in the tile."""
     column = targets - first_column
     return column.clamp(0, num_columns - 1), (column >= 0) & (column < num_columns)
+
+
+def _at_least(hidden: Tensor) -> torch.dtype:
+    """Returns the type of sums and results, float32 or the wider type of the input."""
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _tile(hidden: Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightrl.models.allowed_tokens import AllowedTokens
 from lightrl.models.hub import require_reachable
-from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 from lightrl.models.multimodal import (
     FAMILIES,
     blank_vision,
@@ -111,7 +112,6 @@ class Policy(nn.Module):
     """
 
     is_actor = True
-    chosen_logprobs = staticmethod(chosen_logprobs)
 
     def __init__(self, hf_model: PreTrainedModel, *, entropy: bool = True) -> None:
         """Takes over a model from transformers: packs its attention and removes all randomness.
@@ -125,8 +125,8 @@ class Policy(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self.takes_images = hf_model.config.model_type in FAMILIES
         text_config = hf_model.config.get_text_config()
-        self._softcap = softcap_of(text_config)
-        self._logit_scale = logit_scale(text_config, hf_model.config.model_type)
+        scale = logit_scale(text_config, hf_model.config.model_type)
+        self.logits = LogitTransform(softcap=softcap_of(text_config), logit_scale=scale)
         prepare_decoder(hf_model)
         remove_randomness(hf_model)
 
@@ -158,17 +158,8 @@ class Policy(nn.Module):
         self, hidden: Tensor, targets: Tensor, temperature: float, support: AllowedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
         head: Any = self.hf.get_output_embeddings()
-        return self.chosen_logprobs(
-            hidden,
-            head.weight,
-            targets,
-            bias=getattr(head, "bias", None),
-            temperature=temperature,
-            softcap=self._softcap,
-            logit_scale=self._logit_scale,
-            with_entropy=self.entropy,
-            support=support,
-        )
+        transform = replace(self.logits, temperature=temperature, support=support, with_entropy=self.entropy)
+        return chosen_logprobs(hidden, head.weight, targets, transform, bias=getattr(head, "bias", None))
 
     def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
         """Returns tokens and images together, in place of token ids."""

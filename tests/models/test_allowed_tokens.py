@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from lightrl.models import logprobs as module
 from lightrl.models.allowed_tokens import AllowedTokens
-from lightrl.models.logprobs import chosen_logprobs
+from lightrl.models.logprobs import LogitSteps, LogitTransform, chosen_logprobs
 
 
 def test_a_row_is_normalised_over_its_allowed_tokens() -> None:
@@ -18,7 +18,7 @@ def test_a_row_is_normalised_over_its_allowed_tokens() -> None:
     # 3/7 * 0.847298 + 4/7 * 0.559616 = 0.682908. The second row may draw any token: ln 0.3 = -1.203973.
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None]
     allowed = AllowedTokens(torch.tensor([[0, 2], [0, 3]], dtype=torch.int32), 2)
-    logprobs, entropy = chosen_logprobs(torch.ones(2, 1), weight, torch.tensor([2, 2]), support=allowed)
+    logprobs, entropy = chosen_logprobs(torch.ones(2, 1), weight, torch.tensor([2, 2]), LogitTransform(support=allowed))
     assert_close(logprobs, torch.tensor([-0.847298, -1.203973]), atol=1e-6, rtol=0)
     assert_close(entropy[0], torch.tensor(0.682908), atol=1e-6, rtol=0)
 
@@ -27,7 +27,7 @@ def test_a_token_that_was_the_only_one_has_probability_one_and_no_gradient() -> 
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([1.0, 2.0, 3.0]).log()[:, None]
     allowed = AllowedTokens(torch.tensor([[0, 1]]), 1)
-    logprobs, entropy = chosen_logprobs(hidden, weight, torch.tensor([1]), support=allowed)
+    logprobs, entropy = chosen_logprobs(hidden, weight, torch.tensor([1]), LogitTransform(support=allowed))
     (logprobs.sum() + entropy.sum()).backward()
     assert (logprobs.item(), entropy.item(), hidden.grad.item()) == (0.0, 0.0, 0.0)
 
@@ -51,10 +51,9 @@ def test_values_and_gradients_are_those_of_a_masked_softmax(
     targets = torch.full((7,), 9)
     pairs = is_allowed[:6].nonzero()  # the last row may draw any
     is_allowed[6] = True
-    ours = chosen_logprobs(
-        hidden, weight, targets, bias=bias, temperature=0.7, softcap=softcap, in_steps=in_steps,
-        support=AllowedTokens(pairs, 7),
-    )  # fmt: skip
+    kind = LogitSteps if in_steps else LogitTransform
+    transform = kind(temperature=0.7, softcap=softcap, support=AllowedTokens(pairs, 7))
+    ours = chosen_logprobs(hidden, weight, targets, transform, bias=bias)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     theirs = (logits / 0.7).masked_fill(~is_allowed, -math.inf).log_softmax(-1)

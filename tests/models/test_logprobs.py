@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightrl.models import logprobs as module
-from lightrl.models.logprobs import chosen_logprobs, logprobs_of_logits
+from lightrl.models.logprobs import LogitTransform, chosen_logprobs, logprobs_of_logits
 
 
 @pytest.fixture(params=[(1024, 4096), (3, 4)], ids=["one_tile", "many_tiles"])
@@ -78,7 +78,7 @@ def test_transforms_by_hand() -> None:
     # e^0.9242343 = 2.5199382, so log p = -log 3.5199382 = -1.2584435, and 0.9242343 - 1.2584435 = -0.3342092.
     weight = torch.tensor([[0.0], [1.0]])
     options: dict[str, Any] = {"temperature": 2.0, "softcap": 4.0, "logit_scale": 2.0}
-    logprobs, _ = chosen_logprobs(torch.ones(2, 1), weight, torch.tensor([0, 1]), **options)
+    logprobs, _ = chosen_logprobs(torch.ones(2, 1), weight, torch.tensor([0, 1]), LogitTransform(**options))
     assert_close(logprobs, torch.tensor([-1.2584435, -0.3342092]), atol=1e-6, rtol=0)
 
 
@@ -99,10 +99,10 @@ def test_gradients_by_hand() -> None:
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_equals_full_log_softmax(variant: str, with_bias: bool) -> None:
     hidden, weight, bias, targets = inputs()
-    options = {**VARIANTS[variant], "bias": bias if with_bias else None}
+    options, given = VARIANTS[variant], bias if with_bias else None
     wanted = [hidden, weight, bias] if with_bias else [hidden, weight]
-    expected = full(hidden, weight, targets, **options)
-    actual = chosen_logprobs(hidden, weight, targets, **options)
+    expected = full(hidden, weight, targets, bias=given, **options)
+    actual = chosen_logprobs(hidden, weight, targets, LogitTransform(**options), bias=given)
     assert_close(actual, expected, atol=1e-12, rtol=0)
     mixture = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
     for from_logprobs, from_entropy in ((mixture, None), (None, mixture), (mixture, -mixture)):
@@ -117,7 +117,7 @@ def test_gradcheck(variant: str) -> None:
     hidden, weight, bias, targets = inputs(num=4, hidden_size=3, vocab_size=9)
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return chosen_logprobs(hidden, weight, targets, bias=bias, **VARIANTS[variant])
+        return chosen_logprobs(hidden, weight, targets, LogitTransform(**VARIANTS[variant]), bias=bias)
 
     assert torch.autograd.gradcheck(run, (hidden, weight, bias))
 
@@ -134,7 +134,7 @@ def test_tokens_excluded_by_their_bias(variant: str, excluding: float) -> None:
         bias[~is_kept] = excluding
     to = [hidden, weight, bias]
     place = is_kept.cumsum(0) - 1  # of a kept token among the kept
-    found = chosen_logprobs(hidden, weight, targets, bias=bias, **VARIANTS[variant])
+    found = chosen_logprobs(hidden, weight, targets, LogitTransform(**VARIANTS[variant]), bias=bias)
     wanted = full(hidden, weight[is_kept], place[targets], bias=bias[is_kept], **VARIANTS[variant])
     assert_close(found, wanted, atol=1e-9, rtol=0)
     slopes = torch.linspace(-1, 2, 7, dtype=torch.float64), torch.linspace(1, 3, 7, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_no_gradient_where_none_is_wanted() -> None:
 
 def test_without_entropy() -> None:
     hidden, weight, _, targets = inputs()
-    logprobs, entropy = chosen_logprobs(hidden, weight, targets, with_entropy=False)
+    logprobs, entropy = chosen_logprobs(hidden, weight, targets, LogitTransform(with_entropy=False))
     assert entropy.isnan().all()
     assert not entropy.requires_grad
     expected, _ = full(hidden, weight, targets)
@@ -224,11 +224,10 @@ def test_autocast_decides_the_precision_of_the_products() -> None:
 
 
 def test_bad_options_are_errors() -> None:
-    hidden, weight, _, targets = inputs()
     with pytest.raises(ValueError, match="temperature is 0: log-probabilities need one above 0"):
-        chosen_logprobs(hidden, weight, targets, temperature=0)
+        LogitTransform(temperature=0)
     with pytest.raises(ValueError, match="softcap is -1"):
-        chosen_logprobs(hidden, weight, targets, softcap=-1)
+        LogitTransform(softcap=-1)
 
 
 @pytest.mark.usefixtures("_tiles")

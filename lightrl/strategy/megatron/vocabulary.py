@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.models.logprobs import _ChosenLogprobs, _LogitTransform, _RowSummary, _slices, _tile
+from lightrl.models.logprobs import LogitTransform, _ChosenLogprobs, _RowSummary, _slices, _tile
 
 
 def split_logprobs(
@@ -31,15 +31,13 @@ def split_logprobs(
         targets: [N] int64 in [0, V).
         first_row: the token of this rank's first row.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}: log-probabilities need one above 0.")
+    transform = LogitTransform(temperature=temperature, with_entropy=with_entropy)
     dtype = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    transform = _LogitTransform(scale=1.0, softcap=None, temperature=temperature)
     with torch.autocast(hidden.device.type, enabled=False):
         scores: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden.to(dtype), weight.to(dtype), targets - first_row, transform, with_entropy, group
+            hidden.to(dtype), weight.to(dtype), targets - first_row, transform, group
         )
     return scores
 
@@ -53,17 +51,16 @@ class _SplitLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        transform: _LogitTransform,
-        with_entropy: bool,
+        transform: LogitTransform,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         summary = torch.zeros(4, hidden.shape[0], dtype=dtype, device=hidden.device)  # maximum, total, moment, chosen
         num_rows, num_columns = _tile(hidden)
         for rows in _slices(hidden.shape[0], num_rows):
-            part = _RowSummary(targets[rows], dtype, with_entropy)
+            part = _RowSummary(targets[rows], dtype, transform.with_entropy)
             for columns in _slices(weight.shape[0], num_columns):
-                part.add(transform.logits(hidden[rows], weight, None, columns, dtype), columns.start)
+                part.add(transform.logits(hidden, weight, None, rows, columns), columns.start)
             summary[:, rows] = torch.stack([part.maximum, part.total, part.moment, part.chosen])
         own_maximum, total, moment, chosen = summary
         maximum = own_maximum.clone()
@@ -73,7 +70,7 @@ class _SplitLogprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         logsumexp = maximum + sums[0].log()
         entropy = sums[0].log() - sums[1] / sums[0]
-        if not with_entropy:
+        if not transform.with_entropy:
             entropy = torch.full_like(entropy, float("nan"))
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, weight, None, targets, logsumexp, entropy)
@@ -85,13 +82,11 @@ class _SplitLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # The gradient of a column depends on its own logits and the joined sums alone.
         grad_hidden, grad_weight, *_ = _ChosenLogprobs.backward(_Columns(ctx), *grads)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class _Columns:
-    """What _ChosenLogprobs.backward() reads of its context; it takes a bias and a support, and this head has none."""
-
-    support = None
+    """What _ChosenLogprobs.backward() reads of its context; it takes a bias, and this head has none."""
 
     def __init__(self, ctx: Any) -> None:
         self.saved_tensors = ctx.saved_tensors
