@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import groupby, pairwise
@@ -55,11 +55,10 @@ class PackedLayout:
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
     runs: tuple[tuple[int, int], ...]  # (number of sequences, their length): adjacent sequences of equal length
     boundaries: Tensor | None  # cu_seqlens as int32 on the device, for the flash-attention kernel
-    group: SequenceGroup | None = None  # ranks that split the tokens among them
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pack."""
+        """Tokens of the pack that this rank runs."""
         return self.cu_seqlens[-1]
 
     @property
@@ -69,24 +68,46 @@ class PackedLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes causal attention within each sequence: [1, T, heads, dim]."""
-        attend = _attend_by_flash if _flash_serves(query, value, scoring) else _attend_by_runs
+        attend = _attend_by_flash if query.is_cuda and _flash_serves(query, value, scoring) else _attend_by_runs
         return attend(query, key, value, self, scoring)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLayout(PackedLayout):
+    """The boundaries of a pack whose tokens a group of ranks splits; in attention they split the heads instead."""
+
+    group: SequenceGroup
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pack that this rank runs."""
+        return self.cu_seqlens[-1] // self.group.size
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Computes causal attention within each sequence: [1, T / size, heads, dim]."""
+        query, key, value, sinks = _to_heads(self.group, query, key, value, scoring.sinks)
+        return self.group.to_tokens(PackedLayout.attend(self, query, key, value, replace(scoring, sinks=sinks)))
 
 
 CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
-def packed_layout(
-    cu_seqlens: tuple[int, ...], device: torch.device, group: SequenceGroup | None = None
-) -> PackedLayout:
+def packed_layout(cu_seqlens: tuple[int, ...], device: torch.device) -> PackedLayout:
     """Returns the layout of a pack with these boundaries."""
     lengths = (end - start for start, end in pairwise(cu_seqlens))
     return PackedLayout(
         cu_seqlens=cu_seqlens,
         runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
         boundaries=torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if device.type == "cuda" else None,
-        group=group,
     )
+
+
+def _split(tokens: Tokens, group: SequenceGroup) -> tuple[Tokens, SplitLayout]:
+    """Returns this rank's tokens of a pack, and the layout of the whole."""
+    mine = split_tokens(tokens, group)
+    whole = packed_layout(mine.cu_seqlens, mine.input_ids.device)
+    parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    return mine, SplitLayout(**parts, group=group)
 
 
 def use_packed_attention(decoder: PreTrainedModel) -> bool:
@@ -121,12 +142,11 @@ def packed_hidden_states(
         embeddings: what the decoder takes in place of input_ids; None for text alone.
         group: ranks that split the tokens among them: the result holds those of this rank.
     """
+    layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device)
+    if layout.num_tokens != len(tokens.input_ids):
+        raise ValueError(f"cu_seqlens ends at {layout.num_tokens} for {len(tokens.input_ids)} tokens: they must agree.")
     if group is not None:
-        tokens = split_tokens(tokens, group)
-    num_tokens = tokens.input_ids.shape[0] * (1 if group is None else group.size)
-    if tokens.cu_seqlens[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens ends at {tokens.cu_seqlens[-1]} for {num_tokens} tokens: they must agree.")
-    layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device, group)
+        tokens, layout = _split(tokens, group)
     inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embeddings is None else dict(embeddings)
     if _takes_any_keyword(decoder):
         inputs[LAYOUT_KEYWORD] = layout
@@ -167,8 +187,6 @@ def packed_attention(
     layout = kwargs.get(LAYOUT_KEYWORD) or CURRENT_LAYOUT.get()
     if layout is None:
         raise _no_layout(module)
-    if layout.group is not None:
-        query, key, value, s_aux = _to_heads(layout.group, query, key, value, s_aux)
     adds_to_scores = isinstance(attention_mask, Tensor) or kwargs.get("position_bias") is not None
     is_causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     fits = (query.shape[0], query.shape[2], key.shape[2]) == (1, layout.num_tokens, layout.num_tokens)
@@ -180,8 +198,7 @@ def packed_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    output = layout.attend(query, key, value, scoring)
-    return output if layout.group is None else layout.group.to_tokens(output), None
+    return layout.attend(query, key, value, scoring), None
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> int | None:
@@ -329,7 +346,7 @@ def _flash_serves(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
-    return query.is_cuda and is_half and takes_shape and _has_flash_attention()
+    return is_half and takes_shape and _has_flash_attention()
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:

@@ -25,6 +25,7 @@ from lightrl.models.packed_attention import (
     LAYER_TYPES,
     LAYOUT_KEYWORD,
     PackedLayout,
+    SplitLayout,
 )
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def _accepted(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[st
 
 def _sequences(inputs: Mapping[str, Any], layout: PackedLayout) -> Iterator[dict[str, Any]]:
     """Yields the inputs of each run of sequences of equal length, which are the rows of one batch."""
-    if layout.group is not None:
+    if isinstance(layout, SplitLayout):
         raise ValueError("--sp_size splits sequences over ranks, and this model runs whole ones. Leave it at 1.")
     num_tokens = [count * length for count, length in layout.runs]
     # split, not slices: its backward is one concatenation.

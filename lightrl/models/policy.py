@@ -81,12 +81,9 @@ def response_batch(
     num_scored = [len(response) for _, response in pairs]
     cu_seqlens = (0, *accumulate(lengths))
     zeros = torch.zeros(sum(num_scored))
-    positions = (
-        torch.cat([torch.arange(length) for length in lengths]) if encoded is None else pack_positions(lengths, encoded)
-    )
-    return PackedBatch(
+    batch = PackedBatch(
         input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
-        position_ids=positions,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=cu_seqlens,
         score_index=torch.tensor(predicting_positions(cu_seqlens, num_scored), dtype=torch.int64),
         targets=torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64),
@@ -96,8 +93,14 @@ def response_batch(
         sampler_logprobs=zeros,
         temperature=temperature,
         keys=tuple(keys or ((0, index) for index in range(len(pairs)))),
-        vision=None if encoded is None else join_vision(encoded, cu_seqlens[:-1]),
     )
+    return batch if encoded is None else _with_images(batch, encoded)
+
+
+def _with_images(batch: PackedBatch, encoded: Sequence[EncodedPrompt]) -> PackedBatch:
+    lengths = [end - start for start, end in pairwise(batch.cu_seqlens)]
+    vision = join_vision(encoded, batch.cu_seqlens[:-1])
+    return replace(batch, position_ids=pack_positions(lengths, encoded), vision=vision)
 
 
 # ---- The model ---------------------------------------------------------------------------------------------------
