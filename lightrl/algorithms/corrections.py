@@ -21,7 +21,6 @@ from lightrl.algorithms.losses import (
     TokenLoss,
     k3,
     masked_difference,
-    require_bool_mask,
     require_same_shape,
     require_sequence_index,
     sequence_means,
@@ -43,7 +42,6 @@ class OffPolicyTokens:
 
     def __post_init__(self) -> None:
         require_same_shape(logprobs=self.logprobs, sampler_logprobs=self.sampler_logprobs, mask=self.mask)
-        require_bool_mask(self.mask)
         require_sequence_index(self.sequence_index, self.mask, self.num_sequences)
 
     @torch.no_grad()

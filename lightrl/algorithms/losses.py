@@ -48,7 +48,6 @@ class PolicyTokens:
         require_same_shape(
             logprobs=self.logprobs, old_logprobs=self.old_logprobs, advantages=self.advantages, mask=self.mask
         )
-        require_bool_mask(self.mask)
         require_sequence_index(self.sequence_index, self.mask, self.num_sequences)
         if self.selected is not None:
             require_same_shape(selected=self.selected, mask=self.mask)
@@ -152,9 +151,15 @@ def ppo_clip(
     terms, is_clipped = clipped_terms(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
         _require_dual_clip(dual_clip, clip_high)
-        terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
-        is_clipped = is_clipped | ((torch.exp(log_ratio.detach()) > dual_clip) & (advantages < 0))
+        terms, is_clipped = _clipped_again(terms, is_clipped, tokens, dual_clip)
     return token_loss(terms, log_ratio, is_clipped, tokens.mask)
+
+
+def _clipped_again(terms: Tensor, is_clipped: Tensor, tokens: PolicyTokens, dual_clip: float) -> tuple[Tensor, Tensor]:
+    """Limits the terms of tokens with a negative advantage."""
+    advantages, ratio = tokens.masked_advantages, torch.exp(tokens.log_ratio.detach())
+    terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
+    return terms, is_clipped | ((ratio > dual_clip) & (advantages < 0))
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
@@ -295,7 +300,7 @@ class TokenWeights:
 
 def token_mean(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> TokenWeights:
     """Gives every trained token the same weight (DAPO, arXiv:2503.14476, eq. 8)."""
-    _check(mask, sequence_index, num_sequences)
+    require_sequence_index(sequence_index, mask, num_sequences)
     weights = mask.float()
     return TokenWeights(weights=weights, total=weights.sum())
 
@@ -346,13 +351,8 @@ def mean_loss(terms: Tensor, token_weights: TokenWeights) -> Tensor:
 
 
 def _trained_tokens(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    _check(mask, sequence_index, num_sequences)
-    return sequence_sums(mask.float(), sequence_index, num_sequences)
-
-
-def _check(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> None:
-    require_bool_mask(mask)
     require_sequence_index(sequence_index, mask, num_sequences)
+    return sequence_sums(mask.float(), sequence_index, num_sequences)
 
 
 # ---- Engine and trainer ----------------------------------------------------------------------------------------------
@@ -394,7 +394,8 @@ def require_bool_mask(mask: Tensor, name: str = "mask") -> None:
 
 
 def require_sequence_index(sequence_index: Tensor, mask: Tensor, num_sequences: int) -> None:
-    """Raises ValueError unless mask and index are [N] and the index gives an int64 sequence for each token."""
+    """Raises ValueError unless a mask of bool and an index are [N], and the index is the int64 sequence of a token."""
+    require_bool_mask(mask)
     if mask.dim() != 1 or sequence_index.shape != mask.shape or sequence_index.dtype != torch.int64:
         raise _wrong_index(sequence_index, mask)
     if num_sequences < 1 and sequence_index.numel():

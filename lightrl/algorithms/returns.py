@@ -31,7 +31,6 @@ class TokenRewards:
 
     def __post_init__(self) -> None:
         require_same_shape(rewards=self.rewards, mask=self.mask)
-        require_bool_mask(self.mask)
         require_sequence_index(self.sequence_index, self.mask, self.num_sequences)
         if (self.sequence_index.diff() < 0).any():
             raise ValueError("sequence_index must ascend: the tokens of a sequence must be adjacent and in order.")
@@ -60,7 +59,6 @@ def rewards_at_the_end(rewards: Tensor, mask: Tensor, sequence_index: Tensor) ->
         mask: True = trained, [N].
         sequence_index: Ascending, [N].
     """
-    require_bool_mask(mask)
     require_sequence_index(sequence_index, mask, len(rewards))
     indices, owners = mask.nonzero().squeeze(1), sequence_index[mask]
     is_last = torch.ones_like(owners, dtype=torch.bool)

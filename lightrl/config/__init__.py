@@ -27,7 +27,7 @@ from lightrl.config.options import (
     section,
     to_yaml,
 )
-from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
 from lightrl.config.runs import (
     BUILTIN_MODEL,
     DPOConfig,
@@ -35,7 +35,6 @@ from lightrl.config.runs import (
     LoraConfig,
     OfflineConfig,
     PPOConfig,
-    RewardConfig,
     RMConfig,
     RolloutConfig,
     RunConfig,

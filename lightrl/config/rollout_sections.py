@@ -1,4 +1,4 @@
-"""The options --rollout.* and --eval.*: what makes a sample, when it is trained, where it is kept, and evaluations."""
+"""Rewards, and the options --rollout.* and --eval.*: what makes a sample, when it is trained, and evaluations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightrl.config.options import option
+from lightrl.config.options import option, section
+from lightrl.config.sections import CodeConfig, JudgeConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,3 +215,43 @@ class EvalConfig(EvalScheduleConfig):
             raise ValueError(
                 f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
             )
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """How responses are scored."""
+
+    __slots__ = ()
+
+    reward: tuple[str, ...] = ("exact_match",)
+    """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
+    format, length, code, reward_model, judge, episode (docs/rewards.md), or your own as package.module:function or
+    path/to/file.py:function."""
+    reward_args: tuple[str, ...] = ()
+    """Parameters of rewards as reward.parameter=value, such as length.target=200."""
+    reward_model: str = ""
+    """Model of the reward reward_model: folder or name of a sequence-classification model with one output."""
+    reward_timeout_s: float = option(60.0, at_least=0)
+    """Seconds after which the reward of a sample has failed. 0: no limit."""
+    max_reward_failures: int = option(0, at_least=0, resume="free")
+    """Number of failed rewards that a run tolerates, over all ranks, in one scoring: of a step's samples, of a round of
+    dynamic sampling, or of an evaluation. One more stops the run."""
+    reward_failure_value: str = option("exclude", check=lambda config: _check_failure_value(config))
+    """Value of a failed reward if the run goes on: a number, or exclude, which leaves the sample out of advantages,
+    loss and evaluation."""
+    reward_concurrency: int = option(32, at_least=1, resume="free")
+    """Number of calls of an async reward that run at the same time on a rank."""
+    reward_workers: int = option(2, at_least=1, resume="free")
+    """Number of processes on a rank for isolated rewards, such as math."""
+    judge: JudgeConfig = section(JudgeConfig)
+    code: CodeConfig = section(CodeConfig)
+
+
+def _check_failure_value(config: RewardConfig) -> None:
+    value = config.reward_failure_value
+    try:
+        is_number = abs(float(value)) <= 1e30  # neither NaN nor infinity is
+    except ValueError:
+        is_number = False
+    if not is_number:
+        raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")

@@ -10,16 +10,14 @@ from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
-from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, WorkflowConfig
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
-    CodeConfig,
     CriticConfig,
     DataConfig,
     DistillationConfig,
     DynamicSamplingConfig,
     ExampleDataConfig,
-    JudgeConfig,
     MarginPairDataConfig,
     OverlongConfig,
     PairDataConfig,
@@ -28,7 +26,7 @@ from lightrl.config.sections import (
     SharingConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
-from lightrl.config.truncation import TruncationConfig
+from lightrl.config.truncation import check_truncation, truncated_engine
 
 BUILTIN_MODEL = "builtin:addition"
 
@@ -149,46 +147,6 @@ def _check_adapters(config: RunConfig) -> None:
 # ---- Runs that sample their own responses ------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class RewardConfig:
-    """How responses are scored."""
-
-    __slots__ = ()
-
-    reward: tuple[str, ...] = ("exact_match",)
-    """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
-    format, length, code, reward_model, judge, episode (docs/rewards.md), or your own as package.module:function or
-    path/to/file.py:function."""
-    reward_args: tuple[str, ...] = ()
-    """Parameters of rewards as reward.parameter=value, such as length.target=200."""
-    reward_model: str = ""
-    """Model of the reward reward_model: folder or name of a sequence-classification model with one output."""
-    reward_timeout_s: float = option(60.0, at_least=0)
-    """Seconds after which the reward of a sample has failed. 0: no limit."""
-    max_reward_failures: int = option(0, at_least=0, resume="free")
-    """Number of failed rewards that a run tolerates, over all ranks, in one scoring: of a step's samples, of a round of
-    dynamic sampling, or of an evaluation. One more stops the run."""
-    reward_failure_value: str = option("exclude", check=lambda config: _check_failure_value(config))
-    """Value of a failed reward if the run goes on: a number, or exclude, which leaves the sample out of advantages,
-    loss and evaluation."""
-    reward_concurrency: int = option(32, at_least=1, resume="free")
-    """Number of calls of an async reward that run at the same time on a rank."""
-    reward_workers: int = option(2, at_least=1, resume="free")
-    """Number of processes on a rank for isolated rewards, such as math."""
-    judge: JudgeConfig = section(JudgeConfig)
-    code: CodeConfig = section(CodeConfig)
-
-
-def _check_failure_value(config: RewardConfig) -> None:
-    value = config.reward_failure_value
-    try:
-        is_number = abs(float(value)) <= 1e30  # neither NaN nor infinity is
-    except ValueError:
-        is_number = False
-    if not is_number:
-        raise ValueError(f"--reward_failure_value is {value!r}: it must be a number, or exclude.")
-
-
 _GREEDY = (
     "it must be above 0, since greedy samples of a prompt are all the same and teach nothing. For a greedy evaluation "
     "use --eval.temperature 0"
@@ -218,6 +176,24 @@ class SamplingConfig:
     one that completes such a text are trained on, and rewards read the text with it."""
 
 
+@dataclass(kw_only=True)
+class TruncationConfig:
+    """The part of the vocabulary that responses are drawn from."""
+
+    __slots__ = ()
+
+    top_p: float = option(1.0, above=0, at_most=1, check=check_truncation)
+    """Draw from the likeliest tokens that together have this probability. 1: from all. The training logprobs are those
+    of the same distribution (docs/truncated_sampling.md)."""
+    top_k: int = option(0, at_least=0, check=check_truncation)
+    """Draw from so many of the likeliest tokens. 0: from all."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether responses are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
+
+
 def _check_stop(texts: tuple[str, ...]) -> None:
     if "" in texts:
         raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
@@ -242,6 +218,11 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
     health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
+
+    @property
+    def engine_path(self) -> str:
+        """Name or import path of the engine: with a part of the vocabulary, of one that reports it."""
+        return truncated_engine(self) if self.is_truncated else self.engine
 
     @property
     def samples_can_be_older(self) -> bool:

@@ -351,19 +351,20 @@ def check_own_options(config: Any, kind: type[Any]) -> None:
         kind: The class of the strategy that it gets.
     """
     for owner in OF_ONE_STRATEGY:
-        given = [] if owner in getattr(kind, "own_options", ()) else _given(owner, getattr(config, owner))
-        if given:
-            raise ValueError(
-                f"{kind.__name__} (--strategy {config.strategy}) does not read {' and '.join(given)}. Leave the option "
-                f"out, or use --strategy {owner}. A class of your own reads --{owner}.* if it inherits from that "
-                f'strategy, or if its own_options has "{owner}".'
-            )
+        chosen = getattr(config, owner)
+        if owner not in getattr(kind, "own_options", ()) and chosen != type(chosen)():
+            raise _unread_options(config, kind, owner)
 
 
-def _given(owner: str, chosen: Any) -> list[str]:
-    """Returns the options of a section that are not at their defaults, each with its default."""
+def _unread_options(config: Any, kind: type[Any], owner: str) -> ValueError:
+    chosen = getattr(config, owner)
     named = [(item.name, getattr(chosen, item.name), item.default) for item in dataclasses.fields(chosen)]
-    return [f"--{owner}.{name} {value} (default {default})" for name, value, default in named if value != default]
+    given = [f"--{owner}.{name} {value} (default {default})" for name, value, default in named if value != default]
+    return ValueError(
+        f"{kind.__name__} (--strategy {config.strategy}) does not read {' and '.join(given)}. Leave the option "
+        f"out, or use --strategy {owner}. A class of your own reads --{owner}.* if it inherits from that "
+        f'strategy, or if its own_options has "{owner}".'
+    )
 
 
 def _check_compile(options: StrategyOptions) -> None:

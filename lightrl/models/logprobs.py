@@ -160,8 +160,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * 5
-        hidden, weight, bias, *rest = ctx.saved_tensors
-        gradient, dtype = _TileGradient(ctx.transform, *rest, *grads), _at_least(hidden)
+        hidden, weight, bias, *_ = ctx.saved_tensors
+        gradient, dtype = _TileGradient(ctx, *grads), _at_least(hidden)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden: Any = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight: Any = torch.zeros_like(weight) if needs_weight else None
@@ -218,18 +218,12 @@ class _TileGradient:
     The slopes of the steps from a product to its final logit multiply it.
     """
 
-    def __init__(
-        self,
-        transform: LogitTransform,
-        targets: Tensor,
-        logsumexp: Tensor,
-        entropy: Tensor,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> None:
-        slope = transform.slope_at_zero
-        self.transform, self.targets, self.logsumexp = transform, targets, logsumexp
-        self.of_chosen = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs * slope
+    def __init__(self, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> None:
+        """Takes what forward() left in ctx."""
+        self.transform: LogitTransform = ctx.transform
+        *_, self.targets, self.logsumexp, entropy = ctx.saved_tensors
+        slope = self.transform.slope_at_zero
+        self.of_chosen = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs * slope
         self.of_entropy = None if grad_entropy is None else grad_entropy * slope
         self.constant = -self.of_chosen if self.of_entropy is None else -self.of_entropy * entropy - self.of_chosen
 
