@@ -7,7 +7,8 @@ python benchmarks/grpo_step.py --task equal --steps 4 --rounds 2 --threads 1
 addition: the built-in task and model, 16 prompts x 16 samples of at most 8 tokens. equal: a random model of 42 million
 parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
 The settings are in trl_side.py. A step is the time from its start to the start of the next, from the second on. Of
-lightrl it includes the weight sync to its engine and its metrics and samples files.
+lightrl it includes the weight sync to its engine and its metrics and samples files. "shared" is lightrl with
+--share_prompts True, an option that TRL has no counterpart of.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,8 +96,9 @@ def score(text: str, answer: str) -> float:
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
-def run_lightrl(task: Task, num_steps: int, folder: Path) -> dict[str, Any]:
+def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = False) -> dict[str, Any]:
     from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
+    from lightrl.sharing.run import sharing
     from lightrl.trainers.grpo import GRPOTrainer
 
     clock = Clock()
@@ -118,8 +122,11 @@ def run_lightrl(task: Task, num_steps: int, folder: Path) -> dict[str, Any]:
         output_dir=str(folder / "run"),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
+        share_prompts=shares,
     )
-    trainer = Timed(config, reward=lambda sample: score(sample.text, sample.prompt.answer))
+    trainer: Any = (sharing(Timed) if shares else Timed)(
+        config, reward=lambda sample: score(sample.text, sample.prompt.answer)
+    )
     trainer.fit()
     clock.start_step()
     rows = trainer.folder.metrics()
@@ -157,11 +164,18 @@ def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
     return {**clock.steps(), "rewards": [row["reward"] for row in trainer.state.log_history if "reward" in row]}
 
 
+SYSTEMS: dict[str, Callable[[Task, int, Path], dict[str, Any]]] = {
+    "lightrl": run_lightrl,
+    "shared": partial(run_lightrl, shares=True),
+    "trl": run_trl,
+}
+
+
 def run_child(system: str, task: str, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = make_task(task, folder / "model")
-        result = {"lightrl": run_lightrl, "trl": run_trl}[system](made, num_steps, folder)
+        result = SYSTEMS[system](made, num_steps, folder)
     return {**result, "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
 
 
@@ -181,7 +195,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--child", choices=["lightrl", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=list(SYSTEMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(run_child(args.child, args.task, args.steps)))
@@ -190,7 +204,7 @@ def main() -> None:
         raise SystemExit("This compares with TRL: pip install trl==1.16.0 first.")
     from trl import __version__ as trl_version
 
-    found: dict[str, list[dict[str, Any]]] = {"lightrl": [], "trl": []}
+    found: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     for turn in range(args.rounds):
         for system, results in found.items():
             results.append(result := in_a_process(system, args))
@@ -203,14 +217,15 @@ def main() -> None:
                 *(f"{name[5:]} {seconds * 1e3:.1f}" for name, seconds in result.get("phases", {}).items()),
                 flush=True,
             )
-    ratios = {
-        unit: statistics.median(
-            theirs[unit] / ours[unit] for ours, theirs in zip(found["lightrl"], found["trl"], strict=True)
-        )
-        for unit in ("seconds", "cpu", "gb")
-    }
     print(f"{args.task}, {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps, TRL {trl_version}")
-    print(f"TRL / lightrl: {ratios['seconds']:.2f}x time, {ratios['cpu']:.2f}x CPU time, {ratios['gb']:.2f}x memory")
+    for system in ("lightrl", "shared"):
+        time_, cpu, memory = (
+            statistics.median(
+                theirs[unit] / ours[unit] for ours, theirs in zip(found[system], found["trl"], strict=True)
+            )
+            for unit in ("seconds", "cpu", "gb")
+        )
+        print(f"TRL / {system}: {time_:.2f}x time, {cpu:.2f}x CPU time, {memory:.2f}x memory")
 
 
 if __name__ == "__main__":
