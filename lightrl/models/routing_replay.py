@@ -46,8 +46,8 @@ class RoutingReplay:
         self.follow(policy)
         self._hooks.append(policy.hf.get_decoder().register_forward_pre_hook(self._hand_on, with_kwargs=True))
         for index, router in enumerate(self._routers):
-            layer = policy.hf.get_submodule(router.layer_name)
-            self._hooks.append(layer.register_forward_pre_hook(partial(self._receive, index), with_kwargs=True))
+            attention = _attention_of(policy.hf.get_submodule(router.layer_name))
+            self._hooks.append(attention.register_forward_pre_hook(partial(self._receive, index), with_kwargs=True))
             self._hooks.append(router.module.register_forward_hook(partial(self._route, index)))
 
     def follow(self, policy: Policy) -> None:
@@ -73,7 +73,7 @@ class RoutingReplay:
             return None
         return args, {**kwargs, _KEYWORD: _own_part(self._batch.routing, self._policy)}
 
-    def _receive(self, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _receive(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         routing = kwargs.pop(_KEYWORD, None)
         self._replayed.pop(index, None)
         if routing is not None:
@@ -133,6 +133,15 @@ def detach_replay(model: nn.Module) -> bool:
     decoder.routing_replay.remove()
     del decoder.routing_replay
     return True
+
+
+def _attention_of(layer: nn.Module) -> nn.Module:
+    """Returns the module that runs in each recomputation of a layer, before its router, with the layer's keywords.
+
+    The layer itself will not do: since transformers 5.24 its own hooks run once, outside of what is recomputed.
+    https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/modeling_layers.py
+    """
+    return next(child for name, child in layer.named_children() if "attn" in name or "attention" in name)
 
 
 def _own_part(routing: Tensor, policy: Policy) -> Tensor:

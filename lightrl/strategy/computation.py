@@ -63,4 +63,8 @@ def enable_gradient_checkpointing(model: Any) -> None:
         return
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"--gradient_checkpointing needs a transformers model, not {type(model).__name__}.")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.24, which warns of the other
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

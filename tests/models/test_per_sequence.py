@@ -7,6 +7,8 @@ import logging
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_hybrids import APART, BY_MIXER, FAMILIES, VOCAB, own_logprobs, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
@@ -46,7 +48,8 @@ def test_a_pack_equals_each_sequence_alone(family: str) -> None:
     expected_gradients = gradients(model, expected)
     policy = Policy(model)
     check_scores(policy, CPU)
-    assert (RUNS_APART in model.get_decoder().__dict__) == (family in APART)
+    takes_packs = family == "gptj" and Version(transformers.__version__) >= Version("5.24")
+    assert (RUNS_APART in model.get_decoder().__dict__) == (family in APART and not takes_packs)
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

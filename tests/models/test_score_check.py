@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from lightrl.models import packed_attention
+from lightrl.models import policy as policy_module
 from lightrl.models.policy import Policy, needs_score_check, response_batch
 from lightrl.models.score_check import check_scores, thresholds_in_reach
 
@@ -80,7 +81,7 @@ def test_a_run_checks_every_model_that_the_tests_do_not(config: Any, needed: boo
 
 
 def test_a_run_checks_every_model_of_a_library_that_the_tests_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.190.1")
+    monkeypatch.setattr(policy_module.transformers, "__version__", "5.190.1")
     assert needs_score_check(policy(transformers.LlamaConfig(**SHAPE)).hf)
 
 
@@ -141,9 +142,11 @@ def test_gradient_checkpointing_still_recomputes(name: str) -> None:
         model = policy(CONFIGS[name]()).train()
         if is_on:
             model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layer = model.hf.get_decoder().layers[0]
+        attention = (
+            model.hf.get_decoder().layers[0].self_attn
+        )  # hooks of the layer may be outside of what is recomputed
         count: list[int] = []
-        layer.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        attention.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         model(batch()).logprobs.sum().backward()
         gradients.append({key: p.grad for key, p in model.named_parameters()})
         calls.append(len(count))
