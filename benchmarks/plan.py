@@ -1,11 +1,11 @@
-"""Compares `lightrl plan` with what runs allocate: predicted and measured bytes of rank 0, setting by setting.
+"""Compares `lightrl plan` with what runs allocate: predicted and measured bytes, setting by setting.
 
     python benchmarks/plan.py [--only fsdp lora ...]
 
 Each setting takes two updates of a Qwen3 of 5.2 M weights (4 blocks, 256 wide, vocabulary 4096) on 32 samples of 70
 tokens, with at most 512 tokens in a micro-batch and float32 unless said. Measured are the second update and the sync
-behind it, by the account of the CPU allocator. Prints the table of docs/plan.md and ends with 1 if a prediction of the
-update is off by more than 10 %, or by more than its setting allows.
+behind it on the rank that has most, by the account of the CPU allocator. Prints the table of docs/plan.md and ends with
+1 if a prediction of the update is off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ REFERENCE = "--algorithm.kl_coef 0.1"
 TWO_UPDATES = "--num_minibatches 2"
 ZERO = "--strategy deepspeed --deepspeed.bucket_mb 2 --deepspeed.zero_stage"
 MEGATRON = "--strategy lightrl_megatron_cpu:CpuMegatronStrategy"
-UNDIVIDED = 1.35  # the plan does not divide activations by stages and parts of sequences
 MEGATRON_CPU = Path(__file__).resolve().parents[1] / "tests" / "megatron_cpu"
 ADAPTERS = "--lora.rank 8 --lora.target_modules all-linear"
 
@@ -41,7 +40,6 @@ class Setting(NamedTuple):
     ranks: int
     options: str
     trainer: str = "grpo"
-    at_most: float = 1 + ALLOWED  # predicted over measured
 
 
 SETTINGS = [
@@ -87,12 +85,13 @@ SETTINGS = [
     Setting("GRPO, megatron, tp_size 2", 2, f"{MEGATRON} --tp_size 2"),
     Setting("GRPO, megatron, pp_size 2", 2, f"{MEGATRON} --megatron.pp_size 2"),
     Setting("GRPO, megatron, cp_size 2", 2, f"{MEGATRON} --megatron.cp_size 2"),
-    Setting("GRPO, megatron, cp_size 2, one micro-batch a rank", 2, f"{MEGATRON} --megatron.cp_size 2 {WHOLE}",
-            at_most=UNDIVIDED),
-    Setting("GRPO, megatron, pp_size 2, one micro-batch a rank", 2, f"{MEGATRON} --megatron.pp_size 2 {WHOLE}",
-            at_most=UNDIVIDED),
+    Setting("GRPO, megatron, cp_size 2, one micro-batch a rank", 2, f"{MEGATRON} --megatron.cp_size 2 {WHOLE}"),
+    Setting("GRPO, megatron, pp_size 2, one micro-batch a rank", 2, f"{MEGATRON} --megatron.pp_size 2 {WHOLE}"),
+    Setting("GRPO, megatron, pp_size 2, recompute, one micro-batch a rank", 2,
+            f"{MEGATRON} --megatron.pp_size 2 --megatron.recompute full {WHOLE}"),
+    Setting("PPO, megatron, pp_size 2", 2, f"{MEGATRON} --megatron.pp_size 2", "ppo"),
     Setting("GRPO, megatron, tp_size 2 with split sequences, pp_size 2", 4,
-            f"{MEGATRON} --tp_size 2 --megatron.sequence_parallel True --megatron.pp_size 2", at_most=UNDIVIDED),
+            f"{MEGATRON} --tp_size 2 --megatron.sequence_parallel True --megatron.pp_size 2"),
 ]  # fmt: skip
 
 
@@ -101,11 +100,10 @@ def compare(setting: Setting, model: str, *, shows_parts: bool) -> dict[str, lis
     with tempfile.TemporaryDirectory() as folder:
         words = f"--model {model} --output_dir {folder}/run {BASE} {setting.options}".split()
         said = run_spmd(PROGRAM, setting.trainer, *words, world_size=setting.ranks, timeout_s=280, cwd=MEGATRON_CPU)
-    line = next(line for line in said.splitlines() if "RESULT " in line)
-    found: dict[str, list[float]] = json.loads(line.partition("RESULT ")[2])
+    ranks = [json.loads(line.partition("RESULT ")[2]) for line in said.splitlines() if "RESULT " in line]
     if shows_parts:
-        print(json.dumps(found), flush=True)
-    return found
+        print(*map(json.dumps, ranks), sep="\n", flush=True)
+    return {name: [ranks[0][name][0], max(rank[name][1] for rank in ranks)] for name in ("learn", "sync")}
 
 
 def main() -> int:
@@ -133,7 +131,7 @@ def main() -> int:
                 continue
             predicted, actual = (size / 2**20 for size in found["learn"])
             ratio, sync = predicted / actual, found["sync"][0] / found["sync"][1]
-            off = not 1 - ALLOWED <= ratio <= setting.at_most
+            off = not 1 - ALLOWED <= ratio <= 1 + ALLOWED
             is_off |= off
             shown = f"**{ratio:.2f}**" if off else f"{ratio:.2f}"
             print(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -117,7 +116,7 @@ def peak_between(changes: Sequence[tuple[int, int]], first: int, last: int) -> f
 
 
 def main() -> None:
-    """Prints predicted and measured bytes of a run as one line of JSON; the arguments are a trainer and its options."""
+    """Prints predicted and this rank's bytes as a line of JSON; the arguments are a trainer and its options."""
     name, *options = sys.argv[1:]
     program = TRAINERS[name]
     config = parse_config(program.config, options)
@@ -135,8 +134,7 @@ def main() -> None:
         "parts": learning.parts,
         "drift": found["drift"],
     }
-    if os.environ.get("RANK", "0") == "0":
-        print(f"RESULT {json.dumps(result)}", flush=True)
+    print(f"RESULT {json.dumps(result)}", flush=True)
 
 
 if __name__ == "__main__":

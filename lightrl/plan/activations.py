@@ -65,6 +65,12 @@ def needs_of(
     return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
 
 
+def needs_of_few(model: Model, pack: PackShape, *, trains: bool, on_accelerator: bool) -> tuple[Pass, Pass]:
+    """Returns what passes of one block and of two need in float32."""
+    one, two = (_measured(model, pack, count, "float32", False, trains, 1, 1, on_accelerator) for count in (1, 2))
+    return one, two
+
+
 def _measured(
     model: Model,
     pack: PackShape,
@@ -80,12 +86,12 @@ def _measured(
     is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
     in_half = computation == "bfloat16" or is_mixture
     module = model.smaller(num_layers, tp_size)
-    with fake(), _tiles_of(on_accelerator), split_over(module, sp_size), torch.set_grad_enabled(trains):
+    with fake(), tiles_of(on_accelerator), split_over(module, sp_size), torch.set_grad_enabled(trains):
         module = faked(module).train(trains)
         if checkpointing and trains:
             enable_gradient_checkpointing(getattr(module, "hf", module))
         if in_half:
-            _to_half(module)
+            to_half(module)
         elif computation == "autocast":
             module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
         batch = _batch(pack)
@@ -141,7 +147,7 @@ def _batch(pack: PackShape) -> PackedBatch:
     )
 
 
-def _to_half(module: nn.Module) -> None:
+def to_half(module: nn.Module) -> None:
     """Rounds the weights as FSDP gathers them, but for what computes in float32."""
     for child in module.modules():
         if not getattr(child, "computes_in_float32", False):
@@ -150,7 +156,7 @@ def _to_half(module: nn.Module) -> None:
 
 
 @contextmanager
-def _tiles_of(on_accelerator: bool) -> Iterator[None]:
+def tiles_of(on_accelerator: bool) -> Iterator[None]:
     """Scores in tiles of the size that the device takes."""
     own = logprobs._CPU_TILE
     logprobs._CPU_TILE = logprobs._ACCELERATOR_TILE if on_accelerator else own

@@ -12,6 +12,7 @@ from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
 from lightrl.plan.spread import Kept, kept_of, strategy_name
+from lightrl.plan.stages import StageNeed, stage_need
 
 _FLOAT = 4
 
@@ -91,14 +92,18 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     batches = batches_of(
         config, ranks=trainers, prompt_tokens=machine.prompt_tokens, response_tokens=machine.response_tokens
     )
-    step = _Step(config, models, replace(machine, ranks=trainers), batches)
     engine = None
     if isinstance(config, RolloutConfig):
         engine = engine_of(config, models.policy, batches, ranks=own_ranks or trainers, memory=machine.memory)
-    phases = list(step.phases(engine, is_beside=not own_ranks))
+    is_staged = strategy_name(config, trainers) == "megatron"
+    steps = [
+        _Step(config, models, replace(machine, ranks=trainers), batches, engine, stage, is_beside=not own_ranks)
+        for stage in (range(config.megatron.pp_size) if is_staged else (None,))
+    ]
+    step = max(steps, key=lambda step: max(phase.total for phase in step.phases))
     hf_config = models.policy.hf_config
     return Plan(
-        phases=phases,
+        phases=step.phases,
         batches=batches,
         flops=flops_of_step(config, hf_config, models.policy, batches, passes_of(config)),
         host=step.host,
@@ -108,25 +113,36 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
 
 
 class _Step:
-    """Collects the phases of a step."""
+    """Collects the phases of a step, on a stage of Megatron's pipeline where there is one."""
 
-    def __init__(self, config: RunConfig, models: Models, machine: Machine, batches: Batches) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Models,
+        machine: Machine,
+        batches: Batches,
+        engine: Engine | None,
+        stage: int | None,
+        *,
+        is_beside: bool,
+    ) -> None:
         self._config, self._models, self._machine, self._batches = config, models, machine, batches
+        self._stage = stage
         several = batches.micro_batches > 1
         used = [models.policy, *models.frozen]
         used += [models.reference] if models.reference is not None and self._has_reference else []
         used += [models.critic] if models.critic is not None else []
-        self._kept = {model.role: kept_of(model, config, machine.ranks, several=several) for model in used}
+        self._kept = {model.role: kept_of(model, config, machine.ranks, several=several, stage=stage) for model in used}
         self._used = {model.role: model for model in used}
         self.host = sum(kept.host for kept in self._kept.values())
+        self.phases = list(self._all_phases(engine, is_beside=is_beside))
 
     @property
     def _has_reference(self) -> bool:
         config = self._config
         return isinstance(config, DPOConfig) or (isinstance(config, RolloutConfig) and _kl_coef(config) > 0)
 
-    def phases(self, engine: Engine | None, *, is_beside: bool) -> list[Phase]:
-        """Returns all phases, in the order of a step."""
+    def _all_phases(self, engine: Engine | None, *, is_beside: bool) -> list[Phase]:
         resident = self._resident()
         asleep = {"engine asleep": engine.asleep} if engine is not None and is_beside else {}
         found = [] if engine is None else [self._generate(engine, resident, is_beside)]
@@ -165,25 +181,52 @@ class _Step:
         return Phase(name="generate", parts={**({} if leaves else resident), **awake})
 
     def _score(self, role: str, resident: dict[str, float]) -> Phase:
-        need = self._need(role, trains=False)
-        parts = self._activations(role, need.top)
+        staged = self._stage is not None
+        num_bytes = (
+            self._stage_need(role, trains=False).first_backward if staged else self._need(role, trains=False).top
+        )
+        parts = self._activations(role, num_bytes)
         return Phase(name=f"score by {role}", parts={**resident, **parts, "gathered weights": self._kept[role].forward})
 
     def _train(self, role: str, resident: dict[str, float]) -> Phase:
-        kept, need = self._kept[role], self._need(role, trains=True)
         config = self._config
         if isinstance(config, PPOConfig) and config.critic.offload_waiting_optimizer:
             other = "policy" if role == "critic" else "critic"
             asleep = {name: size for name, size in resident.items() if name == "engine asleep"}
             resident = {**self._resident(without=other), **asleep}
+        chosen = self._pass(role) if self._stage is None else self._staged_pass(role)
+        parts = {**resident, **chosen, "gathered weights": self._kept[role].own_pass}
+        return Phase(name=f"train {role}", parts={name: size for name, size in parts.items() if size})
+
+    def _pass(self, role: str) -> dict[str, float]:
+        """Returns the activations and gradients of a micro-batch at the worst moment."""
+        kept, need = self._kept[role], self._need(role, trains=True)
         head = _head_gradient(self._used[role], kept)
         top = {**self._activations(role, need.top), "gradients": max(kept.waiting, head)}
         bottom = {"activations": need.bottom, "gradients": kept.gradients + kept.waiting * (kept.own_pass > 0)}
         if kept.waiting and not kept.own_pass:
             bottom["gradients"] = kept.gradients
-        chosen = max(top, bottom, key=lambda parts: sum(parts.values()))
-        parts = {**resident, **chosen, "gathered weights": kept.own_pass}
-        return Phase(name=f"train {role}", parts={name: size for name, size in parts.items() if size})
+        return max(top, bottom, key=lambda parts: sum(parts.values()))
+
+    def _staged_pass(self, role: str) -> dict[str, float]:
+        """Returns the activations and gradients of a stage at the worst moment."""
+        need, gradients = self._stage_need(role, trains=True), self._kept[role].gradients
+        goes_on = self._batches.micro_batches > need.waiting  # a forward comes behind a backward
+        first = {**self._activations(role, need.first_backward), "gradients": gradients if goes_on else 0.0}
+        later = {**self._activations(role, need.next_backward), "gradients": gradients}
+        return max(first, later, key=lambda parts: sum(parts.values()))
+
+    def _stage_need(self, role: str, *, trains: bool) -> StageNeed:
+        assert self._stage is not None
+        return stage_need(
+            self._used[role],
+            self._batches.pack,
+            self._config,
+            self._stage,
+            micro_batches=self._batches.micro_batches,
+            trains=trains,
+            on_accelerator=self._machine.is_accelerator,
+        )
 
     def _need(self, role: str, *, trains: bool) -> Pass:
         config = self._config
@@ -202,11 +245,10 @@ class _Step:
     def _computation(self) -> Computation:
         if self._config.dtype == "float32":
             return "float32"
-        rounds = strategy_name(self._config, self._machine.ranks) in ("fsdp", "megatron")
-        return "bfloat16" if rounds else "autocast"
+        return "bfloat16" if strategy_name(self._config, self._machine.ranks) == "fsdp" else "autocast"
 
     def _activations(self, role: str, num_bytes: float) -> dict[str, float]:
-        if role == "critic":
+        if role == "critic" or self._stage not in (None, self._config.megatron.pp_size - 1):
             return {"activations": num_bytes}
         chunk = min(num_bytes, self._logits_chunk())
         return {"activations": num_bytes - chunk, "logits chunk": chunk}
@@ -214,9 +256,11 @@ class _Step:
     def _logits_chunk(self) -> float:
         """Returns the bytes of a tile of logits with its probabilities and their product."""
         tile = logprobs._ACCELERATOR_TILE if self._machine.is_accelerator else logprobs._CPU_TILE
-        rows = min(tile[0], self._batches.pack.num_sequences * self._batches.pack.num_scored)
+        rows = self._batches.pack.num_sequences * self._batches.pack.num_scored
         vocabulary = self._models.policy.hf_config.get_text_config().vocab_size
-        return float(3 * _FLOAT * rows * min(tile[1], vocabulary))
+        if self._stage is not None:  # whose ranks split both
+            rows, vocabulary = rows // self._config.megatron.cp_size, vocabulary // self._config.tp_size
+        return float(3 * _FLOAT * min(tile[0], rows) * min(tile[1], vocabulary))
 
 
 def _kl_coef(config: RolloutConfig) -> float:

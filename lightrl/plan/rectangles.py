@@ -28,7 +28,7 @@ _IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """The bytes of the stage that has most."""
+    """The bytes of a stage."""
 
     weights: float  # that compute
     main: float  # float32 copies of them, which the optimizer steps where they compute in bfloat16
@@ -49,14 +49,16 @@ def sizes_of(config: RunConfig) -> Sizes:
     )
 
 
-def stage_bytes(model: Model, config: RunConfig, world: int) -> StageBytes:
-    """Returns what the first rank of the largest stage keeps; ValueError for what the strategy refuses."""
+def stage_bytes(model: Model, config: RunConfig, world: int, stage: int | None = None) -> StageBytes:
+    """Returns what the first rank of a stage keeps, or of the largest; ValueError for what the strategy refuses."""
     check_options(config)
     sizes = sizes_of(config)
     text = model.hf_config.get_text_config()
     check_config(text, sizes, sequence_parallel=config.megatron.sequence_parallel)
     deepseek.check_options(text, config)
-    stages = [_of_stage(model, sizes, stage, world, config) for stage in range(sizes.pp)]
+    if stage is not None:
+        return _of_stage(model, sizes, stage, world, config)
+    stages = [_of_stage(model, sizes, number, world, config) for number in range(sizes.pp)]
     return max(stages, key=lambda stage: stage.weights + stage.main + stage.trained + stage.states)
 
 
@@ -100,11 +102,12 @@ def _cut(weight: Weight, model: Model, sizes: Sizes, place: Place) -> str | None
         is_output = weight.name.endswith("lm_head.weight")
         return (ROWS if is_output else WHOLE) if place.pp == sizes.pp - 1 else None
     layers = model.num_layers
-    slot = slot_of(found.group(), sizes, place, num_layers=layers, is_tied=_is_tied(model))
+    slot = slot_of(found.group(), sizes, place, num_layers=layers, is_tied=is_tied(model))
     return None if slot is None else slot.cut
 
 
-def _is_tied(model: Model) -> bool:
+def is_tied(model: Model) -> bool:
+    """Returns whether the output has the weights of the embedding."""
     names = [weight.name for weight in model.weights]
     has_head = any(name.endswith(("lm_head.weight", ".score.weight")) for name in names)
     return not has_head and model.role != "critic"

@@ -55,8 +55,16 @@ def strategy_name(config: RunConfig, world: int) -> str:
     return ("single" if world == 1 else "fsdp") if config.strategy == "auto" else config.strategy
 
 
-def kept_of(model: Model, config: RunConfig, world: int, *, several: bool) -> Kept:
-    """Returns the bytes of a model. several: whether an update has more than one micro-batch."""
+def kept_of(model: Model, config: RunConfig, world: int, *, several: bool, stage: int | None = None) -> Kept:
+    """Returns the bytes of a model.
+
+    Args:
+        model: What is kept.
+        config: The run's options.
+        world: Number of ranks.
+        several: Whether an update has more than one micro-batch.
+        stage: A stage of Megatron's pipeline; None: the one that keeps most.
+    """
     name = strategy_name(config, world)
     if name == "fsdp":
         return _sharded(model, config, world, several)
@@ -65,14 +73,14 @@ def kept_of(model: Model, config: RunConfig, world: int, *, several: bool) -> Ke
     if name in ("single", "ddp"):
         return _whole(model, config, several)
     if name == "megatron":
-        return _in_stages(model, config, world, several)
+        return _in_stages(model, config, world, several, stage)
     raise ValueError(
         f"--strategy {name} is not one of single, ddp, fsdp, deepspeed and megatron, whose memory the plan knows."
     )
 
 
-def _in_stages(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
-    found = stage_bytes(model, config, world)
+def _in_stages(model: Model, config: RunConfig, world: int, several: bool, stage: int | None) -> Kept:
+    found = stage_bytes(model, config, world, stage)
     return Kept(
         weights=found.weights + model.buffer_bytes,
         master=found.main,

@@ -145,8 +145,8 @@ class PackedAttention(nn.Module):
         from megatron.core import parallel_state
 
         self._scale = config.kv_channels**-0.5
-        self._num_parts = config.context_parallel_size
-        self._group: Any = parallel_state.get_context_parallel_group() if self._num_parts > 1 else None
+        is_split = config.context_parallel_size > 1
+        self._group: Any = parallel_state.get_context_parallel_group() if is_split else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Tensor:
         """Maps queries, keys and values of this rank's tokens, [t, heads, size], to [t, heads x size]."""
@@ -159,7 +159,7 @@ class PackedAttention(nn.Module):
             parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
             return layout.attend(parts[0], parts[1], parts[2], scoring).reshape(query.shape[0], -1)
         key, value = (self._gathered(part)[pack.joined] for part in (key, value))
-        return self._attend_to_all(query, key, value, pack)
+        return attend_to_all(query, key, value, pack, self._scale)
 
     def _gathered(self, part: Tensor) -> Tensor:
         # torch.distributed.nn.functional.all_gather has a wrong backward in a group that is not the world.
@@ -167,23 +167,25 @@ class PackedAttention(nn.Module):
         whole: Tensor = gathered.wait() if isinstance(gathered, functional.AsyncCollectiveTensor) else gathered
         return whole
 
-    def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> Tensor:
-        lengths = [end - start for start, end in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False)]
-        queries = query.split([length // self._num_parts for length in lengths])
-        outputs = []
-        for own, q, k, v in zip(pack.own_positions, queries, key.split(lengths), value.split(lengths), strict=True):
-            mask = own[:, None] >= torch.arange(k.shape[0], device=k.device)
-            heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
-            output = F.scaled_dot_product_attention(
-                heads[0],
-                heads[1],
-                heads[2],
-                attn_mask=mask,
-                scale=self._scale,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs).reshape(query.shape[0], -1)
+
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
+    """Maps a rank's queries, [t, heads, size], and the keys and values of all ranks to [t, heads x size]."""
+    lengths = [end - start for start, end in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False)]
+    queries = query.split([own.shape[0] for own in pack.own_positions])
+    outputs = []
+    for own, q, k, v in zip(pack.own_positions, queries, key.split(lengths), value.split(lengths), strict=True):
+        mask = own[:, None] >= torch.arange(k.shape[0], device=k.device)
+        heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
+        output = F.scaled_dot_product_attention(
+            heads[0],
+            heads[1],
+            heads[2],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs).reshape(query.shape[0], -1)
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

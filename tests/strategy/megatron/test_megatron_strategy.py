@@ -79,6 +79,20 @@ def test_bfloat16_keeps_what_the_contract_asks() -> None:
     run_spmd(FOLDER / "bfloat16_ranks.py", *flags, world_size=2, timeout_s=200, cwd=FOLDER)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dense --tp_size 2 --megatron.sequence_parallel True",
+        "dense --megatron.cp_size 2",
+        "experts --megatron.ep_size 2",
+    ],
+)
+def test_a_layer_keeps_for_its_backward_what_the_plan_says(layout) -> None:
+    """kept_ranks.py compares the bytes."""
+    family, *flags = layout.split()
+    run_spmd(FOLDER / "kept_ranks.py", family, "--strategy", CPU, *flags, world_size=2, timeout_s=200, cwd=FOLDER)
+
+
 def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -> None:
     """A sample of benchmarks/megatron_grid.py, which moves those of every family; and a training split by tensors.
 
