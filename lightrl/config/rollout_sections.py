@@ -27,6 +27,9 @@ class ScheduleConfig:
     """What happens to a group that would become older than max_staleness. wait: a step waits for it. drop: no step
     waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue, or with
     --rollout_ranks."""
+    on_policy_min_ratio: float = option(0.0, at_least=0, at_most=1)
+    """Share of a step's groups that must have been started under its own weights, such as 0.5; a step waits for them.
+    With late drop."""
     max_token_staleness: int = option(0, at_least=0)
     """Tokens of weights that are more than this many steps behind are not trained. 0: all are trained."""
     tail_batch: int = option(-1, at_least=-1)
@@ -74,6 +77,11 @@ class ScheduleConfig:
     def check_late(self, *, has_own_ranks: bool) -> None:
         """Raises ValueError for --rollout.late drop where nothing becomes too old; with ranks that only generate."""
         if self.late == "wait":
+            if self.on_policy_min_ratio:
+                raise ValueError(
+                    f"--rollout.on_policy_min_ratio {self.on_policy_min_ratio:g} needs --rollout.late drop: without it "
+                    "old groups keep their places in a step."
+                )
             return
         if not (self.max_staleness if has_own_ranks else self.over_issue):
             needed = "--rollout.max_staleness above 0" if has_own_ranks else "--rollout.over_issue"

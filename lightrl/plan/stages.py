@@ -66,11 +66,6 @@ def stage_need(
     return StageNeed(kept=kept, waiting=waiting, work=found.work)
 
 
-def layer_bytes(model: Model, pack: PackShape, config: RunConfig) -> float:
-    """Returns what a layer keeps of a micro-batch until its backward, on a CPU."""
-    return _of_stage(model, pack, config, 0, trains=True, on_accelerator=False).layer
-
-
 def _of_stage(
     model: Model, pack: PackShape, config: RunConfig, stage: int, *, trains: bool, on_accelerator: bool
 ) -> _Found:

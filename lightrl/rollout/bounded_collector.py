@@ -13,12 +13,13 @@ from lightrl.engines.link import Link
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
 from lightrl.rewards.scoring import RewardError
 from lightrl.rollout.collector import Prompts
+from lightrl.rollout.fresh_share import bounded_rules, num_steps_started
 from lightrl.rollout.production import CLAIMS, CONTINUED, FINISHED, TicketOrder
 from lightrl.rollout.recorded_schedule import Calls, ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.rollout.sample_messages import from_bytes, to_bytes
 from lightrl.rollout.saved_groups import group_from_state
-from lightrl.rollout.scheduler import Rules, forced_first
+from lightrl.rollout.scheduler import forced_first
 
 
 class Tickets:
@@ -86,7 +87,7 @@ class BoundedCollector(RemoteCollector):
         self._num_steps = config.max_steps
         self._num_dropped = 0  # groups that counted, and were not trained
         self._num_named = -1 if not config.data.curriculum else 0  # groups whose prompts are chosen; -1: by no one
-        self._rules = Rules(batch_size=config.num_prompts, max_staleness=config.rollout.max_staleness)
+        self._rules = bounded_rules(config)
         self._max_failures = config.max_reward_failures
         self._tickets = tickets
         self._log = log
@@ -148,7 +149,7 @@ class BoundedCollector(RemoteCollector):
 
     def _name_prompts(self, step: int) -> None:
         """Chooses the prompts of all groups that may be started under this step's weights, on every rank alike."""
-        num_steps = min(self._rules.max_staleness + step + 1, self._num_steps) - self._first_step
+        num_steps = num_steps_started(self._rules, step, self._num_steps) - self._first_step
         num_dropped: int = self._comm.broadcast_object(self._num_dropped)  # which rank 0 alone knows
         end = num_steps * self._rules.batch_size + num_dropped
         chosen = [self._sampler.index_at(self._order[number]) for number in range(self._num_named, end)]

@@ -7,6 +7,7 @@ from typing import Any
 from lightrl.engines.link import Link
 from lightrl.metrics import Statistics
 from lightrl.rollout.bounded_collector import BoundedCollector
+from lightrl.rollout.fresh_share import oldest_with_fresh
 
 
 class DroppingCollector(BoundedCollector):
@@ -35,9 +36,7 @@ class DroppingCollector(BoundedCollector):
 
     def choose(self, step: int) -> tuple[int, ...] | None:
         """Returns the finished groups that were started first; None while there are too few."""
-        size = self._rules.batch_size
-        oldest = sorted(self._finished, key=lambda number: (self._started[number], number))[:size]
-        return tuple(oldest) if len(oldest) == size else None
+        return oldest_with_fresh(self._started, self._finished, step=step, rules=self._rules)
 
     def _learn_news(self, link: Link) -> bool:
         is_all_known = super()._learn_news(link)

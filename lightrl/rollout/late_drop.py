@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightrl.records import Sample
 from lightrl.rollout.collector import Prompts
+from lightrl.rollout.fresh_share import oldest_with_fresh
 from lightrl.rollout.scheduled_collector import ScheduledCollector
 from lightrl.rollout.scheduler import AsyncScheduler
 
@@ -24,9 +25,8 @@ class DroppingScheduler(AsyncScheduler):
         return late
 
     def _choose(self, step: int) -> tuple[int, ...] | None:
-        size = self.rules.batch_size
-        oldest = sorted(self.finished, key=lambda ticket: (self.started[ticket], ticket))[:size]
-        return tuple(sorted(oldest)) if len(oldest) == size else None
+        chosen = oldest_with_fresh(self.started, self.finished, step=step, rules=self.rules)
+        return None if chosen is None else tuple(sorted(chosen))
 
 
 class LateDropCollector(ScheduledCollector):

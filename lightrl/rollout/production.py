@@ -23,6 +23,7 @@ from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Scorer, engine_prompt, sampling_of
+from lightrl.rollout.fresh_share import bounded_rules, num_steps_started
 from lightrl.rollout.journal import completion_from, completion_state
 from lightrl.rollout.sample_messages import from_bytes, to_bytes
 from lightrl.rollout.saved_groups import group_state
@@ -188,7 +189,7 @@ class Production:
         config, version = self._config, self._engine.version
         if self._order is None or version is None:
             return []
-        num_steps = min(config.rollout.max_staleness + version + 1, config.max_steps) - self._first_step
+        num_steps = num_steps_started(bounded_rules(config), version, config.max_steps) - self._first_step
         room = config.num_prompts - len(self._groups)
         claims: list[tuple[int, int]] = []
         while self._may_go_on and len(claims) < room:

@@ -23,6 +23,7 @@ class Rules:
     max_groups: int = 0  # that run at once; 0: no limit
     tail_batch: int = -1  # -1: none; 0: slow groups go first; N: N slow groups make a step without over-issue
     tail_after: int = 3  # a group is slow once it was carried over as many steps
+    on_policy_min_ratio: float = 0.0  # share of a batch started under the step's weights, where late groups are dropped
     max_rounds: int = 5  # a step that lost as many batches of groups ends with what it has
 
     @property

@@ -116,6 +116,7 @@ def scheduler_of(config: RolloutConfig) -> Scheduler:
         max_groups=options.max_groups,
         tail_batch=options.tail_batch,
         tail_after=options.tail_after,
+        on_policy_min_ratio=options.on_policy_min_ratio,
     )
     return SCHEDULERS[options.late](rules) if options.over_issue else SyncScheduler(rules)
 

@@ -26,6 +26,7 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
 
 BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # by --rollout.late
+_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio")  # options of --rollout that such runs take
 
 
 def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
@@ -191,7 +192,7 @@ def check_split(config: RolloutConfig) -> None:
 def _check_schedule(config: RolloutConfig) -> None:
     """Raises ValueError for an option of schedules on ranks that do both; what concerns the age is common."""
     defaults = ScheduleConfig()
-    for name in (item.name for item in fields(defaults) if item.name not in ("max_staleness", "late")):
+    for name in (item.name for item in fields(defaults) if item.name not in _BOUNDED):
         if getattr(config.rollout, name) != getattr(defaults, name):
             raise _refused(f"--rollout.{name}", "Leave it out")
 

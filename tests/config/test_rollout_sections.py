@@ -16,6 +16,8 @@ from lightrl.config import GRPOConfig, WorkflowConfig, parse_config
         ({"over_issue": -1.0}, "over_issue"),
         ({"max_staleness": 2, "late": "drop"}, "--rollout.late drop does nothing without --rollout.over_issue"),
         ({"over_issue": 1.0, "max_staleness": 2, "late": "drop", "tail_batch": 0}, "tail_batch 0 waits for"),
+        ({"over_issue": 1.0, "max_staleness": 2, "on_policy_min_ratio": 0.5}, "ratio 0.5 needs --rollout.late drop"),
+        ({"late": "drop", "on_policy_min_ratio": 1.5}, "on_policy_min_ratio"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], text: str) -> None:

@@ -16,7 +16,7 @@ from lightrl.models.policy import Policy
 from lightrl.plan.activations import PackShape, _batch
 from lightrl.plan.meter import StorageMeter
 from lightrl.plan.models import policy_of
-from lightrl.plan.stages import layer_bytes
+from lightrl.plan.stages import _of_stage
 from lightrl.strategy import create_strategy
 from lightrl.strategy.megatron.placing import placed_of
 
@@ -55,7 +55,8 @@ def main() -> None:
     strategy = create_strategy(config)
     strategy.setup_distributed()
     one, two = (kept(strategy, family, num_layers) for num_layers in (1, 2))
-    planned = layer_bytes(policy_of(config_with(family, 2), config), PACK, config)
+    model = policy_of(config_with(family, 2), config)
+    planned = _of_stage(model, PACK, config, 0, trains=True, on_accelerator=False).layer
     # A router sends each rank another number of tokens, and keeps a few small tables.
     allowed = 0 if family == "dense" else 0.1 * planned
     everywhere = strategy.comm.all_gather_object(two - one)

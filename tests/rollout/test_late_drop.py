@@ -62,6 +62,7 @@ def play(seed: int, num_steps: int = 12) -> Counter[str]:
         max_staleness=eta,
         over_issue=draw.choice([0.5, 1.0, eta]),
         max_groups=draw.choice([0, 0, draw.randint(1, 8)]),
+        on_policy_min_ratio=draw.choice([0.0, 0.0, 0.3, 0.5, 1.0]),
     )
     slow, failing = draw.choice([0.05, 0.2, 0.5]), draw.choice([0.0, 0.1, 0.3])
     ranks = [DroppingScheduler(rules), DroppingScheduler(rules)]
@@ -92,6 +93,8 @@ def play(seed: int, num_steps: int = 12) -> Counter[str]:
             lost.update(gone)
         assert batch is not None, "no step waits for ever"
         assert all(step - ranks[0].started[ticket] <= eta for ticket in batch)
+        fresh = sum(ranks[0].started[ticket] == step for ticket in batch)
+        assert fresh >= rules.on_policy_min_ratio * len(batch) or len(batch) < rules.batch_size
         trained.update(batch)
         for rank in ranks:
             rank.take(batch)

@@ -289,6 +289,20 @@ def test_late_groups_are_dropped_and_replaced(bound, seed, workflow, run):
     assert trained < {*range(used["first"]), *used["beyond"]}
 
 
+@pytest.mark.parametrize(("ratio", "workflow"), [(0.5, None), (1.0, TwoTurns())])
+def test_every_step_has_its_share_of_groups_of_its_own_weights(ratio, workflow, run):
+    steps = 12
+    config = dropping(2, steps)
+    config.rollout.on_policy_min_ratio = ratio
+    batches, _ = run(config, 4, workflow)
+    shares = [[sample.start_version == step for sample in batch] for step, batch in enumerate(batches)]
+    assert len(batches) == steps
+    assert min(sum(share) / len(share) for share in shares) >= ratio
+    plain, _ = run(dropping(2, steps), 4, workflow)
+    shares = [[sample.start_version == step for sample in batch] for step, batch in enumerate(plain)]
+    assert min(sum(share) / len(share) for share in shares) < ratio, "nothing was tested"
+
+
 @pytest.mark.parametrize("workflow", [None, TwoTurns()])
 def test_dropped_groups_do_not_come_back_after_a_resume(workflow, run):
     config = dropping(1, 12)

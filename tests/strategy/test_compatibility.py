@@ -6,6 +6,7 @@ Where a row is about several ranks, the checks of page_ranks_program.py and of S
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -555,7 +556,7 @@ def _(_: Any, __: Path) -> None:
     assert lightrl.GRPOConfig(algorithm=AlgorithmConfig(proximal="interpolate")).algorithm.ratio_to == "interpolate"
 
 
-@row("late drop of old samples")
+@row("late drop of old samples, `staleness_threshold`, `on_policy_min_ratio`")
 def _(_: Any, __: Path) -> None:
     # A batch of 1 and a bound of 1: ticket 0 of version 0 must be trained in step 1, which waits for it.
     started, rules = {0: 0, 1: 1}, Rules(batch_size=1, max_staleness=1)
@@ -566,3 +567,9 @@ def _(_: Any, __: Path) -> None:
     drops.started, drops.finished = dict(started), {1}
     assert drops.batch(1) == (1,)
     assert drops.drop_late(2) == [0]
+    # With half of a batch of 2 on policy, step 2 takes ticket 3, of its own weights, in place of ticket 2.
+    halves = DroppingScheduler(replace(rules, batch_size=2, on_policy_min_ratio=0.5))
+    halves.started, halves.finished = {1: 1, 2: 1, 3: 2}, {1, 2}
+    assert halves.batch(2) is None
+    halves.finished.add(3)
+    assert halves.batch(2) == (1, 3)

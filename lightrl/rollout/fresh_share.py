@@ -1,0 +1,56 @@
+"""Keeps a share of each step's groups on policy (--rollout.on_policy_min_ratio): a step waits for its own ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lightrl.config import RolloutConfig
+from lightrl.rollout.scheduler import Rules
+
+
+def oldest_with_fresh(
+    started: Mapping[int, int], finished: Collection[int], *, step: int, rules: Rules
+) -> tuple[int, ...] | None:
+    """Returns the finished groups that a step takes, oldest first; None while there are too few, or too few fresh ones.
+
+    Fresh is what was started under the weights of the step. The batch is that of the groups started first, but its
+    youngest give way to fresh ones until these are the share.
+
+    Args:
+        started: The version that each group was started under.
+        finished: The groups that are finished.
+        step: The number of the step.
+        rules: The size of a batch, and the share.
+    """
+    ordered = sorted(finished, key=lambda group: (started[group], group))
+    fresh = [group for group in ordered if started[group] == step]
+    needed = num_fresh(rules)
+    if len(ordered) < rules.batch_size or len(fresh) < needed:
+        return None
+    others = [group for group in ordered if group not in fresh[:needed]]
+    chosen = {*fresh[:needed], *others[: rules.batch_size - needed]}
+    return tuple(group for group in ordered if group in chosen)
+
+
+def num_fresh(rules: Rules) -> int:
+    """Returns how many groups of a batch must be fresh: the fewest whose share is not below the ratio."""
+    size = rules.batch_size
+    return next(count for count in range(size + 1) if count / size >= rules.on_policy_min_ratio)
+
+
+def num_steps_started(rules: Rules, version: int, max_steps: int) -> int:
+    """Returns for how many steps of a run groups may be started under weights of a version.
+
+    The last steps need fresh groups as well, where all others may have been started long before.
+    """
+    ahead = rules.max_staleness + version + 1
+    return ahead if rules.on_policy_min_ratio else min(ahead, max_steps)
+
+
+def bounded_rules(config: RolloutConfig) -> Rules:
+    """Returns the rules of a run in which ranks of their own generate."""
+    return Rules(
+        batch_size=config.num_prompts,
+        max_staleness=config.rollout.max_staleness,
+        on_policy_min_ratio=config.rollout.on_policy_min_ratio,
+    )
