@@ -46,6 +46,11 @@ class Head:
     softcap: float | None
     scale: float
 
+    @property
+    def num_logits(self) -> int:
+        """Size of the vocabulary."""
+        return self.weight.shape[0]
+
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the logits of a few rows in float32."""
         logits = F.linear(hidden, weight, bias)
@@ -67,6 +72,9 @@ class Logits:
     @classmethod
     def of(cls, policy: LanguageModel, hidden: Tensor) -> Logits:
         """Returns the logits of a policy's hidden states, in the type in which it computes."""
+        make_own: Callable[[Tensor], Logits] | None = getattr(policy, "__dict__", {}).get("logits_of")
+        if make_own is not None:  # where the output layer is not in the model itself
+            return make_own(hidden)
         layer: Any = policy.hf.get_output_embeddings()
         bias = getattr(layer, "bias", None)
         dtype = layer.weight.dtype
@@ -85,7 +93,7 @@ class Logits:
     @property
     def shape(self) -> torch.Size:
         """[T, V]."""
-        return torch.Size((self.hidden.shape[0], self.head.weight.shape[0]))
+        return torch.Size((self.hidden.shape[0], self.head.num_logits))
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,7 @@ from lightrl import comm as comm_module
 from lightrl.engines.base import InferenceEngine, check_engine_name
 from lightrl.seeding import mix_seed
 from lightrl.strategy import foreign_data
+from lightrl.strategy.foreign_forward import ForwardNames
 from lightrl.strategy.foreign_models import (
     Native,
     options_of,
@@ -43,7 +44,7 @@ from lightrl.strategy.stats import Stats
 from lightrl.strategy.user_batch import evaluate
 
 
-class ForeignNames(ABC):
+class ForeignNames(ForwardNames, ABC):
     """Mixin of StrategyBase that wraps its methods and what it holds."""
 
     grad_scaler: GradScaler | None = None

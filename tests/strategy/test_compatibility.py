@@ -521,12 +521,32 @@ def _(_: Any, __: Path) -> None:
     assert all("max_batch_seqlen" not in item for item in batches)
 
 
-@row("`get_forward_step_func()`, `custom_forward(...)`")
+@row("`get_forward_step_func(loss_fn=None)`")
 def _(served: Any, __: Path) -> None:
     ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    found = served.forward({"input_ids": ids, "attention_mask": mask})
-    assert found.shape == ids.shape
-    assert (found != 0).tolist() == [[False, False, True], [False, True, True]]
+    batch = {"input_ids": ids, "attention_mask": mask}
+    model = served.trained.entry(None).model
+    step = served.get_forward_step_func(lambda outputs, _: -outputs["log_probs"].sum())
+    outputs, finish = step(iter([batch]), model)
+    loss, numbers = finish(outputs)
+    found = served.forward(batch)  # each token's, where outputs have the next one's
+    assert loss.item() == numbers["loss"].item() == pytest.approx(-float(found.sum()), rel=1e-5)
+    loss.backward()
+    model.zero_grad()
+
+
+@row("`custom_forward(model, input_ids, attention_mask, ...)`")
+def _(served: Any, __: Path) -> None:
+    ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    model = served.trained.entry(None).model
+
+    def processor(logits: Any, label: Tensor) -> dict[str, Tensor]:
+        return {"log_probs": logits.log_softmax(-1).gather(-1, label[:, None])[:, 0]}
+
+    arguments = {"label": ids.roll(-1, 1)}
+    found = served.custom_forward(model, ids, mask, None, False, False, True, processor, arguments)["log_probs"]
+    assert torch.allclose(found[1, :2], served.forward({"input_ids": ids, "attention_mask": mask})[1, 1:], atol=1e-5)
+    assert served.custom_forward(model, ids, mask).shape == (2, 3, model.hf.config.vocab_size)
 
 
 @row("`offload_megatron_copy_params(optimizers)`, `load_megatron_copy_params(optimizers)`")

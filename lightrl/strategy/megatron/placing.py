@@ -45,6 +45,8 @@ class Placed:
             positions = last_positions(batch.input_ids, batch.cu_seqlens, model.hf.config.pad_token_id)
             return stage.values_at(hidden, positions, pack)
         assert isinstance(model, Policy)
+        if "scores" in model.__dict__:  # a user's function of the logits stands there for a while
+            return model.scores(stage.all_states(hidden, pack), batch)
         logprobs, entropy = stage.token_scores(hidden, batch, pack, with_entropy=model.entropy)
         routing = None if stage.replay is None else stage.replay.scores(pack)
         if isinstance(model, ActorCritic):
@@ -81,6 +83,7 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
     _tie(model, decoder, stages, shape, ranks, shards_states=shards_states)
     placed = Placed(stages=stages, ranks=ranks, model=model)
     model.__dict__[PLACED] = placed
+    model.__dict__["logits_of"] = stages[-1].logits_of  # the last stage has the output layer
     model.__dict__["forward"] = partial(_forward, placed)  # in place of its class's
     return placed
 

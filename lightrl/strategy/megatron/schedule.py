@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrl.records import PackedBatch
+from lightrl.strategy.foreign_forward import LossFn, Step, finish, scored_rows
 from lightrl.strategy.megatron.placing import Placed
 from lightrl.strategy.megatron.stage import Stage
 
@@ -52,3 +54,24 @@ def run_schedule(
         collect_non_loss_data=not trains,
     )
     return found
+
+
+def forward_step(placed: Placed, temperature: float, loss_fn: LossFn | None) -> Step:
+    """Returns a step for megatron-core's schedules: step(micro-batches, stage) gives a stage's states.
+
+    The function beside them is called on the last stage: (loss, numbers), or the outputs where there is no loss.
+    """
+
+    def step(micro_batches: Iterator[Any], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(micro_batches)
+        rows = scored_rows(batch, temperature) if isinstance(batch, Mapping) else None
+        packed: Any = batch if rows is None else rows.pack
+        layout = stage.pack(packed)
+
+        def last(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            run = partial(placed.outputs, stage, hidden, packed, layout)
+            return finish(batch, loss_fn, run() if rows is None else rows.inside(placed.model, run), non_loss_data)
+
+        return stage(packed, layout), last
+
+    return step

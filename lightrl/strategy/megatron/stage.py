@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightrl.models.lazy_logits import Logits
 from lightrl.records import PackedBatch
 from lightrl.strategy.megatron import deepseek, modules
 from lightrl.strategy.megatron.packing import Pack, lay_out
 from lightrl.strategy.megatron.parts import padded_rows
 from lightrl.strategy.megatron.ranks import Ranks
 from lightrl.strategy.megatron.replay import StageReplay
+from lightrl.strategy.megatron.split_logits import logits_of
 from lightrl.strategy.megatron.vocabulary import SumOfParts, split_logprobs
 
 
@@ -208,14 +210,9 @@ class Stage(nn.Module):
         self, hidden: Tensor, batch: PackedBatch, pack: Pack, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities and entropies of the response tokens, [N], on every rank."""
-        from megatron.core.tensor_parallel import mappings
-
         ranks = self._ranks
-        if ranks.sequence_parallel:
-            hidden = mappings.gather_from_sequence_parallel_region(hidden)
-        else:
-            hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
-        weight: Tensor = self.output_weight if hasattr(self, "output_weight") else self.embedding.weight
+        hidden = self._before_output(hidden)
+        weight = self._output_rows()
         first_row = weight.shape[0] * ranks.place.tp
         weight = weight[: self._shape.text.vocab_size - first_row]  # without the padding
 
@@ -232,6 +229,34 @@ class Stage(nn.Module):
 
         logprobs, entropy = self._joined(hidden, batch.score_index, pack, score)
         return logprobs, entropy
+
+    def _before_output(self, hidden: Tensor) -> Tensor:
+        """Returns the states of all tokens of this part of the sequences, whose gradient sums those of the ranks."""
+        from megatron.core.tensor_parallel import mappings
+
+        whole: Tensor = (
+            mappings.gather_from_sequence_parallel_region(hidden)
+            if self._ranks.sequence_parallel
+            else mappings.copy_to_tensor_model_parallel_region(hidden)
+        )
+        return whole
+
+    def _output_rows(self) -> Tensor:
+        weight: Tensor = self.output_weight if hasattr(self, "output_weight") else self.embedding.weight
+        return weight
+
+    def all_states(self, hidden: Tensor, pack: Pack) -> Tensor:
+        """Returns the states of the micro-batch's tokens, [T, H], for a function of logits."""
+        if pack.joined is not None:
+            raise ValueError(
+                f"--megatron.cp_size {self._ranks.sizes.cp} gives each rank some tokens of a sequence, and a function "
+                "of logits needs them all. Leave it at 1, or give micro-batches that lightrl.data.packing.pack made."
+            )
+        return self._before_output(hidden)[pack.where, 0]
+
+    def logits_of(self, states: Tensor) -> Logits:
+        """Returns the logits of states, [T, V], which exist a few rows at a time."""
+        return logits_of(states, self._output_rows(), self._shape.text.vocab_size, self._ranks.sizes.tp)
 
     def values_at(self, hidden: Tensor, positions: Tensor, pack: Pack) -> Tensor:
         """Returns the numbers of the value head, or of a reward model's, at positions of the micro-batch: [N]."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.strategy.foreign_forward import Step, temperature_of
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.plain import Weights
 from lightrl.strategy.megatron import checks, deepseek, main_copies, updates
@@ -24,10 +25,11 @@ from lightrl.strategy.megatron.layout import MegatronLayout
 from lightrl.strategy.megatron.parts import Sizes
 from lightrl.strategy.megatron.placing import Placed, place, placed_of
 from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
-from lightrl.strategy.megatron.schedule import run_schedule
+from lightrl.strategy.megatron.schedule import forward_step, run_schedule
 from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.results import GroupBatches, LossFn, TrainBatchResult, TrainedModel
 from lightrl.strategy.torch_native import TorchStrategy
+from lightrl.strategy.user_batch import token_logprobs
 
 
 class MegatronStrategy(TorchStrategy):
@@ -148,8 +150,6 @@ class MegatronStrategy(TorchStrategy):
 
     def train_batch(self, data: Sequence[Any] | Mapping[str, Any], *args: Any, **kwargs: Any) -> TrainBatchResult:
         """Takes one optimizer step over micro-batches, as every strategy does; the last stage computes the losses."""
-        if isinstance(data, Mapping):
-            raise _takes_packs("train_batch")
         self.trained.require_on_device(self.trained.entry(kwargs.get("model")).model)
         return super().train_batch(data, *args, **kwargs)
 
@@ -177,7 +177,7 @@ class MegatronStrategy(TorchStrategy):
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each micro-batch, without gradients, in order, on the rank that brought it."""
         if isinstance(data, Mapping):
-            raise _takes_packs("forward")
+            return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
         self.trained.require_on_device(chosen)
         placed = placed_of(chosen)
@@ -188,6 +188,11 @@ class MegatronStrategy(TorchStrategy):
         outputs = run_schedule(placed, batches, lambda _, outputs: outputs, trains=False)
         chosen.train(was_training)
         return self._outputs_of_last_stage(placed, outputs)[mine.start : mine.stop]
+
+    def get_forward_step_func(self, loss_fn: LossFn | None = None) -> Step:
+        """Returns a step for megatron-core's own schedules, over the stages of the trained model."""
+        placed = placed_of(self.trained.entry(None).model)
+        return forward_step(placed, temperature_of(self.options), loss_fn)
 
     def _outputs_of_last_stage(self, placed: Placed, outputs: list[Any]) -> list[Any]:
         """Returns the outputs on every stage."""
@@ -222,10 +227,3 @@ def _moved(outputs: Any, device: torch.device) -> Any:
     names = outputs.__dataclass_fields__
     moved = {name: getattr(outputs, name) for name in names}
     return replace(outputs, **{name: value.to(device) for name, value in moved.items() if torch.is_tensor(value)})
-
-
-def _takes_packs(method: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"--strategy megatron: {method}() takes a list of PackedBatch, not a dictionary of tensors. Pack them by "
-        "lightrl.data.packing.pack, or use --strategy fsdp."
-    )

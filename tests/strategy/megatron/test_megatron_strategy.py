@@ -93,6 +93,23 @@ def test_a_layer_keeps_for_its_backward_what_the_plan_says(layout) -> None:
     run_spmd(FOLDER / "kept_ranks.py", family, "--strategy", CPU, *flags, world_size=2, timeout_s=200, cwd=FOLDER)
 
 
+def test_dictionaries_of_rows_and_steps_of_a_schedule_equal_plain_training(tmp_path) -> None:
+    """Stages, and tensors with sequence parallelism, against one rank of `single`."""
+    layouts = {
+        "single": "--strategy single",
+        "stages": f"--strategy {CPU} --megatron.pp_size 2",
+        "tensors": f"--strategy {CPU} --tp_size 2 --megatron.sequence_parallel True",
+    }
+    found = {}
+    for name, flags in layouts.items():
+        path, world = tmp_path / f"{name}.json", 1 if name == "single" else 2
+        run_spmd(FOLDER / "rows_ranks.py", str(path), *flags.split(), world_size=world, timeout_s=200, cwd=FOLDER)
+        found[name] = json.loads(path.read_text())
+    for name in ("stages", "tensors"):
+        for part in ("train", "eval", "scores", "steps"):
+            assert_close(torch.tensor(found[name][part]), torch.tensor(found["single"][part]), atol=2e-6, rtol=1e-6)
+
+
 def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -> None:
     """A sample of benchmarks/megatron_grid.py, which moves those of every family; and a training split by tensors.
 

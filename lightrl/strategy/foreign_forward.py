@@ -1,0 +1,174 @@
+"""The forward of other trainers' loops: padded rows in, what a function makes of their logits out, padded as well.
+
+Rows are packed, so that a model computes nothing for padding, and logits exist a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.config import StrategyOptions
+from lightrl.data.token_dict import TokenPack, UserBatch, pack_rows, read_rows, rows_of_pack
+from lightrl.models.critic import Critic
+from lightrl.models.lazy_logits import gather_logprobs_entropy
+from lightrl.models.policy import response_batch
+from lightrl.strategy.user_batch import _computing
+
+Processor = Callable[..., dict[str, Tensor]]  # takes logits [T, V] and, by name, tensors [T, ...]
+LossFn = Callable[[Any, Any], Tensor]
+Step = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
+_ARGUMENT = "argument "  # begins the names of a processor's arguments in a pack, which has input_ids of its own
+
+
+class Scored(Protocol):
+    """What is needed of the strategy that gives a step."""
+
+    @property
+    def options(self) -> StrategyOptions: ...
+
+
+class ForwardNames:
+    """The two names of Megatron's forward, over a strategy's models."""
+
+    def get_forward_step_func(self: Scored, loss_fn: LossFn | None = None) -> Step:
+        """Returns Megatron's step: step(micro_batches, model) gives outputs and a function of them.
+
+        That returns (loss_fn(outputs, micro-batch), numbers), or the outputs where there is no loss_fn. The outputs are
+        the model's, and of a dictionary of padded rows log_probs and entropy, [B, L]: at each token the next one's.
+        """
+        return forward_step(temperature_of(self.options), loss_fn)
+
+    @staticmethod
+    def custom_forward(
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        sequence_parallel: bool = False,
+        value_model: bool = False,
+        pack_seqs: bool = True,
+        logits_processor: Processor | None = None,
+        logits_processor_args: Mapping[str, Tensor] | None = None,
+        temperature: float = 1.0,
+        max_batch_seqlen: int = 4096,
+        padding_seqlen: int | None = None,
+    ) -> Any:
+        """Packs padded rows, runs the model, and returns what logits_processor makes of its logits, in rows again.
+
+        The processor gets logits [T, V], divided by the temperature, and its arguments, [T, ...], and returns a dict.
+        Without one the logits are returned, and of a value_model its values. What says how to pad is not read.
+        """
+        rows = Rows(
+            input_ids,
+            attention_mask,
+            processor=logits_processor,
+            arguments=logits_processor_args or {},
+            temperature=temperature,
+            value_model=value_model,
+        )
+        return rows.run(model)
+
+
+class Rows:
+    """Padded rows as a pack, with what is made of its logits."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        processor: Processor | None,
+        arguments: Mapping[str, Tensor],
+        temperature: float = 1.0,
+        value_model: bool = False,
+    ) -> None:
+        named = {f"{_ARGUMENT}{name}": value for name, value in arguments.items()}
+        batch = UserBatch({"input_ids": input_ids, "attention_mask": attention_mask, **named}, per_token=[*named])
+        self.pack = pack_rows(read_rows(batch)).to(input_ids.device)
+        self._mask, self._names = attention_mask, tuple(arguments)
+        self._processor, self._temperature, self._value_model = processor, temperature, value_model
+
+    def run(self, model: nn.Module) -> Any:
+        """Returns the processor's outputs, or logits, or values, each [B, L, ...] with zeros for padding."""
+        if self._value_model and isinstance(model, Critic):
+            return self._unpacked(model(_every_state(self.pack)).values)
+        return self.inside(model, lambda: model(self.pack))
+
+    def inside(self, model: nn.Module, function: Callable[[], Any]) -> Any:
+        """Returns a function's outputs in rows, while the model's forward gives what is made of its logits."""
+        with _computing(model, self._compute):
+            output = function()
+        if isinstance(output, Mapping):
+            return {name: self._unpacked(value) for name, value in output.items()}
+        return self._unpacked(output)
+
+    def _compute(self, logits: Any, pack: TokenPack) -> Any:
+        if self._value_model:
+            return logits[:, 0]
+        scaled = logits if self._temperature == 1 else logits / self._temperature
+        if self._processor is not None:
+            return self._processor(scaled, **{name: pack.data[f"{_ARGUMENT}{name}"] for name in self._names})
+        return scaled if isinstance(scaled, Tensor) else scaled.map(lambda rows: rows)
+
+    def _unpacked(self, values: Tensor) -> Tensor:
+        """Puts values per token back into rows, with their gradient."""
+        device, mask, indices = values.device, self._mask.bool().to(values.device), self.pack.indices
+        counts = torch.tensor(self.pack.cu_seqlens, device=device).diff()
+        rows = torch.tensor(indices, device=device).repeat_interleave(counts)
+        columns = torch.cat([mask[index].nonzero()[:, 0] for index in indices])
+        return values.new_zeros(*mask.shape, *values.shape[1:]).index_put((rows, columns), values)
+
+
+def _every_state(pack: TokenPack) -> Any:
+    """Returns the pack in the form in which a critic values all its states."""
+    rows: list[tuple[list[int], list[int]]] = [(ids.tolist(), []) for _, ids in rows_of_pack(pack, pack.input_ids)]
+    batch = response_batch(rows).to(pack.input_ids.device)
+    return replace(batch, score_index=torch.arange(pack.cu_seqlens[-1], device=pack.input_ids.device))
+
+
+def forward_step(temperature: float, loss_fn: LossFn | None) -> Step:
+    """Returns a step for models that a rank has whole.
+
+    A micro-batch is a PackedBatch, or a dictionary of padded rows with input_ids and attention_mask. The outputs of the
+    latter are log_probs and entropy, [B, L]: at each token those of the next one, as logits are.
+    """
+
+    def step(micro_batches: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        batch = next(micro_batches)
+        rows = scored_rows(batch, temperature) if isinstance(batch, Mapping) else None
+        output = model(batch) if rows is None else rows.run(model)
+        return output, partial(finish, batch, loss_fn)
+
+    return step
+
+
+def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> Rows:
+    """Returns rows of which each token's successor is scored; 0 for what has none."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    is_followed = torch.cat([mask[:, :-1] * mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1).bool()
+
+    def score(logits: Any, label: Tensor, is_followed: Tensor) -> dict[str, Tensor]:
+        log_probs, entropy = gather_logprobs_entropy(logits, label, temperature)
+        return {"log_probs": log_probs * is_followed, "entropy": entropy * is_followed}
+
+    arguments = {"label": ids.roll(-1, 1), "is_followed": is_followed}
+    return Rows(ids, mask, processor=score, arguments=arguments)
+
+
+def temperature_of(options: StrategyOptions) -> float:
+    """Returns the temperature of a run's samples."""
+    return float(getattr(options, "temperature", 1.0))
+
+
+def finish(batch: Any, loss_fn: LossFn | None, output: Any, non_loss_data: bool = False) -> Any:
+    """Returns (loss, numbers) of a micro-batch's outputs, or without a loss the outputs themselves."""
+    if loss_fn is None or non_loss_data:
+        return output
+    loss = loss_fn(output, batch)
+    return loss, {"loss": loss.detach().clone()}  # Megatron's schedules divide the loss in place
