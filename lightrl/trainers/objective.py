@@ -160,6 +160,8 @@ class PolicyObjective(PolicyLoss):
             "advantage", config.advantage, config.advantage_args, _two_samples
         )
         self._traits = traits_of(self._estimate, AdvantageTraits)
+        # Whether advantages() must be given the reward of a greedy response to each prompt.
+        self.needs_greedy_baseline = "greedy_baseline" in self._traits.needs
         if group_size is not None:
             self._check_group(config.advantage, group_size)
 
@@ -173,11 +175,6 @@ class PolicyObjective(PolicyLoss):
     def whitens(self) -> bool:
         """Whether advantages are whitened over all ranks."""
         return self._traits.whiten
-
-    @property
-    def needs_greedy_baseline(self) -> bool:
-        """Whether advantages() must be given the reward of a greedy response to each prompt."""
-        return "greedy_baseline" in self._traits.needs
 
     def advantages(
         self, experience: Sequence[Experience], comm: Comm, baselines: Sequence[float] | None = None

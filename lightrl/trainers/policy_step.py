@@ -218,12 +218,8 @@ class PolicyUpdates:
         temperature, encode = self._config.temperature, self._encoder
         parts = even_parts(experience, self._config, self._strategy.comm)
         with self._strategy.comm.phase("packing", local=True):
-            return [
-                pack(part, temperature=temperature, encode=encode, **per_token)
-                if part
-                else dummy_batch(temperature=temperature)
-                for part in parts
-            ]
+            packs = [pack(part, temperature=temperature, encode=encode, **per_token) for part in parts if part]
+        return packs + [dummy_batch(temperature=temperature)] * (len(parts) - len(packs))
 
     def packed(self, batch: Batch, *, needs_old_logprobs: bool) -> list[list[PackedBatch]]:
         """Returns the micro-batches of each update of every epoch."""
