@@ -9,7 +9,7 @@ differ in where a tensor ends up (placement.py); what they report about it is th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,12 +124,14 @@ class WeightAccount:
 
     def _missing(self) -> list[str]:
         """Names each parameter that did not come, by the first of its tied names."""
-        missing: dict[frozenset[str], str] = {}
-        for name in self._shapes:
-            group = self._names_of.get(name, frozenset([name]))
-            if not group & self._came:
-                missing.setdefault(group, name)
-        return list(missing.values())
+        missing = [name for name in self._shapes if self._came.isdisjoint(self._names_of.get(name, (name,)))]
+        return self._one_of_each(missing) if missing else []
+
+    def _one_of_each(self, names: list[str]) -> list[str]:
+        first: dict[str | frozenset[str], str] = {}
+        for name in names:
+            first.setdefault(self._names_of.get(name, name), name)
+        return list(first.values())
 
 
 def raise_problems(problems: list[str], what: str) -> None:
@@ -243,13 +245,11 @@ class OwnWeights(Mapping[str, Fingerprint]):
 
 def is_same_memory(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors are views of the same elements in the same order."""
-    return (
-        first.data_ptr() == second.data_ptr()
-        and first.shape == second.shape
-        and first.dtype == second.dtype
-        and first.stride() == second.stride()
-        and first.device == second.device
-    )
+    return _view_of(first) == _view_of(second)
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
 class WeightProof:
