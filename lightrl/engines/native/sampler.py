@@ -35,6 +35,9 @@ class SamplingPlan:
     filters: Filters | None
 
 
+PLAIN = SamplingPlan(temperature=None, is_greedy=None, all_greedy=False, filters=None)
+
+
 def plan_sampling(
     temperature: NDArray[np.float32],
     top_p: NDArray[np.float32],
@@ -43,6 +46,18 @@ def plan_sampling(
     device: torch.device,
 ) -> SamplingPlan:
     """Makes the plan for rows with these parameters, [n] each."""
+    if (temperature == 1).all() and (top_p == 1).all() and not top_k.any():
+        return PLAIN
+    return _plan_rows(temperature, top_p, top_k, vocab_size, device)
+
+
+def _plan_rows(
+    temperature: NDArray[np.float32],
+    top_p: NDArray[np.float32],
+    top_k: NDArray[np.int64],
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingPlan:
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
     (filtered,) = np.nonzero(~greedy & ((top_p < 1) | (top_k > 0)))
@@ -65,7 +80,18 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     The logprob is that of the distribution the token came from: after temperature, top-k and top-p; for a greedy row
     that of the temperature-1 distribution.
     """
-    scores = logits.float()
+    if plan is not PLAIN:
+        return _sample_rows(logits.float(), uniforms, plan)
+    probabilities = logits.float().softmax(-1)
+    return _with_logprobs(_invert(probabilities, uniforms), probabilities)
+
+
+def _with_logprobs(tokens: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
+
+
+def _sample_rows(scores: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+    """Does what sample() does where the rows ask for something."""
     if plan.temperature is not None:
         scores = scores / plan.temperature
     if plan.filters is not None:
@@ -77,7 +103,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
         tokens = _invert(probabilities, uniforms)
         if plan.is_greedy is not None:
             tokens = torch.where(plan.is_greedy, scores.argmax(-1), tokens)
-    return tokens, probabilities.gather(1, tokens[:, None]).squeeze(1).log_()
+    return _with_logprobs(tokens, probabilities)
 
 
 def keep_allowed(scores: Tensor, filters: Filters) -> Tensor:
