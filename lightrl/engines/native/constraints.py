@@ -21,7 +21,7 @@ def constrain(logits: Tensor, rows: Rows, first_row: int, eos_table: NDArray[np.
         row = first_row + int(index)
         request, num_produced = rows.request[row], int(rows.num_produced[row])
         params = request.params
-        penalise(logits[index], params, request.prompt, rows.out_tokens[row, :num_produced].tolist())
+        penalise(logits[index], params, request.prompt, rows.outputs["token"][row, :num_produced].tolist())
         if num_produced < params.min_new_tokens:
             ends = set() if params.ignore_eos else set(np.nonzero(eos_table)[0].tolist())
             logits[index, sorted(ends | set(params.stop_token_ids))] = float("-inf")

@@ -116,7 +116,7 @@ class LookupEngine(NativeEngine):
         self._prompts = {key: known[key] if key in known else np.array(requests[key].prompt) for key in requests}
         for row in range(num_rows):
             produced = int(rows.num_produced[row])
-            text = np.concatenate((self._prompts[rows.request[row].request_id], rows.out_tokens[row, :produced]))
+            text = np.concatenate((self._prompts[rows.request[row].request_id], rows.outputs["token"][row, :produced]))
             found = continuation(text, min(self._num_guesses, int(num_left[row]) - 1))
             guesses[row, : len(found)], counts[row] = found, len(found)
         return guesses, counts

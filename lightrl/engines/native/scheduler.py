@@ -15,6 +15,7 @@ from lightrl.records import FinishReason
 from lightrl.seeding import prefix_state
 
 _FIRST_COLUMNS = 8  # outputs start with room for this many tokens and double
+_OUTPUT = np.dtype([("token", np.int64), ("logprob", np.float64), ("version", np.int64)])
 _PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward: bounds its activations
 
 
@@ -66,9 +67,7 @@ class Rows:
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
-        self.out_tokens = np.zeros((num_rows, _FIRST_COLUMNS), np.int64)
-        self.out_logprobs = np.zeros((num_rows, _FIRST_COLUMNS), np.float64)
-        self.out_versions = np.zeros((num_rows, _FIRST_COLUMNS), np.int64)
+        self.outputs = np.zeros((num_rows, _FIRST_COLUMNS), _OUTPUT)
 
     def fill(self, rows: slice, request: Request) -> None:
         """Enters the next samples of a request into the rows; their first tokens come later."""
@@ -96,23 +95,21 @@ class Rows:
 
     def reserve_outputs(self, columns: int) -> None:
         """Makes room for this many tokens a row."""
-        have = self.out_tokens.shape[1]
+        num_rows, have = self.outputs.shape
         if columns > have:
-            more = ((0, 0), (0, max(columns, 2 * have) - have))
-            self.out_tokens = np.pad(self.out_tokens, more)
-            self.out_logprobs = np.pad(self.out_logprobs, more)
-            self.out_versions = np.pad(self.out_versions, more)
+            more = np.zeros((num_rows, max(columns - have, have)), _OUTPUT)
+            self.outputs = np.concatenate((self.outputs, more), axis=1)
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
         """Returns what the sample in a row has produced."""
-        length = int(self.num_produced[row])
+        outputs = self.outputs[row, : self.num_produced[row]]
         return Completion(
             request_id=self.request[row].request_id,
             sample_index=int(self.sample[row]),
             prompt_token_ids=self.request[row].prompt,
-            output_token_ids=tuple(self.out_tokens[row, :length].tolist()),
-            logprobs=tuple(self.out_logprobs[row, :length].tolist()),
-            versions=tuple(self.out_versions[row, :length].tolist()),
+            output_token_ids=tuple(outputs["token"].tolist()),
+            logprobs=tuple(outputs["logprob"].tolist()),
+            versions=tuple(outputs["version"].tolist()),
             finish_reason=reason,
         )
 
@@ -163,9 +160,9 @@ class Scheduler:
         columns = rows.num_produced[running]
         rows.reserve_outputs(int(columns.max()) + 1)
         index = np.arange(first_row, self.num_running)
-        rows.out_tokens[index, columns] = tokens
-        rows.out_logprobs[index, columns] = logprobs
-        rows.out_versions[index, columns] = version
+        rows.outputs["token"][index, columns] = tokens
+        rows.outputs["logprob"][index, columns] = logprobs
+        rows.outputs["version"][index, columns] = version
         rows.token[running] = tokens
         rows.num_produced[running] += 1
         rows.position[running] += 1
@@ -192,9 +189,9 @@ class Scheduler:
         counts = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, counts)
         row, column = np.nonzero(np.arange(width) < counts[:, None])
         place = rows.num_produced[row] + column
-        rows.out_tokens[row, place] = tokens[row, column]
-        rows.out_logprobs[row, place] = logprobs[row, column]
-        rows.out_versions[row, place] = version
+        rows.outputs["token"][row, place] = tokens[row, column]
+        rows.outputs["logprob"][row, place] = logprobs[row, column]
+        rows.outputs["version"][row, place] = version
         rows.token[running] = tokens[np.arange(self.num_running), counts - 1]
         rows.num_produced[running] += counts
         rows.position[running] += counts
