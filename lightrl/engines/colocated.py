@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -117,17 +117,19 @@ class ColocatedEngine:
         self._require_ready()
         if self.has_unfinished():
             raise RuntimeError("The engine still has requests of an earlier call. Abort them first.")
-        requests = list(zip(map(as_prompt, prompts), params, strict=True))
-        for index, request in enumerate(requests):
-            self.check_prompt(f"prompt {index}", *request)
+        checked = list(map(as_prompt, prompts))
+        for index, prompt in enumerate(checked):
+            self.check_prompt(f"prompt {index}", prompt, params[index])
+        ids = range(self._next_request_id, self._next_request_id + len(checked))
+        self._next_request_id = ids.stop
         done: list[Completion] = []
         try:
-            for request in requests:
-                self._start(*request)
-            while self.has_unfinished():
-                done.extend(self.step())
+            requests = list(map(_Request, ids, checked, params))
+            running = {self.engine.submit(request.prompt, request.params): request for request in requests}
+            while self.engine.has_unfinished():
+                done.extend(self._as_requested(item, running) for item in self.engine.step())
         except BaseException:
-            self.abort()  # left-over requests would join the next call
+            self.engine.abort()  # left-over requests would join the next call
             raise
         wanted = sum(param.n for param in params)
         if len(done) != wanted:
@@ -150,7 +152,7 @@ class ColocatedEngine:
         self._require_ready()
         ended, self._ended = self._ended, []
         finished = self.engine.step()
-        completions = ended + [self._as_requested(item) for item in finished]
+        completions = ended + [self._as_requested(item, self._running) for item in finished]
         for item in finished:
             self._num_left[item.request_id] -= 1
             if not self._num_left[item.request_id]:
@@ -168,7 +170,8 @@ class ColocatedEngine:
         """
         chosen = None if request_ids is None else set(request_ids)
         own = [key for key, item in self._running.items() if chosen is None or item.request_id in chosen]
-        stopped = [self._as_requested(item) for item in self.engine.abort(None if chosen is None else own)]
+        stopped = self.engine.abort(None if chosen is None else own)
+        stopped = [self._as_requested(item, self._running) for item in stopped]
         for key in own:
             del self._running[key], self._num_left[key]
         ended = [item for item in self._ended if chosen is None or item.request_id in chosen]
@@ -190,11 +193,11 @@ class ColocatedEngine:
         engine_id = self.engine.submit(prompt, params)
         self._running[engine_id], self._num_left[engine_id] = request, params.n
 
-    def _as_requested(self, item: Completion) -> Completion:
-        """Checks the engine's completion and makes it one of the caller's request."""
+    def _as_requested(self, item: Completion, running: Mapping[int, _Request]) -> Completion:
+        """Checks the engine's completion and makes it one of the caller's request; running: by the engine's ids."""
         if not len(item.output_token_ids) == len(item.logprobs) == len(item.versions):
             raise RuntimeError(f"{type(self.engine).__name__}: {_describe_lengths(item)}")
-        request = self._running[item.request_id]
+        request = running[item.request_id]
         item = replace(item, request_id=request.request_id)
         if self._placeholder_ids:
             item = _cut_before(self._placeholder_ids, item)
@@ -264,9 +267,12 @@ class ColocatedEngine:
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
         return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self) -> AbstractContextManager[None]:
         """Takes every request out of the engine for the body, which may generate; afterwards they go on."""
+        return self._without_requests() if self._running or self._ended else nullcontext()
+
+    @contextmanager
+    def _without_requests(self) -> Iterator[None]:
         requests = self._set_aside() if self._running else []
         ended, self._ended = self._ended, []
         try:
@@ -311,20 +317,23 @@ class ColocatedEngine:
 
     def _wake_to(self, phase: _Phase) -> None:
         if self._phase is _Phase.ASLEEP:
-            self._wake_part("weights")
-            self._phase = _Phase.WEIGHTS_AWAKE
+            self._wake_part("weights", _Phase.WEIGHTS_AWAKE)
         if phase is _Phase.AWAKE and self._phase is _Phase.WEIGHTS_AWAKE:
-            self._wake_part("kv_cache")
-            self._phase = _Phase.AWAKE
-            parked, self._parked = self._parked, []
-            for request in parked:
-                self._enter(request)
+            self._wake_part("kv_cache", phase)
+            if self._parked:
+                self._go_on()
 
-    def _wake_part(self, part: EnginePart) -> None:
+    def _go_on(self) -> None:
+        parked, self._parked = self._parked, []
+        for request in parked:
+            self._enter(request)
+
+    def _wake_part(self, part: EnginePart, phase: _Phase) -> None:
         try:
             self.engine.wake(part)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._wake_after_clearing(part, error)
+        self._phase = phase
 
     def _wake_after_clearing(self, part: EnginePart, error: BaseException) -> None:
         """Tries once more, since the trainer's cached memory is given back only when asked for."""
