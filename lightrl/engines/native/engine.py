@@ -82,13 +82,11 @@ def build_native_engine(
         media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    make = kind or _plain_kind(options.native)
+    make = kind or (_guessing_kind(options.native) if options.native.lookup else NativeEngine)
     return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
-def _plain_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
-    if not options.lookup:
-        return NativeEngine
+def _guessing_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
     guessing = load_object(_GUESSING, builtin={}, what="engine", example="MyEngine")
     return partial(guessing, num_guesses=options.lookup)
 
@@ -418,9 +416,13 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
 def copy_weight(target: Tensor, source: Tensor) -> None:
     """Copies a tensor; on a CPU into a matrix that lies transposed, several times as fast as copy_() does."""
     is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
-    if not is_turned or target.numel() < _WORTH_TURNING or target.device.type != "cpu":
+    if is_turned and target.numel() >= _WORTH_TURNING and target.device.type == "cpu":
+        _copy_turned(target, source)
+    else:
         target.copy_(source)
-        return
+
+
+def _copy_turned(target: Tensor, source: Tensor) -> None:
     rows = torch.empty(_NUM_ROWS, target.shape[1] + _GAP, dtype=target.dtype)[:, : target.shape[1]]
     for some, given in zip(target.split(_NUM_ROWS), source.split(_NUM_ROWS), strict=True):
         some.copy_(rows[: len(given)].copy_(given))
