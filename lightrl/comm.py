@@ -1,7 +1,4 @@
-"""Comm: ranks and collectives, the same in a world of one, where no process group exists.
-
-Tensors on a GPU go over the data group (NCCL); numbers, objects and decisions over a gloo control group beside it.
-"""
+"""Comm: ranks and collectives, in a world of one (Comm) and in a process group (RankComm)."""
 
 from __future__ import annotations
 
@@ -18,23 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightrl.process_group import control_group, join
-from lightrl.rank_board import RankBoard, describe
+from lightrl.process_group import consecutive_group, control_group, join, pick_gpu
+from lightrl.rank_board import RankBoard, describe, is_lost_peer
 from lightrl.stall_watch import StallWatch, is_wanted
+from lightrl.trees import map_by_kind, map_leaves
 
 T = TypeVar("T")
 # Renamed in torch 2.13, where the old name warns at every call.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPERATIONS = ("mean", "sum", "max", "min")
-_PEER_LOST = (
-    "Connection closed",
-    "Connection reset",
-    "Timed out",
-    "timed out",
-    "NCCL",
-    "Broken pipe",
-    "Socket Timeout",
-)
 
 
 class UnknownReductionError(ValueError, AssertionError):
@@ -69,7 +58,12 @@ def _require_no_episode(what: str) -> None:
 
 def current() -> Comm:
     """Returns the world that this process has joined, or a world of one."""
-    return _current or Comm()
+    return _current or found_world()
+
+
+def found_world() -> Comm:
+    """Returns the world of a process group that somebody else has made, or a world of one."""
+    return RankComm() if dist.is_available() and dist.is_initialized() else Comm()
 
 
 def known_world() -> int:
@@ -80,26 +74,13 @@ def known_world() -> int:
 
 
 class Comm:
-    """The rank of this process, and every collective that lightrl uses outside a model's own."""
+    """A world of one, which waits for nobody. RankComm overrides what several ranks do together."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        control_group: dist.ProcessGroup | None = None,
-        store: Store | None = None,
-        owns_group: bool = False,
-    ) -> None:
+    def __init__(self, *, device: torch.device | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.device = device or torch.device("cpu")
         self.timeout = timeout
-        self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.is_distributed else 0
-        self.world = dist.get_world_size() if self.is_distributed else 1
-        self._control = control_group
-        self._board = RankBoard(store, self.rank, self.world) if store is not None else None
-        self._owns_group = owns_group
-        self._watch: StallWatch | None = None
+        self.rank, self.world = 0, 1
+        self.is_distributed = False
         self.failure_of_others: Callable[[], str] | None = None  # what ended a world beside this one, if there is one
 
     @property
@@ -107,12 +88,12 @@ class Comm:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    # ---- phases and errors -------------------------------------------------------------------------------------
+    # ---- Phases and errors -------------------------------------------------------------------------------------
 
     @property
     def phase_name(self) -> str:
         """The innermost phase that this rank is in."""
-        return self._board.phase if self._board is not None else "start"
+        return "start"
 
     def phase(self, name: str, *, local: bool = False) -> AbstractContextManager[None]:
         """Names what this rank is doing, so that a time-out or a failure elsewhere can say it.
@@ -125,9 +106,138 @@ class Comm:
                 Otherwise the failing rank posts its traceback before it raises, and the others read it there when
                 their collective breaks.
         """
-        if self._board is None:
-            return nullcontext()
-        return self._watched_phase(self._board, name, local)
+        return nullcontext()
+
+    def has_failed_elsewhere(self) -> bool:
+        """Returns whether another rank has left with an error; no collective."""
+        return self.failure_of_others is not None and bool(self.failure_of_others())
+
+    # ---- Decisions ---------------------------------------------------------------------------------------------
+
+    def any(self, flag: bool) -> bool:
+        """Returns True on every rank if the flag is true on one."""
+        return flag
+
+    def agree(self, flag: bool) -> bool:
+        """Returns True on every rank if the flag is true on all."""
+        return flag
+
+    def max_int(self, value: int) -> int:
+        """Returns the largest of all ranks' values on every rank."""
+        return value
+
+    def barrier(self) -> None:
+        """Waits for every rank, on the control group."""
+
+    # ---- Tensors, numbers, dicts -------------------------------------------------------------------------------
+
+    def all_reduce(self, data: T, op: str = "mean", weight: float | Tensor | None = None) -> T:
+        """Reduces a tensor, a number or a dict of them over the ranks; the input is left as it was.
+
+        One collective per type. weight (op "mean" only) makes it sum(weight x value) / sum(weight). The mean of
+        integers is a float.
+        """
+        if op not in OPERATIONS:
+            raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
+        if weight is not None:
+            return self._weighted_mean(data, op, weight)
+        if isinstance(data, Mapping):
+            return cast(T, map_by_kind(lambda leaves: self._reduce_alike(leaves, op), _kind_of, data))
+        return data if self.world == 1 and type(data) is float else cast(T, self._reduce_alike([data], op)[0])
+
+    def _weighted_mean(self, data: T, op: str, weight: float | Tensor) -> T:
+        if op != "mean":
+            raise UnknownReductionError(f"A weight needs the reduction 'mean', not {op!r}.")
+        scaled = map_leaves(lambda leaf: leaf * weight, data)
+        total = self.all_reduce({"data": scaled, "weight": weight}, "sum")
+        return cast(T, map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
+
+    def _reduce_alike(self, leaves: list[Any], op: str) -> list[Any]:
+        """Reduces tensors and numbers of one type by one collective."""
+        tensors = [_as_tensor(leaf) for leaf in leaves]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
+        self._reduce_in_place(flat, "sum" if op == "mean" else op)
+        parts = zip(leaves, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)
+        reduced = [part.reshape(old.shape) if isinstance(leaf, Tensor) else part.item() for leaf, old, part in parts]
+        return [leaf / self.world for leaf in reduced] if op == "mean" else reduced
+
+    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+        """Overwrites a tensor with its sum, maximum or minimum over the ranks."""
+
+    def all_gather(self, data: T) -> T:
+        """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""
+        if isinstance(data, Mapping):
+            gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
+            return cast(T, {key: gathered_by_key[key] for key in data})
+        tensor = _as_tensor(data).detach()
+        return cast(T, self._gather_rows(tensor.reshape(1) if tensor.dim() == 0 else tensor))
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrites the tensor on every rank with that of the source rank."""
+
+    # ---- Objects -----------------------------------------------------------------------------------------------
+
+    def all_gather_object(self, item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Returns the items of all ranks (of the group) in rank order; they travel over gloo."""
+        return [item]
+
+    def broadcast_object(self, item: T, source: int = 0) -> T:
+        """Returns the source rank's item on every rank."""
+        return item
+
+    def exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
+        """Sends outgoing[r] to rank r; returns what the ranks sent here, in rank order, and moves nothing else."""
+        if len(outgoing) != self.world:
+            raise ValueError(f"exchange needs one list per rank: {len(outgoing)} lists for {self.world} ranks.")
+        return list(outgoing[0]) if self.world == 1 else self._exchange(outgoing)
+
+    def _exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
+        raise NotImplementedError
+
+    def new_groups(self, size: int) -> dist.ProcessGroup | None:
+        """Splits the world into gloo groups of `size` consecutive ranks and returns this rank's; None for size 1."""
+        if size < 1 or self.world % size:
+            raise ValueError(f"Groups of {size} ranks do not divide a world of {self.world}.")
+        return consecutive_group(self.rank, self.world, size, self.timeout) if size > 1 else None
+
+    def close(self) -> None:
+        """Leaves the process group if connect() made it; rank and world stay readable."""
+
+
+class RankComm(Comm):
+    """One rank of a process group: tensors on a GPU go over it, all else over the gloo control group beside it."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        control_group: dist.ProcessGroup | None = None,
+        store: Store | None = None,
+        owns_group: bool = False,
+    ) -> None:
+        super().__init__(device=device, timeout=timeout)
+        self.is_distributed = True
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._control = control_group
+        self._owns_group = owns_group
+        self._board: RankBoard | None = None
+        self._watch: StallWatch | None = None
+        if store is not None:
+            self._board = RankBoard(store, self.rank, self.world)
+            self._watch = StallWatch(store, self._board, self.rank, self.world) if is_wanted() else None
+
+    # ---- Phases and errors -------------------------------------------------------------------------------------
+
+    @property
+    def phase_name(self) -> str:
+        return self._board.phase if self._board is not None else super().phase_name
+
+    def phase(self, name: str, *, local: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self._board is None else self._watched_phase(self._board, name, local)
 
     @contextmanager
     def _watched_phase(self, board: RankBoard, name: str, local: bool) -> Iterator[None]:
@@ -170,7 +280,7 @@ class Comm:
         """Posts why this rank leaves, or raises with what the others posted if they left first."""
         if isinstance(error, RankError):
             return
-        if not _is_lost_peer(error):
+        if not is_lost_peer(error):
             board.post_error(error)
             return
         raise RankError(self._why_lost(board, str(error))) from error
@@ -182,7 +292,7 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) or not _is_lost_peer(error):
+            if isinstance(error, RankError) or not is_lost_peer(error):
                 raise
             limit = f"time-out {self.timeout.total_seconds():.0f} s"
             text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} ({limit}): {error}"
@@ -196,26 +306,25 @@ class Comm:
         return board.describe_errors(errors) if errors else f"{text}\n{board.describe_phases()}"
 
     def has_failed_elsewhere(self) -> bool:
-        """Returns whether another rank has left with an error; no collective."""
-        if self.failure_of_others is not None and self.failure_of_others():
+        if super().has_failed_elsewhere():
             return True
         if self._watch is not None and self._watch.is_reporting:
             return False  # what this rank has to say comes first
         return self._board is not None and bool(self._board.errors_of_others())
 
-    # ---- decisions ---------------------------------------------------------------------------------------------
+    # ---- Collectives, each of which a group of one goes without ------------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """Returns True on every rank if the flag is true on one."""
         return bool(self._reduced_int(int(flag), "max"))
 
     def agree(self, flag: bool) -> bool:
-        """Returns True on every rank if the flag is true on all."""
         return bool(self._reduced_int(int(flag), "min"))
 
     def max_int(self, value: int) -> int:
-        """Returns the largest of all ranks' values on every rank."""
         return self._reduced_int(value, "max")
+
+    def barrier(self) -> None:
+        self._reduced_int(0, "max")
 
     def _reduced_int(self, value: int, op: str) -> int:
         if self.world == 1:
@@ -225,64 +334,14 @@ class Comm:
             dist.all_reduce(number, op=_reduce_op(op), group=self._control)
         return int(number)
 
-    def barrier(self) -> None:
-        """Waits for every rank, on the control group."""
-        self._reduced_int(0, "max")
-
-    # ---- tensors, numbers, dicts -------------------------------------------------------------------------------
-
-    def all_reduce(self, data: T, op: str = "mean", weight: float | Tensor | None = None) -> T:
-        """Reduces a tensor, a number or a dict of them over the ranks; the input is left as it was.
-
-        One collective per type. weight (op "mean" only) makes it sum(weight x value) / sum(weight). The mean of
-        integers is a float.
-        """
-        if op not in OPERATIONS:
-            raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
-        if weight is not None:
-            return self._weighted_mean(data, op, weight)
-        if isinstance(data, Mapping):
-            return cast(T, self._reduce_tree(data, op))
-        return data if self.world == 1 and type(data) is float else cast(T, self._reduce_alike([data], op)[0])
-
-    def _weighted_mean(self, data: T, op: str, weight: float | Tensor) -> T:
-        if op != "mean":
-            raise UnknownReductionError(f"A weight needs the reduction 'mean', not {op!r}.")
-        scaled = _map_leaves(lambda leaf: leaf * weight, data)
-        total = self.all_reduce({"data": scaled, "weight": weight}, "sum")
-        return cast(T, _map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
-
-    def _reduce_tree(self, data: Any, op: str) -> Any:
-        leaves = _leaves(data)
-        tensors = [_as_tensor(leaf) for leaf in leaves]
-        kinds = [(tensor.device.type, str(tensor.dtype)) for tensor in tensors]
-        reduced: list[Any] = list(leaves)
-        for kind in sorted(set(kinds)):
-            same = [i for i, other in enumerate(kinds) if other == kind]
-            for i, leaf in zip(same, self._reduce_alike([leaves[i] for i in same], op), strict=True):
-                reduced[i] = leaf
-        return _rebuild(data, iter(reduced))
-
-    def _reduce_alike(self, leaves: list[Any], op: str) -> list[Any]:
-        """Reduces tensors and numbers of one type by one collective."""
-        tensors = [_as_tensor(leaf) for leaf in leaves]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
+    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
         if self.world > 1:
             with self._explained("all_reduce"):
-                dist.all_reduce(flat, op=_reduce_op("sum" if op == "mean" else op), group=self._group_for(flat))
-        parts = zip(leaves, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)
-        reduced = [part.reshape(old.shape) if isinstance(leaf, Tensor) else part.item() for leaf, old, part in parts]
-        return [leaf / self.world for leaf in reduced] if op == "mean" else reduced
+                dist.all_reduce(flat, op=_reduce_op(op), group=self._group_for(flat))
 
-    def all_gather(self, data: T) -> T:
-        """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""
-        if isinstance(data, Mapping):
-            gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
-            return cast(T, {key: gathered_by_key[key] for key in data})
-        tensor = _as_tensor(data).detach()
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
         if self.world == 1:
-            return cast(T, tensor.clone())
+            return super()._gather_rows(tensor)
         kinds = self.all_gather_object((tensor.dtype, *tensor.shape))
         if len({(kind[0], kind[2:]) for kind in kinds}) > 1:
             raise ValueError(_describe_unequal(kinds))
@@ -293,18 +352,14 @@ class Comm:
         with self._explained("all_gather"):
             all_gather_flat(gathered, padded, group=self._group_for(padded))
         chunks = gathered.split(max(lengths)) if max(lengths) else [padded] * self.world
-        return cast(T, torch.cat([chunk[:length] for chunk, length in zip(chunks, lengths, strict=True)]))
+        return torch.cat([chunk[:length] for chunk, length in zip(chunks, lengths, strict=True)])
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites the tensor on every rank with that of the source rank."""
         if self.world > 1:
             with self._explained("broadcast"):
                 dist.broadcast(tensor, src=source, group=self._group_for(tensor))
 
-    # ---- objects -----------------------------------------------------------------------------------------------
-
     def all_gather_object(self, item: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Returns the items of all ranks (of the group) in rank order; they travel over gloo."""
         if self.world == 1:
             return [item]
         chosen = group or self._control
@@ -314,7 +369,6 @@ class Comm:
         return items
 
     def broadcast_object(self, item: T, source: int = 0) -> T:
-        """Returns the source rank's item on every rank."""
         if self.world == 1:
             return item
         box: list[Any] = [item if self.rank == source else None]
@@ -322,12 +376,7 @@ class Comm:
             dist.broadcast_object_list(box, src=source, group=self._control)
         return cast(T, box[0])
 
-    def exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
-        """Sends outgoing[r] to rank r; returns what the ranks sent here, in rank order, and moves nothing else."""
-        if len(outgoing) != self.world:
-            raise ValueError(f"exchange needs one list per rank: {len(outgoing)} lists for {self.world} ranks.")
-        if self.world == 1:
-            return list(outgoing[0])
+    def _exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
         parcels = [pickle.dumps(list(items)) for items in outgoing]
         sizes = torch.tensor([len(parcel) for parcel in parcels])
         incoming = torch.empty_like(sizes)
@@ -340,25 +389,10 @@ class Comm:
         # Bytes of our own ranks over our own process group, never of a file.
         return [item for part in parts for item in pickle.loads(part.numpy().tobytes())]
 
-    # ---- groups ------------------------------------------------------------------------------------------------
-
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None
 
-    def new_groups(self, size: int) -> dist.ProcessGroup | None:
-        """Splits the world into gloo groups of `size` consecutive ranks and returns this rank's; None for size 1."""
-        if size < 1 or self.world % size:
-            raise ValueError(f"Groups of {size} ranks do not divide a world of {self.world}.")
-        if size == 1:
-            return None
-        ranks = range(self.world)
-        groups: list[dist.ProcessGroup] = [  # every rank makes every group, or new_group hangs
-            dist.new_group(ranks[start : start + size], timeout=self.timeout, backend="gloo") for start in ranks[::size]
-        ]
-        return groups[self.rank // size]
-
     def close(self) -> None:
-        """Leaves the process group if connect() made it; rank and world stay readable."""
         if self._watch is not None:
             self._watch.stop()
         if self._owns_group and dist.is_initialized():
@@ -381,18 +415,11 @@ def _connect_ranks(device: torch.device, timeout: timedelta) -> Comm:
     # torch has no public name for the store of a group that exists.
     store = join(device, timeout) if owns_group else dist.distributed_c10d._get_default_store()
     group = control_group(timeout)
-    comm = Comm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
-    if comm._board is not None and is_wanted():
-        comm._watch = StallWatch(store, comm._board, comm.rank, comm.world)
-    return comm
+    return RankComm(device=device, timeout=timeout, control_group=group, store=store, owns_group=owns_group)
 
 
 def _reduce_op(op: str) -> Any:
     return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)
 
 
 def _as_tensor(leaf: Any) -> Tensor:
@@ -403,6 +430,11 @@ def _as_tensor(leaf: Any) -> Tensor:
     return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
 
 
+def _kind_of(leaf: Any) -> tuple[str, str]:
+    tensor = _as_tensor(leaf)
+    return tensor.device.type, str(tensor.dtype)
+
+
 def _describe_unequal(kinds: Sequence[tuple[Any, ...]]) -> str:
     given = "; ".join(f"rank {rank}: {kind[0]} {list(kind[1:])}" for rank, kind in enumerate(kinds))
     return (
@@ -411,40 +443,8 @@ def _describe_unequal(kinds: Sequence[tuple[Any, ...]]) -> str:
     )
 
 
-def _leaves(data: Any) -> list[Any]:
-    if isinstance(data, Mapping):
-        return [leaf for key in sorted(data) for leaf in _leaves(data[key])]  # any order of insertion on any rank
-    return [data]
-
-
-def _rebuild(data: Any, leaves: Iterator[Any]) -> Any:
-    if isinstance(data, Mapping):
-        rebuilt = {key: _rebuild(data[key], leaves) for key in sorted(data)}
-        return {key: rebuilt[key] for key in data}
-    return next(leaves)
-
-
-def _map_leaves(function: Any, data: Any) -> Any:
-    return _rebuild(data, iter([function(leaf) for leaf in _leaves(data)]))
-
-
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
     """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    return _pick_gpu(num_gpu_per_node)
-
-
-def _pick_gpu(num_gpu_per_node: int) -> torch.device:
-    if not torch.cuda.is_available():
-        raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank % num_gpu_per_node))
-    visible = torch.cuda.device_count()
-    if local_rank >= visible:
-        raise ValueError(
-            f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return pick_gpu(num_gpu_per_node)

@@ -98,6 +98,14 @@ def control_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
+def consecutive_group(rank: int, world: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Splits the world into gloo groups of `size` consecutive ranks and returns this rank's; every rank calls it."""
+    groups: list[dist.ProcessGroup] = [  # every rank makes every group, or new_group hangs
+        dist.new_group(range(start, start + size), timeout=timeout, backend="gloo") for start in range(0, world, size)
+    ]
+    return groups[rank // size]
+
+
 def link_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     """Makes a group of ranks of several worlds, which is no group of any of them; all `size` ranks call it."""
     store = PrefixStore(name, store_of("link"))
@@ -111,3 +119,19 @@ def link_group(name: str, rank: int, size: int, device: torch.device, timeout: t
 def watch_group(rank: int, size: int) -> Any:
     """Makes a group over which nothing is sent while all is well: a receive in it ends when the peer does."""
     return link_group("watch", rank, size, torch.device("cpu"), _LINK_WATCH)
+
+
+def pick_gpu(num_gpu_per_node: int) -> torch.device:
+    """Makes the GPU of LOCAL_RANK, or else of RANK % num_gpu_per_node, this process's own; returns it."""
+    if not torch.cuda.is_available():
+        raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % num_gpu_per_node))
+    visible = torch.cuda.device_count()
+    if local_rank >= visible:
+        raise ValueError(
+            f"Local rank {local_rank} has no GPU: {visible} usable here. Start at most that many processes."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -7,6 +7,16 @@ import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
+_PEER_LOST = (
+    "Connection closed",
+    "Connection reset",
+    "Timed out",
+    "timed out",
+    "NCCL",
+    "Broken pipe",
+    "Socket Timeout",
+)
+
 
 class Store(Protocol):
     """The part of torch's key-value store that the board uses."""
@@ -108,3 +118,8 @@ class RankBoard:
 def describe(error: BaseException) -> str:
     """Returns the error with its traceback."""
     return "".join(traceback.format_exception(error))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether an error of a collective says that another rank has left or does not answer."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)

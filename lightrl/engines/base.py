@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightrl.comm import Comm
+from lightrl.comm import Comm, found_world
 from lightrl.imports import load_object
 from lightrl.records import FinishReason
 
@@ -63,7 +63,7 @@ def as_prompt(prompt: AnyPrompt) -> EnginePrompt:
 class EngineGroup:
     """The consecutive ranks that drive one engine together (tensor parallelism); a group of one by default."""
 
-    comm: Comm = field(default_factory=Comm)
+    comm: Comm = field(default_factory=found_world)
     handle: Any = None  # gloo process group, None for one rank
     size: int = 1
 

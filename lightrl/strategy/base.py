@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrl import comm as comm_module
-from lightrl.comm import Comm
 from lightrl.config import OptimConfig, RunConfig, StrategyOptions, check_own_options
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
@@ -82,7 +81,7 @@ class StrategyBase(ForeignNames, ABC):
         self._assumed_world = comm_module.known_world()
         self.accumulation_steps = self._accumulation_steps(self._assumed_world)
         self.device = torch.device("cpu")
-        self.comm = Comm()
+        self.comm = comm_module.found_world()
         self.layout = PlainLayout(self.comm)
         self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
         self.trained = TrainedModels()

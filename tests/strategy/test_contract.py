@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.comm import Comm
+from lightrl.comm import RankComm
 from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import StrategyBase, create_strategy, is_actor, strategy_class
 from lightrl.strategy.ddp import DDPStrategy
@@ -350,7 +350,7 @@ def test_an_existing_group_counts_without_the_environment_of_torchrun(
             monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("lightrl.comm.connect", lambda device, timeout: Comm())
+    monkeypatch.setattr("lightrl.comm.connect", lambda device, timeout: RankComm())
     if is_joined_first:
         join()
     strategy = DDPStrategy(0, 1.0, 1, 4)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lightrl.comm import Comm
+from lightrl.comm import found_world
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
 from lightrl.engines.frequencies import limit_vllm
@@ -55,7 +55,7 @@ def build_vllm_engine(
             model=folder,
             device=device,
             tp_size=group.size,
-            is_distributed=Comm().is_distributed,
+            is_distributed=found_world().is_distributed,
             takes_media=takes_media,
         )
         if varies_with_length(source.config):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrl.comm import Comm
+from lightrl.comm import found_world
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -92,7 +92,7 @@ class VLLMEngine(InferenceEngine):
     ) -> None:
         from vllm import LLM
 
-        had_group = Comm().is_distributed
+        had_group = found_world().is_distributed
         self._llm: Any = LLM(**arguments)
         host.spare_process_group(self._llm)
         VLLMEngine._num_open += 1

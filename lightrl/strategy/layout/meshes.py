@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightrl.comm import Comm
+from lightrl.comm import Comm, RankComm
 from lightrl.process_group import backend_for
 from lightrl.strategy.layout.dtensor import TENSOR_AXIS
 
@@ -78,4 +78,4 @@ def ensure_process_group(comm: Comm, device: torch.device) -> Comm:
     if dist.is_initialized():
         return comm
     dist.init_process_group(backend_for(device), store=HashStore(), rank=0, world_size=1)
-    return Comm(device=device, owns_group=True)
+    return RankComm(device=device, owns_group=True)
