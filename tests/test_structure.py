@@ -30,6 +30,8 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/base.py": "strategy/test_contract.py",
     "strategy/foreign_models.py": "strategy/test_public_contract.py",
     "strategy/optim/hooks.py": "strategy/test_contract.py",
+    "strategy/optim/hooked_step.py": "strategy/optim/test_accumulation.py",
+    "strategy/optim/parameter_kinds.py": "strategy/optim/test_optimizers.py",
     "strategy/results.py": "strategy/test_contract.py",
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",
     "strategy/layout/materialize.py": "strategy/test_fsdp_strategy.py",

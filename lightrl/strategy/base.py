@@ -32,13 +32,14 @@ from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.strategy import foreign_steps
-from lightrl.strategy.computation import check_compiler, compile_blocks
+from lightrl.strategy.computation import check_compiler, compile_blocks, use_deterministic_kernels
 from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales, build_lr_scheduler
-from lightrl.strategy.optim.value_head import freeze_all_but_value_head, set_head_rate
+from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
+from lightrl.strategy.optim.value_head import set_up_value_head
 from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
@@ -78,8 +79,8 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        self._assumed_world = comm_module.known_world()
-        self.accumulation_steps = self._accumulation_steps(self._assumed_world)
+        exact = self.options.exact_batches  # train_batch then takes any sizes
+        self.accumulation_steps = 1 if exact else self._accumulation_steps(comm_module.known_world())
         self.device = torch.device("cpu")
         self.comm = comm_module.found_world()
         self.layout = PlainLayout(self.comm)
@@ -157,7 +158,11 @@ class StrategyBase(ForeignNames, ABC):
     def set_seed(self, seed: int) -> None:
         """Seeds Python, NumPy and torch, the same on all ranks; random_stream gives what must differ."""
         self.seed = seed
-        _seed_generators(seed, deterministic=self.options.distributed.deterministic)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        if self.options.distributed.deterministic:
+            use_deterministic_kernels()
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Joins the world that torchrun describes (or is a world of one) and picks the device."""
@@ -166,7 +171,7 @@ class StrategyBase(ForeignNames, ABC):
         if not self.splits_models and (self.options.tp_size, self.options.sp_size) != (1, 1):
             _refuse_to_split(self)
         self.comm = comm_module.connect(self.device, timeout or timedelta(seconds=self.options.distributed.timeout_s))
-        if self.comm.world != self._assumed_world:
+        if not self.options.exact_batches:
             self.accumulation_steps = self._accumulation_steps(self.comm.world)
         size = self.options.engine_tp_size
         self.serving.group = EngineGroup(self.comm) if size == 1 else EngineGroup.shared(self.comm, size)
@@ -174,9 +179,7 @@ class StrategyBase(ForeignNames, ABC):
         self.set_seed(self.seed)
 
     def _accumulation_steps(self, world: int) -> int:
-        """Returns 1 where train_batch takes any sizes; accumulation by calls needs sizes that fit."""
-        if self.options.exact_batches:
-            return 1
+        """Returns the number of calls of backward() for an update; ValueError if the sizes do not fit."""
         ranks_apart = max(1, world // (self.options.tp_size * self.options.sp_size))
         return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
 
@@ -209,10 +212,8 @@ class StrategyBase(ForeignNames, ABC):
         optimizer = self.create_optimizer(
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
-        if head_lr is not None:
-            set_head_rate(optimizer, model, head_lr)
-        if frozen_head_steps:
-            freeze_all_but_value_head(optimizer, model, frozen_head_steps)
+        if head_lr is not None or frozen_head_steps:
+            set_up_value_head(optimizer, model, head_lr, frozen_head_steps)
         scheduler = build_lr_scheduler(optimizer, optim, schedule_length)
         self.register(model, optimizer, scheduler)
         return TrainedModel(model, optimizer, scheduler)
@@ -277,7 +278,8 @@ class StrategyBase(ForeignNames, ABC):
             return nothing_to_train(self, trained, total)
         trained.model.train()
         shares = [weight / total for weight in weights] + [0.0] * (len(batches) - len(weights))
-        loss_fn = once_each(self, loss_fn, batches, len(weights))
+        if len(batches) > len(weights):
+            loss_fn = once_each(self, loss_fn, len(weights))
         loss_sum = self.comm.all_reduce(self._add_gradients(trained, batches, shares, loss_fn, mine), "sum")
         if math.isfinite(loss_sum):
             step = self.optimizer_step(
@@ -423,15 +425,6 @@ def _refuse_unfinished(name: str, missing: list[str]) -> NoReturn:
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------------
-
-
-def _seed_generators(seed: int, *, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
-        torch.use_deterministic_algorithms(True)
 
 
 def _refuse_to_split(strategy: StrategyBase) -> None:

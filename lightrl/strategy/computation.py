@@ -52,6 +52,12 @@ def _decoder_of(model: nn.Module) -> nn.Module:
     return model
 
 
+def use_deterministic_kernels() -> None:
+    """Has torch refuse what gives other bits at each run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+    torch.use_deterministic_algorithms(True)
+
+
 def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
     """Runs the forward in bfloat16, as under FSDP's mixed precision; the parameters keep their type."""
     model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)

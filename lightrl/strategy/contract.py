@@ -36,7 +36,8 @@ from lightrl.strategy.foreign_models import (
 )
 from lightrl.strategy.foreign_pretrained import find_tokenizer, first_model, named_policy, set_up_trained
 from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.optim.optimizers import apply_lr_scales, build_lr_scheduler
+from lightrl.strategy.optim.optimizers import build_lr_scheduler
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.foreign_media import build_multimodal_inputs

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightrl.config import StrategyOptions
 from lightrl.models.policy import load_config, load_policy, load_tokenizer, model_loader
-from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales
+from lightrl.strategy.optim.optimizers import TrainedModels
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 
 _MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")
 

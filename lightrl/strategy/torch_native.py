@@ -20,12 +20,12 @@ from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
+from lightrl.strategy.optim.hooked_step import hooked_step
 from lightrl.strategy.optim.hooks import attach
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
-from lightrl.strategy.results import OptimizerStep
+from lightrl.strategy.results import OptimizerStep, TrainedModel
 from lightrl.strategy.saving.saver import SaveRequest, Wanted
-from lightrl.strategy.skipped import drop_accumulated
 
 
 class TorchStrategy(StrategyBase):
@@ -100,14 +100,16 @@ class TorchStrategy(StrategyBase):
         Without a weight the loss is a mean over a micro-batch, of which accumulation_steps make an update.
         """
         weight = kwargs.pop("weight", None)
-        if kwargs:
-            raise TypeError(f"backward() takes no {', '.join(sorted(kwargs))}; known: weight.")
-        if weight is None:
-            self._backward_of_a_call(loss, model, optimizer)
+        if weight is None or kwargs:
+            self._backward_of_a_call(loss, model, optimizer, kwargs)
         else:
             self.run_backward(self.scale_loss(loss, weight, optimizer), model)
 
-    def _backward_of_a_call(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+    def _backward_of_a_call(
+        self, loss: Tensor, model: nn.Module, optimizer: Optimizer, unknown: Mapping[str, Any]
+    ) -> None:
+        if unknown:
+            raise TypeError(f"backward() takes no {', '.join(sorted(unknown))}; known: weight.")
         mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
         with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
@@ -121,10 +123,7 @@ class TorchStrategy(StrategyBase):
         their number, which is multiplied in again here. A gradient scaler adds a factor that apply_gradients() takes
         out again.
         """
-        factor = weight * self.averaging_ranks
-        for hook in self.trained.hooks_of(optimizer):
-            factor *= hook.loss_factor()
-        return loss * factor
+        return loss * (weight * self.averaging_ranks * self.trained.loss_factor(optimizer))
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
@@ -135,24 +134,20 @@ class TorchStrategy(StrategyBase):
         """
         self.trained.see(model, optimizer, scheduler)
         hooks = self.trained.hooks_of(optimizer)
-        is_boundary = kwargs.pop("is_boundary", None)
-        if kwargs:
-            raise TypeError(f"optimizer_step() takes no {', '.join(sorted(kwargs))}; known: is_boundary.")
-        lr_list = self.trained.rates(optimizer)
-        if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
-            return OptimizerStep(grad_norm=0.0, lr_list=lr_list, stepped=False)
+        if hooks or kwargs != {"is_boundary": True}:
+            return hooked_step(self, TrainedModel(model, optimizer, scheduler), hooks, **kwargs)
+        return self.update(model, optimizer, scheduler, 1.0)
+
+    def update(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, divisor: float) -> OptimizerStep:
+        """Divides and clips the gradients and takes a step of the optimizer and of the schedule, if it is finite."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.trained.require_on_device(model, optimizer)
-        if not all(hook.may_update(self.comm) for hook in hooks):
-            return drop_accumulated(self, optimizer, model)
-        divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
-        for hook in hooks:
-            hook.after_update(optimizer, is_finite=is_finite)
         if scheduler is not None and self.options.optim.schedule_unit == "optimizer_step":
             self.trained.scheduled.add(optimizer)
             if is_finite:
                 scheduler.step()
-        return OptimizerStep(grad_norm=grad_norm, lr_list=lr_list, skipped=not is_finite)
+        return OptimizerStep(grad_norm=grad_norm, lr_list=rates, skipped=not is_finite)
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 

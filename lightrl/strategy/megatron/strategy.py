@@ -63,8 +63,6 @@ class MegatronStrategy(TorchStrategy):
         )
 
     def _accumulation_steps(self, world: int) -> int:
-        if self.options.exact_batches:
-            return 1
         sizes = self.sizes
         ranks_apart = max(1, world // (sizes.tp * sizes.pp * sizes.cp))
         return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lightrl.config import OptimConfig, lr_scales
+from lightrl.config import OptimConfig
 from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
 from lightrl.strategy.optim.muon import MuonWithAdamW
+from lightrl.strategy.optim.parameter_kinds import Kind, special_kinds
 from lightrl.strategy.results import TrainedModel
 
 MAIN_COPIES = "main copies"  # float32 weights that an optimizer steps beside those that compute
-HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
 
 def build_optimizer(
@@ -84,6 +83,10 @@ class TrainedModels:
         """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
         return [*self.hooks, *getattr(optimizer, HOOKS, ())]
 
+    def loss_factor(self, optimizer: Optimizer) -> float:
+        """Returns what a loss is multiplied by beside its weight; an update divides the gradients by it."""
+        return math.prod([hook.loss_factor() for hook in self.hooks_of(optimizer)])
+
     def rates(self, optimizer: Optimizer) -> list[float]:
         """Returns the learning rate of each parameter group for the update to come."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -99,6 +102,10 @@ class TrainedModels:
 
     def require_on_device(self, *items: nn.Module | Optimizer) -> None:
         """Raises RuntimeError while the weights of a model or the states of an optimizer are in host memory."""
+        if self.offloaded:
+            self._refuse_offloaded(items)
+
+    def _refuse_offloaded(self, items: Sequence[nn.Module | Optimizer]) -> None:
         for item in items:
             if item in self.offloaded:
                 refuse_offloaded(item)
@@ -131,73 +138,26 @@ def refuse_without_main_copies() -> NoReturn:
 
 
 def parameter_groups(
-    model: nn.Module,
-    optim: OptimConfig,
-    *,
-    lr: float,
-    weight_decay: float,
-    shape_of: Callable[[Tensor], Size],  # of the whole parameter
+    model: nn.Module, optim: OptimConfig, *, lr: float, weight_decay: float, shape_of: Callable[[Tensor], Size]
 ) -> list[dict[str, Any]]:
-    """Puts every trainable parameter in a group; groups at the plain rate come first, as the first rate is reported."""
-    embeddings = _embeddings(model) if optim.name == "muon" or not optim.decay_embeddings else set()
-    in_blocks = _in_blocks(model) if optim.name == "muon" else set()
-    groups: dict[tuple[bool, float, bool, bool], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
-        is_muon = num_dims == 2 and id(parameter) in in_blocks and not is_embedding
-        is_decayed = num_dims >= 2 and (optim.decay_embeddings or not is_embedding)
-        scale = _scale_of(name, optim) if optim.lr_scales else 1.0
-        settings = {"weight_decay": weight_decay if is_decayed else 0.0, "lr": lr * scale, "lr_scale": scale}
-        if optim.name == "muon":
-            settings["is_muon"] = is_muon
-        key = (scale != 1.0, scale, is_muon, not is_decayed)
-        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
-    return [groups[key] for key in sorted(groups)]
-
-
-def _scale_of(name: str, optim: OptimConfig) -> float:
-    return next((scale for pattern, scale in lr_scales(optim).items() if _fits(pattern, name)), 1.0)
-
-
-def apply_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig, *, must_match: bool) -> None:
-    """Freezes parameters whose factor is 0; parameter_groups() applies the others. Call it before a model is placed.
-
-    must_match: refuse a pattern that matches no trained parameter; a value head may come later, with a critic.
-    """
-    named = [pair for model in models if model is not None for pair in model.named_parameters()]
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    names = [f"{head}.weight" for head in HEAD_NAMES] + [name for name, _ in trained]
-    unused = [pattern for pattern in lr_scales(optim) if not any(_fits(pattern, name) for name in names)]
-    if must_match and unused:
-        raise ValueError(
-            f"--optim.lr_scales: no parameter that trains has {' or '.join(unused)} in its name. Names are such as "
-            f"{names[-1]}; a tied output layer has that of the embedding."
-        )
-    for name, parameter in trained:
-        if _scale_of(name, optim) == 0:
-            parameter.requires_grad_(False)
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, f"*{pattern}*")
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that embed tokens and positions, or turn hidden states into logits."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        get_output = getattr(module, "get_output_embeddings", None)
-        output = get_output() if callable(get_output) else None
-        embeddings |= {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
-    return embeddings
-
-
-def _in_blocks(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters in repeated layers: no embeddings, heads, or projectors of a vision tower."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {id(parameter) for module in lists for parameter in module.parameters()}
+    """Puts every trainable parameter in a group; shape_of tells the shape of a whole parameter."""
+    is_plain = optim.name == "adamw" and optim.decay_embeddings and not optim.lr_scales
+    special = {} if is_plain else special_kinds(model, optim, shape_of)
+    groups: dict[Kind, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = special.get(parameter) or Kind(is_undecayed=len(shape_of(parameter)) < 2)
+            groups.setdefault(kind, []).append(parameter)
+    return [
+        {
+            "params": groups[kind],
+            "lr": lr * kind.scale,
+            "lr_scale": kind.scale,
+            "weight_decay": 0.0 if kind.is_undecayed else weight_decay,
+            "is_muon": kind.is_muon,
+        }
+        for kind in sorted(groups)
+    ]
 
 
 # ---- Learning rate -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightrl.strategy.optim.hooks import UpdateHook, attach
-from lightrl.strategy.optim.optimizers import HEAD_NAMES
+from lightrl.strategy.optim.parameter_kinds import HEAD_NAMES
 
 _STEPS_LEFT = "frozen_steps"  # key of a parameter group
 
@@ -19,6 +19,14 @@ _STEPS_LEFT = "frozen_steps"  # key of a parameter group
 def has_value_head(model: nn.Module) -> bool:
     """Returns whether a module of the model has the name of a value head."""
     return bool(_head_parameters(model))
+
+
+def set_up_value_head(optimizer: Optimizer, model: nn.Module, lr: float | None, frozen_steps: int) -> None:
+    """Gives the value head its own rate if there is one, and freezes all else for the first updates if any."""
+    if lr is not None:
+        set_head_rate(optimizer, model, lr)
+    if frozen_steps:
+        freeze_all_but_value_head(optimizer, model, frozen_steps)
 
 
 def set_head_rate(optimizer: Optimizer, model: nn.Module, lr: float) -> None:

@@ -6,7 +6,8 @@ from torch import nn
 
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
 from lightrl.strategy import create_strategy
-from lightrl.strategy.optim.optimizers import TrainedModels, apply_lr_scales, parameter_groups
+from lightrl.strategy.optim.optimizers import TrainedModels, parameter_groups
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.testing.tiny_training import tiny_policy
 
 
