@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,7 +70,7 @@ class ColocatedServing:
         self.engine: ColocatedEngine | None = None
         self.last_sync: SyncReport | None = None
         self.num_syncs = 0
-        self.canary = Canary()
+        self.canary = Canary(trainer)
         self.factories: dict[str, str] = {}  # import paths of what takes the place of engines, by their names
         self.source: WeightSource = trainer  # of what a weight sync sends
         self._trainer = trainer
@@ -107,9 +108,14 @@ class ColocatedServing:
         sleep_engine is False, which lets the next call begin without another wake-up.
         """
         with self.session(sleep_engine=sleep_engine) as engine:
-            parts = self.group.gather(([*prompts], [*params]))
+            parts = self.group.gather((prompts, params))
             with self.group.comm.phase("generate", local=True):
-                return self._generate_parts(engine, parts)
+                together = [prompt for part, _ in parts for prompt in part]
+                completions = engine.generate(together, [param for _, part in parts for param in part])
+                self.canary.keep(together)
+        counts = [sum(param.n for param in part) for _, part in parts]
+        start = sum(counts[: self.group.rank])
+        return completions[start : start + counts[self.group.rank]]
 
     @contextmanager
     def session(self, *, sleep_engine: bool = True) -> Iterator[ColocatedEngine]:
@@ -125,17 +131,6 @@ class ColocatedServing:
         finally:
             if sleep_engine:
                 self.sleep()
-
-    def _generate_parts(
-        self, engine: ColocatedEngine, parts: Sequence[tuple[list[EnginePrompt], list[SamplingParams]]]
-    ) -> list[Completion]:
-        """Runs the group's prompts through the engine together; returns the completions of this rank's own."""
-        prompts = [prompt for part, _ in parts for prompt in part]
-        completions = engine.generate(prompts, [param for _, part in parts for param in part])
-        self.canary.keep(prompts)
-        counts = [sum(param.n for param in part) for _, part in parts]
-        start = sum(counts[: self.group.rank])
-        return completions[start : start + counts[self.group.rank]]
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.
@@ -159,10 +154,7 @@ class ColocatedServing:
         self._model = model
         every = self._options.canary_every
         if every and self.num_syncs % every == 0 and can_score(model):
-            with comm.phase("canary", local=True):
-                engine.wake()
-            difference = self.canary.check(engine, self._trainer, model, dtype=dtype, comm=comm)
-            report = replace(report, canary=difference)
+            report = replace(report, canary=self.canary.check(engine, model, dtype, comm))
         self.num_syncs += 1
         self.last_sync = report
         return report
@@ -179,8 +171,7 @@ class ColocatedServing:
     def wake(self) -> None:
         """Makes the engine ready to generate; without an engine it does nothing."""
         if self.engine is not None:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # does nothing where CUDA is not in use
             self.engine.wake()
 
     def close(self) -> None:
@@ -226,7 +217,8 @@ class Canary:
     another layout, another temperature, another position of an image. Its prompts are those of the last rollout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: ServedTrainer) -> None:
+        self._trainer = trainer
         self._prompts: list[EnginePrompt] = []
 
     def keep(self, prompts: Sequence[EnginePrompt]) -> None:
@@ -234,24 +226,40 @@ class Canary:
         chosen = sorted(prompts, key=lambda prompt: not (prompt.images or prompt.videos))[:_NUM_PROMPTS]
         self._prompts = chosen or self._prompts
 
-    def check(
-        self, engine: ColocatedEngine, trainer: ServedTrainer, model: nn.Module, *, dtype: torch.dtype, comm: Comm
-    ) -> float:
+    def check(self, engine: ColocatedEngine, model: nn.Module, dtype: torch.dtype, comm: Comm) -> float:
         """Returns the largest difference over the ranks; raises WeightSyncError on every rank if it is too large."""
         with comm.phase("canary", local=True):
-            can_score_media = isinstance(model, Policy) and trainer.media is not None
-            usable = [item for item in self._prompts if can_score_media or not (item.images or item.videos)]
-            prompts = usable or made_up_prompts(engine.engine)
+            engine.wake()
+            prompts = self._usable(model) or made_up_prompts(engine.engine)
             with engine.set_aside():
                 completions = engine.generate(prompts, [_params(engine.engine, prompt) for prompt in prompts])
             scored = [(prompts[i % len(prompts)], completions[i % len(prompts)]) for i in range(_NUM_PROMPTS)]
-            encoded = None if trainer.media is None else _encoded(trainer.media, scored)
-        chosen = [completion for _, completion in scored]
-        ours = _trainer_logprobs(trainer, model, chosen, encoded, comm.device)
-        largest = float(comm.all_reduce(_nan_to_inf(_difference(ours, completions, dtype)), "max"))
+            encoded = None if self._trainer.media is None else _encoded(self._trainer.media, scored)
+        ours = self._logprobs(model, [completion for _, completion in scored], encoded, comm.device)
+        largest = float(comm.all_reduce(_difference(ours, completions, dtype), "max"))
         if largest > _ALLOWED[dtype]:
             raise _differs(engine.version, largest, _ALLOWED[dtype])
         return largest
+
+    def _usable(self, model: nn.Module) -> list[EnginePrompt]:
+        """Returns the prompts that the trainer can score: those with images or videos need a processor."""
+        can_score_media = isinstance(model, Policy) and self._trainer.media is not None
+        return [item for item in self._prompts if can_score_media or not (item.images or item.videos)]
+
+    def _logprobs(
+        self, model: nn.Module, items: list[Completion], encoded: list[EncodedPrompt] | None, device: torch.device
+    ) -> list[Tensor]:
+        """Returns the trainer's logprobs of what the engine generated."""
+        if not isinstance(model, Policy):
+            return self._logprobs_of_causal_lm(model, items, device)
+        pairs = [(item.prompt_token_ids, item.output_token_ids) for item in items]
+        (scores,) = self._trainer.forward([response_batch(pairs, encoded=encoded).to(device)], model=model)
+        return list(scores.logprobs.float().split([len(response) for _, response in pairs]))
+
+    def _logprobs_of_causal_lm(self, model: nn.Module, items: list[Completion], device: torch.device) -> list[Tensor]:
+        results = [_scores_of_causal_lm(model, item.prompt_token_ids, item.output_token_ids, device) for item in items]
+        self._trainer.after_forward_only(model)
+        return results
 
 
 def _differs(version: int | None, largest: float, allowed: float) -> WeightSyncError:
@@ -272,9 +280,7 @@ def made_up_prompts(engine: InferenceEngine) -> list[EnginePrompt]:
     special = {engine.image_token_id, engine.video_token_id}
     ids = [index * 7919 % engine.vocab_size for index in range(1, 40)]
     usable = [token for token in ids if token not in special]
-    return [
-        EnginePrompt(token_ids=tuple(usable[start : start + length])) for start, length in enumerate(_FIRST_LENGTHS)
-    ]
+    return [EnginePrompt(token_ids=tuple(usable[i : i + length])) for i, length in enumerate(_FIRST_LENGTHS)]
 
 
 def _params(engine: InferenceEngine, prompt: EnginePrompt) -> SamplingParams:
@@ -293,23 +299,6 @@ def _encoded(media: MediaProcessor, scored: list[tuple[EnginePrompt, Completion]
     return result
 
 
-def _trainer_logprobs(
-    trainer: ServedTrainer,
-    model: nn.Module,
-    completions: list[Completion],
-    encoded: list[EncodedPrompt] | None,
-    device: torch.device,
-) -> list[Tensor]:
-    pairs = [(item.prompt_token_ids, item.output_token_ids) for item in completions]
-    if isinstance(model, Policy):
-        batch = response_batch(pairs, encoded=encoded).to(device)
-        (scores,) = trainer.forward([batch], model=model)
-        return list(scores.logprobs.float().split([len(response) for _, response in pairs]))
-    results = [_scores_of_causal_lm(model, *pair, device) for pair in pairs]
-    trainer.after_forward_only(model)
-    return results
-
-
 def _scores_of_causal_lm(model: Any, prompt: Sequence[int], response: Sequence[int], device: torch.device) -> Tensor:
     """Scores one response with a transformers model that is trained as it is, without a Policy around it."""
     ids = torch.tensor([[*prompt, *response]], device=device)
@@ -321,7 +310,10 @@ def _scores_of_causal_lm(model: Any, prompt: Sequence[int], response: Sequence[i
 
 
 def _difference(theirs: list[Tensor], completions: list[Completion], dtype: torch.dtype) -> float:
-    """Returns the largest of any logprob in float32; in bfloat16 the mean, since large logits round single ones far."""
+    """Returns the largest of any logprob in float32; in bfloat16 the mean, since large logits round single ones far.
+
+    A NaN counts as an infinite difference.
+    """
     parts = [
         (scores.cpu() - torch.tensor(item.logprobs)).abs()
         for scores, item in zip(theirs, completions, strict=False)
@@ -329,8 +321,5 @@ def _difference(theirs: list[Tensor], completions: list[Completion], dtype: torc
     ]
     if not parts:
         return 0.0
-    return float(torch.cat(parts).max() if dtype == torch.float32 else torch.cat(parts).mean())
-
-
-def _nan_to_inf(value: float) -> float:
-    return value if value == value else float("inf")
+    gaps = torch.cat(parts).nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(gaps.max() if dtype == torch.float32 else gaps.mean())

@@ -3,12 +3,13 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightrl.engines.base import Completion, EnginePrompt
-from lightrl.strategy.serving.colocated_serving import Canary, _difference, _nan_to_inf
+from lightrl.strategy.serving.colocated_serving import Canary, _difference
 from lightrl.testing import run_program, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "sabotage_program.py"
@@ -31,8 +32,21 @@ def test_every_sabotage_is_caught_where_zero_shards_the_parameters() -> None:
     assert run_spmd(PROGRAM, "deepspeed", *flags, world_size=2, timeout_s=180).count("all checked") == 2
 
 
+def completion(*logprobs: float) -> Completion:
+    return Completion(
+        request_id=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        output_token_ids=(2,) * len(logprobs),
+        logprobs=logprobs,
+        versions=(0,) * len(logprobs),
+        finish_reason="length",
+    )
+
+
 def test_prompts_with_images_are_kept_first() -> None:
-    canary = Canary()
+    no_trainer: Any = None
+    canary = Canary(no_trainer)
     texts = [EnginePrompt(token_ids=(place,)) for place in range(3)]
     picture = EnginePrompt(token_ids=(9,), images=("image",))
     canary.keep([*texts, picture])
@@ -42,18 +56,7 @@ def test_prompts_with_images_are_kept_first() -> None:
 
 
 def test_float32_is_judged_by_its_worst_token_and_bfloat16_by_the_mean() -> None:
-    completions = [
-        Completion(
-            request_id=0,
-            sample_index=0,
-            prompt_token_ids=(1,),
-            output_token_ids=(2,) * len(logprobs),
-            logprobs=logprobs,
-            versions=(0,) * len(logprobs),
-            finish_reason="length",
-        )
-        for logprobs in ((-1.0, -2.0, -3.0), (-1.0,), ())
-    ]
+    completions = [completion(-1.0, -2.0, -3.0), completion(-1.0), completion()]
     theirs = [torch.tensor([-1.0, -2.5, -3.0]), torch.tensor([-1.3]), torch.zeros(0)]
     assert _difference(theirs, completions, torch.float32) == pytest.approx(0.5, abs=1e-6)
     assert _difference(theirs, completions, torch.bfloat16) == pytest.approx(0.2, abs=1e-6)  # (0 + 0.5 + 0 + 0.3) / 4
@@ -69,5 +72,5 @@ def test_the_built_in_model_runs_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_a_nan_is_the_largest_difference() -> None:
-    assert _nan_to_inf(float(torch.tensor(float("nan")))) == float("inf")
-    assert _nan_to_inf(0.5) == 0.5
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _difference([torch.tensor([-1.0, float("nan")])], [completion(-1.0, -2.0)], dtype) == float("inf")
