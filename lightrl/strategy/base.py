@@ -41,6 +41,7 @@ from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
 from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
+from lightrl.strategy.saving.background_save import BackgroundSaver
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
@@ -84,8 +85,8 @@ class StrategyBase(ForeignNames, ABC):
         self.device = torch.device("cpu")
         self.comm = comm_module.found_world()
         self.layout = PlainLayout(self.comm)
-        self.saver = TrainingStateSaver(self, in_background=self.options.checkpoint.asynchronous)
         self.trained = TrainedModels()
+        self.saver = BackgroundSaver(self) if self.options.checkpoint.asynchronous else TrainingStateSaver(self)
         self.serving = ColocatedServing(self, self.options)
         if self.options.offload_while_generating:
             self.serving = OffloadingServing(self, self.options, self.residency)
@@ -267,8 +268,6 @@ class StrategyBase(ForeignNames, ABC):
         if isinstance(data, Mapping):
             return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
         trained = self.trained.entry(model)
-        if self.saver.pending is not None:
-            self.saver.poll()
         self.trained.require_on_device(trained.optimizer)  # now: later there would be gradients left over
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]

@@ -221,7 +221,7 @@ class TorchStrategy(StrategyBase):
         companions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Writes a checkpoint of everything that the run needs to continue; see TrainingStateSaver.save."""
-        request = SaveRequest(Path(save_dir), tag, max_num, max_mem << 20, client_state, save_latest, companions)
+        request = SaveRequest(Path(save_dir), tag, max_num, max_mem << 20, client_state, save_latest, companions or {})
         self.saver.save(model, request)
 
     def load_ckpt(

@@ -15,6 +15,7 @@ from torch import nn
 from lightrl.comm import Comm, RankError
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
+from lightrl.strategy.saving.background_save import BackgroundSaver
 from lightrl.strategy.saving.saver import SaveRequest, TrainingStateSaver
 from lightrl.trainers.run import RunFolder, own
 
@@ -80,7 +81,8 @@ class LoggingTrainer(Protocol):
 def forgive_disk_errors(trainer: LoggingTrainer, log: Log) -> Log:
     """Has a run warn where it cannot write, and go on; returns the log to use."""
     strategy = trainer.strategy
-    strategy.saver = ForgivingSaver(strategy, trainer.folder.root)
+    kind = ForgivingBackgroundSaver if isinstance(strategy.saver, BackgroundSaver) else ForgivingSaver
+    strategy.saver = kind(strategy, trainer.folder.root)
     return ForgivingLog(trainer, log)
 
 
@@ -88,7 +90,7 @@ class ForgivingSaver(TrainingStateSaver):
     """Leaves a checkpoint out that cannot be written; all ranks agree on it."""
 
     def __init__(self, strategy: StrategyBase, root: Path) -> None:
-        super().__init__(strategy, in_background=strategy.saver.in_background)
+        super().__init__(strategy)
         self._comm, self._root = strategy.comm, root
 
     def save(self, model: nn.Module, request: SaveRequest) -> None:
@@ -107,6 +109,10 @@ class ForgivingSaver(TrainingStateSaver):
             if not self._comm.agree(found is not None):
                 raise
             _warn(self._comm, found, "no checkpoint of this step")
+
+
+class ForgivingBackgroundSaver(ForgivingSaver, BackgroundSaver):
+    """Leaves checkpoints out as well where a thread could not write one."""
 
 
 class ForgivingLog:

@@ -1,12 +1,18 @@
-"""BackgroundSave: the files of one checkpoint are written by a thread while the training continues."""
+"""BackgroundSaver: a thread writes the files of a checkpoint while the training continues."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.optim import Optimizer
 
 from lightrl.comm import Comm
+from lightrl.strategy.optim.hooks import UpdateHook
+from lightrl.strategy.saving.saver import SavedTrainer, TrainingStateSaver
+from lightrl.strategy.saving.state_files import DeferredWriter, StateWriter
 
 
 @dataclass
@@ -51,3 +57,44 @@ class BackgroundSave:
     def wait(self) -> None:
         """Waits for the thread."""
         self._thread.join()
+
+
+class BackgroundSaver(TrainingStateSaver):
+    """Returns from save() when the state is copied to host memory.
+
+    The checkpoint counts after a later update, finish(), the next save or the end of the run.
+    """
+
+    def __init__(self, trainer: SavedTrainer) -> None:
+        super().__init__(trainer)
+        self.pending: BackgroundSave | None = None  # a save under way; None on all ranks or on none
+        trainer.trained.hooks = [hook for hook in trainer.trained.hooks if not isinstance(hook, _Polling)]
+        trainer.trained.hooks.append(_Polling(self))
+
+    def _make_writer(self, folder: Path) -> StateWriter:
+        return DeferredWriter(folder, self._trainer.comm)
+
+    def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
+        jobs = [job for writer in writers if isinstance(writer, DeferredWriter) for job in writer.jobs]
+        self.pending = BackgroundSave(jobs, commit)
+
+    def poll(self) -> None:
+        """Completes a save in the background if all ranks have written; raises on all ranks what failed on one."""
+        if self.pending is not None and self._trainer.comm.agree(self.pending.is_written):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for a save in the background and completes it; every rank must call it."""
+        if self.pending is not None:
+            saving, self.pending = self.pending, None
+            saving.finish(self._trainer.comm)
+
+
+class _Polling(UpdateHook):
+    """Asks after each update whether the checkpoint is written."""
+
+    def __init__(self, saver: BackgroundSaver) -> None:
+        self._saver = saver
+
+    def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
+        self._saver.poll()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import random
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +22,6 @@ from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
-from lightrl.strategy.saving.background_save import BackgroundSave
 from lightrl.strategy.saving.registration import owner_of
 from lightrl.strategy.saving.state_files import StateWriter, write_state_hash
 from lightrl.strategy.saving.state_reader import TensorReader, load_object, load_without_code
@@ -59,7 +59,7 @@ class SaveRequest(NamedTuple):
     max_bytes: int = 0  # of all that are kept; 0: no limit
     client_state: Mapping[str, Any] | None = None  # of the caller
     is_latest: bool = True  # a load without a tag may find it
-    companions: Mapping[str, nn.Module] | None = None  # models by their folders in the checkpoint
+    companions: Mapping[str, nn.Module] = MappingProxyType({})  # models by their folders in the checkpoint
 
 
 class Wanted(NamedTuple):
@@ -77,10 +77,7 @@ EVERYTHING = Wanted()
 class TrainingStateSaver:
     """Saves and loads models, optimizers, schedules, hooks, random states, the step and the caller's own state."""
 
-    def __init__(self, trainer: SavedTrainer, *, in_background: bool = False) -> None:
-        """Writes files while the training continues if in_background is set."""
-        self.in_background = in_background
-        self.pending: BackgroundSave | None = None  # a save under way; None on all ranks or on none
+    def __init__(self, trainer: SavedTrainer) -> None:
         self._trainer = trainer
 
     # ---- Saving ------------------------------------------------------------------------------------------------
@@ -88,12 +85,11 @@ class TrainingStateSaver:
     def save(self, model: nn.Module, request: SaveRequest) -> None:
         """Writes a checkpoint that counts when all ranks have written it.
 
-        Where nobody sets the step, every save makes a folder. In the background, this returns when the state is copied
-        to host memory; the checkpoint then counts after a later update, finish(), the next save or the end of the run.
+        Where nobody sets the step, every save makes a folder.
         """
         self.finish()
         directory = open_directory(request.root, request.tag, keep=request.keep, max_bytes=request.max_bytes)
-        models = {"": model, **(request.companions or {})}  # by folder in the checkpoint
+        models = {"": model, **request.companions}  # by folder in the checkpoint
         client_state = dict(request.client_state or {})
         for item in models.values():
             self._trained(item)
@@ -121,23 +117,19 @@ class TrainingStateSaver:
                 write_state_hash(folder / name)
             directory.commit(step, is_latest=request.is_latest)
 
-        if self.in_background:
-            self.pending = BackgroundSave([job for writer in writers for job in writer.jobs], commit)
-            return
-        with comm.phase("checkpoint", local=True):
-            if comm.is_main:
+        self._complete(writers, commit)
+
+    def _make_writer(self, folder: Path) -> StateWriter:
+        return StateWriter(folder, self._trainer.comm)
+
+    def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
+        """Makes what was written a checkpoint, on rank 0."""
+        with self._trainer.comm.phase("checkpoint", local=True):
+            if self._trainer.comm.is_main:
                 commit()
 
-    def poll(self) -> None:
-        """Completes a save in the background if all ranks have written; raises on all ranks what failed on one."""
-        if self.pending is not None and self._trainer.comm.agree(self.pending.is_written):
-            self.finish()
-
     def finish(self) -> None:
-        """Waits for a save in the background and completes it; every rank must call it."""
-        if self.pending is not None:
-            saving, self.pending = self.pending, None
-            saving.finish(self._trainer.comm)
+        """Completes a save that is under way, if saves are written in the background; every rank must call it."""
 
     def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
         """Writes everything that one model needs to continue; returns its writer, which may have jobs left."""
@@ -145,7 +137,7 @@ class TrainingStateSaver:
         owner = model if trained is None else trained.model
         trainer.after_forward_only(owner)
         trainer.trained.require_on_device(owner, *([] if trained is None else [trained.optimizer]))
-        writer = StateWriter(folder, comm, deferred=self.in_background)
+        writer = self._make_writer(folder)
         writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
@@ -266,11 +258,8 @@ class TrainingStateSaver:
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
-    buffers = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers.append((f"{prefix}.{name}" if prefix else name, buffer))
+    state = model.state_dict(keep_vars=True)
+    buffers = [(name, item) for name, item in state.items() if not isinstance(item, nn.Parameter)]
     return sorted(buffers, key=lambda item: item[0])
 
 
@@ -304,15 +293,24 @@ def _not_loadable(name: str, value: Any) -> ValueError:
 
 def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
     """Returns the entries of a checkpoint that _restore_schedule() reads."""
-    state: Any = trained.scheduler.state_dict() if trained.scheduler is not None else None
-    if state is not None and not isinstance(trained.scheduler, LambdaLR):
-        state = {key: value for key, value in state.items() if not callable(value)}  # those of the new run stay
-        _check_loadable(state, f"{type(trained.scheduler).__name__}.{{}}")
-    elif state is not None:
+    scheduler: Any = trained.scheduler
+    if isinstance(scheduler, LambdaLR):
+        state = scheduler.state_dict()
         state["lr_lambdas"] = [None] * len(state["lr_lambdas"])
+    else:
+        state = _state_without_functions(scheduler)
     groups = trained.optimizer.param_groups
     rates = [{key: _number(group[key]) for key in _MOVED if key in group} for group in groups]
     return {"scheduler": state, "rates": rates}
+
+
+def _state_without_functions(scheduler: Any) -> Any:
+    """Returns what a checkpoint keeps of any other schedule, or of none; its functions are those of the new run."""
+    if scheduler is None:
+        return None
+    state = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+    _check_loadable(state, f"{type(scheduler).__name__}.{{}}")
+    return state
 
 
 def _number(value: Any) -> Any:
@@ -382,13 +380,11 @@ def _no_counterpart(path: Path, *, is_saved: bool) -> ValueError:
 
 def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+    state["numpy"] = [name, [int(key) for key in keys], *[float(item) for item in rest]]
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [name, [int(key) for key in keys], *[float(item) for item in rest]]
     return state
 
 
@@ -398,7 +394,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
+    if "numpy" in state:
         name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), int(position), int(has_gauss), cached))
+        np.random.set_state((name, np.array(keys, dtype="uint32"), int(position), int(has_gauss), cached))

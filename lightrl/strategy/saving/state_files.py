@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,16 +30,11 @@ _CHECKED_BYTES = 4 << 20  # have a checksum of their own, so that a reader of so
 
 
 class StateWriter:
-    """Writes this rank's files of one checkpoint, or keeps copies in host memory to write them later.
+    """Writes this rank's files of one checkpoint."""
 
-    `jobs` then writes the files; it uses neither the model nor another rank, so a thread may run it.
-    """
-
-    def __init__(self, directory: Path, comm: Comm, *, deferred: bool = False) -> None:
+    def __init__(self, directory: Path, comm: Comm) -> None:
         self._directory = directory
         self._comm = comm
-        self._deferred = deferred
-        self.jobs: list[Callable[[], None]] = []
         self.error: OSError | None = None  # of the first file that could not be written; no file follows it
 
     def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
@@ -50,8 +45,7 @@ class StateWriter:
         index: dict[str, dict[str, Any]] = {}
         for number, part in enumerate(_files(pieces if self._comm.world == 1 else self._own(pieces))):
             path = self._directory / f"{kind}-rank{self._comm.rank:05d}-{number:05d}.safetensors"
-            index |= {piece.name: {**_index_entry(piece), "file": path.name} for piece in part}
-            self._do(partial(_save_with_checksums, path, {piece.name: piece.tensor for piece in part}, index))
+            self._do(partial(_save_with_checksums, path, part, index))
         self._do(partial(save_json, self._directory / f"{kind}-rank{self._comm.rank:05d}.json", index))
 
     def _own(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -73,13 +67,25 @@ class StateWriter:
         self._do(lambda: save_bytes(self._directory / name, buffer.getvalue()))
 
     def _do(self, job: Callable[[], None]) -> None:
-        if self._deferred:
-            self.jobs.append(job)
-        elif self.error is None:
-            try:
+        try:
+            if self.error is None:
                 job()
-            except OSError as error:  # raised later, where all ranks hear of it: others are in a collective
-                self.error = error
+        except OSError as error:  # raised later, where all ranks hear of it: others are in a collective
+            self.error = error
+
+
+class DeferredWriter(StateWriter):
+    """Keeps copies in host memory; `jobs` writes the files later.
+
+    The jobs use neither the model nor another rank, so a thread may run them.
+    """
+
+    def __init__(self, directory: Path, comm: Comm) -> None:
+        super().__init__(directory, comm)
+        self.jobs: list[Callable[[], None]] = []
+
+    def _do(self, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
 
 
 def _files(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -96,15 +102,18 @@ def _files(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield part
 
 
-def _save_with_checksums(path: Path, tensors: dict[str, Tensor], index: dict[str, dict[str, Any]]) -> None:
-    for name, tensor in tensors.items():
+def _save_with_checksums(path: Path, pieces: Sequence[Piece], index: dict[str, dict[str, Any]]) -> None:
+    """Writes a file, and adds what it holds to the index."""
+    for piece in pieces:
+        name, tensor = piece.name, piece.tensor
         row_bytes = tensor.nbytes // max(1, len(tensor)) if tensor.dim() else 0
         num_rows = max(1, _CHECKED_BYTES // max(1, row_bytes))
-        index[name] |= {"crc_rows": num_rows, "crc32s": block_checksums(tensor, num_rows)}
+        checksums = {"crc_rows": num_rows, "crc32s": block_checksums(tensor, num_rows)}
+        index[name] = {**_index_entry(piece), "file": path.name, **checksums}
         if path.name.startswith("model-"):  # the weights also count for the hash of the checkpoint
-            rows = Rows(name, tensor, tuple(index[name]["shape"]), index[name].get("rows", [0])[0])
+            rows = Rows(name, tensor, tuple(index[name]["shape"]), piece.rows[0] if piece.rows else 0)
             index[name]["digest"] = f"{digest_of_rows(rows):x}"
-    save_tensors(path, tensors)
+    save_tensors(path, {piece.name: piece.tensor for piece in pieces})
 
 
 def block_checksums(tensor: Tensor, num_rows: int) -> list[int]:
@@ -138,7 +147,8 @@ class Rows(NamedTuple):
 
 def digest_of_rows(rows: Rows) -> int:
     """Returns what the rows add to their tensor's digest."""
-    head, values = hashlib.sha256(f"{_described(rows)}\n".encode()), rows.tensor.detach().cpu().contiguous()
+    head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
+    values = rows.tensor.detach().cpu().contiguous()
     num_rows = values.shape[0] if values.dim() else 1
     if not values.numel():
         return 0
@@ -152,9 +162,8 @@ def digest_of_rows(rows: Rows) -> int:
     return total % _MODULUS
 
 
-def _described(rows: Rows) -> str:
-    shape = "x".join(map(str, rows.shape)) or "scalar"
-    return f"{rows.name} {str(rows.tensor.dtype).removeprefix('torch.')} {shape}"
+def _described(name: str, dtype: torch.dtype | str, shape: Iterable[int]) -> str:
+    return f"{name} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
 def hash_text(parts: Iterable[tuple[str, int]]) -> str:
@@ -171,8 +180,7 @@ def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | Non
 
     A tensor that is in memory under its name in the file is not read from the disk.
     """
-    text = hash_text((_described(rows), digest_of_rows(rows)) for rows in _folder_rows(folder, in_memory or {}))
-    save_bytes(folder / HASH_FILE, text.encode())
+    save_bytes(folder / HASH_FILE, _hash_of(_folder_rows(folder, in_memory or {})).encode())
 
 
 def write_state_hash(folder: Path) -> None:
@@ -183,14 +191,17 @@ def write_state_hash(folder: Path) -> None:
 def _noted_parts(folder: Path) -> Iterator[tuple[str, int]]:
     for path in sorted(folder.glob("model-rank*.json")):
         for name, entry in load_json(path).items():
-            shape = "x".join(map(str, entry["shape"])) or "scalar"
-            yield f"{name} {entry['dtype']} {shape}", int(entry["digest"], 16)
+            yield _described(name, entry["dtype"], entry["shape"]), int(entry["digest"], 16)
 
 
 def recompute(folder: Path) -> str:
     """Returns what weights.sha256 should hold, from the bytes of the files of a folder or a checkpoint."""
     rows = _state_rows(folder) if any(folder.glob("model-rank*.json")) else _folder_rows(folder, {})
-    return hash_text((_described(part), digest_of_rows(part)) for part in rows)
+    return _hash_of(rows)
+
+
+def _hash_of(parts: Iterable[Rows]) -> str:
+    return hash_text((_described(part.name, part.tensor.dtype, part.shape), digest_of_rows(part)) for part in parts)
 
 
 def _folder_rows(folder: Path, in_memory: Mapping[str, Tensor | None]) -> Iterator[Rows]:

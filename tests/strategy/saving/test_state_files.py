@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import Piece
 from lightrl.strategy.saving import state_files
-from lightrl.strategy.saving.state_files import StateWriter
+from lightrl.strategy.saving.state_files import DeferredWriter, StateWriter
 from lightrl.strategy.saving.state_reader import TensorReader, load_object
 
 
@@ -23,11 +23,11 @@ def comm_of(rank: int, world: int) -> Comm:
 WHOLE = torch.arange(10.0).view(5, 2)
 
 
-def write_split(folder: Path, *, deferred: bool = False) -> list[StateWriter]:
+def write_split(folder: Path) -> list[StateWriter]:
     """Five rows over three ranks, which is 2, 2, 1; a scalar and two whole tensors; nothing of an empty one."""
     writers = []
     for rank, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
-        writer = StateWriter(folder, comm_of(rank, 3), deferred=deferred)
+        writer = StateWriter(folder, comm_of(rank, 3))
         pieces = [Piece("split", WHOLE[start:stop], (start, stop), 5)]
         pieces += [Piece("whole", torch.ones(3, dtype=torch.float64)), Piece("a/step", torch.tensor(4.0))]
         pieces += [Piece("none", torch.zeros(0, 2), (0, 0), 0), Piece("empty", torch.zeros(0, 3))]
@@ -71,7 +71,7 @@ def test_files_are_cut_at_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_deferred_writer_keeps_copies(tmp_path: Path) -> None:
-    writer = StateWriter(tmp_path, comm_of(0, 1), deferred=True)
+    writer = DeferredWriter(tmp_path, comm_of(0, 1))
     weight, values = torch.ones(2), {"step": 1}
     writer.add_tensors("model", [Piece("weight", weight)])
     writer.add_object("state.pt", values)
