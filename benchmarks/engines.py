@@ -88,7 +88,7 @@ class Engine:
         from transformers import AutoModelForCausalLM
 
         from lightrl.config import StrategyOptions
-        from lightrl.strategy.single import SingleStrategy
+        from lightrl.strategy.torch_native import SingleStrategy
 
         options = StrategyOptions(engine=name, canary_every=0, exact_batches=True)
         self.strategy = SingleStrategy(0, 1.0, 1, 1, options)

@@ -46,10 +46,8 @@ class CheckpointDirectory:
     max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep is {self.keep}: at least 1 checkpoint must be kept.")
-        if self.max_bytes < 0:
-            raise ValueError(f"max_bytes is {self.max_bytes}: it must be 0 (no limit) or above.")
+        if self.keep < 1 or self.max_bytes < 0:
+            raise _wrong_limit(self.keep, self.max_bytes)
 
     def begin(self, step: int) -> Path:
         """Makes the empty directory for the files of this step; clears what a crash left."""
@@ -370,6 +368,12 @@ def _warn_of_skipped(path: Path, error: Exception) -> None:
     else:
         reason = f"its file {Path(error.filename).relative_to(path)} is missing"
     logger.warning("Skipping the checkpoint %s: %s", path, reason)
+
+
+def _wrong_limit(keep: int, max_bytes: int) -> ValueError:
+    if keep < 1:
+        return ValueError(f"keep is {keep}: at least 1 checkpoint must be kept.")
+    return ValueError(f"max_bytes is {max_bytes}: it must be 0 (no limit) or above.")
 
 
 def _nothing_to_commit(temporary: Path, step: int) -> OSError | ValueError:

@@ -15,7 +15,7 @@ from lightrl.testing import run_program
 ROOT = Path(__file__).resolve().parents[1]
 
 STRATEGY = '''
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 class ToyStrategy(SingleStrategy):
     """Reports every model that it prepares."""

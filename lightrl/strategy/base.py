@@ -54,7 +54,7 @@ from lightrl.strategy.user_batch import token_logprobs, train_on_dict
 __all__ = ["EngineStatus", "OptimizerStep", "StrategyBase", "TrainBatchResult", "TrainedModel", "is_actor"]
 
 BUILTIN_STRATEGIES = {
-    "single": "lightrl.strategy.single:SingleStrategy",
+    "single": "lightrl.strategy.torch_native:SingleStrategy",
     "ddp": "lightrl.strategy.ddp:DDPStrategy",
     "fsdp": "lightrl.strategy.fsdp:FSDPStrategy",
     "deepspeed": "lightrl.strategy.deepspeed:DeepSpeedStrategy",

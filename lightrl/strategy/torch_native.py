@@ -1,4 +1,4 @@
-"""TorchStrategy: the update, the weights and the checkpoints of models that are torch modules."""
+"""TorchStrategy: the update, the weights and the checkpoints of torch modules; SingleStrategy is its plainest form."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrl.comm import known_world
 from lightrl.engines.weights.fingerprint import Fingerprint
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
@@ -91,8 +93,8 @@ class TorchStrategy(StrategyBase):
         """Builds the optimizer of the options; kwargs such as lr and betas win over them."""
         if self.options.optim.name == "muon" and not self.steps_whole_matrices:
             raise _cuts_matrices(self)
-        kwargs.setdefault("lr", self.options.lr)
-        return build_optimizer(model, self.options.optim, shape_of=self.layout.whole_shape, **kwargs)
+        settings = {"lr": self.options.lr, **kwargs}
+        return build_optimizer(model, self.options.optim, shape_of=self.layout.whole_shape, **settings)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
         """Adds the gradient of the loss times `weight`, summed over the ranks.
@@ -132,14 +134,14 @@ class TorchStrategy(StrategyBase):
 
         is_boundary=True updates now, False never; without it the calls of backward() are counted.
         """
-        self.trained.see(model, optimizer, scheduler)
-        hooks = self.trained.hooks_of(optimizer)
-        if hooks or kwargs != {"is_boundary": True}:
-            return hooked_step(self, TrainedModel(model, optimizer, scheduler), hooks, **kwargs)
-        return self.update(model, optimizer, scheduler, 1.0)
+        trained, hooks = TrainedModel(model, optimizer, scheduler), self.trained.hooks_of(optimizer)
+        if hooks or kwargs != {"is_boundary": True} or trained not in self.trained.entries:
+            return hooked_step(self, trained, hooks, **kwargs)
+        return self.update(trained)
 
-    def update(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, divisor: float) -> OptimizerStep:
+    def update(self, trained: TrainedModel, divisor: float = 1.0) -> OptimizerStep:
         """Divides and clips the gradients and takes a step of the optimizer and of the schedule, if it is finite."""
+        model, optimizer, scheduler = trained.model, trained.optimizer, trained.scheduler
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.trained.require_on_device(model, optimizer)
         grad_norm, is_finite = self.apply_gradients(optimizer, model, divisor)
@@ -240,10 +242,37 @@ class TorchStrategy(StrategyBase):
         return self.saver.load(model, Path(load_dir), tag=tag, wanted=wanted, companions=companions)
 
 
+class SingleStrategy(TorchStrategy):
+    """Keeps the whole model on the device of one process: the plain reference that every other strategy must equal."""
+
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
+        """Picks the device; refuses a world of several processes."""
+        if known_world() > 1:
+            raise _several_ranks(known_world())
+        super().setup_distributed(timeout, num_gpu_per_node)
+
+    def make_layout(self) -> PlainLayout:
+        """Returns the layout of whole parameters."""
+        return PlainLayout(self.comm)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Moves the model to the device."""
+        model = model.to(self.device)
+        self.set_up_computation(model)
+        return model
+
+
 def _cuts_matrices(strategy: TorchStrategy) -> ValueError:
     return ValueError(
         f"--optim.name muon needs whole matrices, which {type(strategy).__name__} does not keep on a rank. Use "
         "--strategy ddp or single, or --optim.name adamw."
+    )
+
+
+def _several_ranks(count: int) -> ValueError:
+    return ValueError(
+        f"--strategy single runs in one process, but torchrun started {count}. Use --strategy fsdp, or "
+        "start one process."
     )
 
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from lightrl.config import StrategyOptions
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import strategy_checks, strategy_program
 from lightrl.testing.spmd import SpmdError, run_program, run_spmd
 from lightrl.testing.strategy_parity import VARIANTS

@@ -12,7 +12,7 @@ from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_program, run_spmd, strategy_program
 from lightrl.testing.tiny_training import adamw, plain_training
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from lightrl.config import DeepSpeedConfig, StrategyOptions
 from lightrl.strategy.deepspeed import DeepSpeedStrategy
 from lightrl.strategy.layout.zero import is_partitioned
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import tiny_training as tiny
 
 

@@ -18,7 +18,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import SamplingParams, WeightSyncError
 from lightrl.models.policy import Policy, response_batch
 from lightrl.strategy.fsdp import FSDPStrategy
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11, 12, 13], [50, 60]]
 SHARED = SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=3, ignore_eos=True)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from lightrl.config import DeepSpeedConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import strategy_class
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import (
     EVERYTHING,
     loss_fn,

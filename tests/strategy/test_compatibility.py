@@ -28,7 +28,7 @@ from lightrl.rollout.rollouts import Rollouts
 from lightrl.rollout.scheduler import Rules, forced_first
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.serving.foreign_params import as_params
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PROMPT = [3, 4]

@@ -15,7 +15,7 @@ from lightrl.config import GRPOConfig, LoraConfig, StrategyOptions, parse_config
 from lightrl.models import lora
 from lightrl.strategy import create_strategy
 from lightrl.strategy.computation import check_compiler, compile_blocks, enable_gradient_checkpointing
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import make_batch, parameters, samples, sgd, tiny_policy, train, trainable
 
 STEPS = 4

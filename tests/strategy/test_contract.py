@@ -15,7 +15,7 @@ from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import StrategyBase, create_strategy, is_actor, strategy_class
 from lightrl.strategy.ddp import DDPStrategy
 from lightrl.strategy.optim.optimizers import build_lr_scheduler
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 # ---- errors ------------------------------------------------------------------------------------------------------
 

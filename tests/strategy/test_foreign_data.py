@@ -11,7 +11,7 @@ import torch
 from lightrl.comm import Comm
 from lightrl.data.sampler import ResumableSampler
 from lightrl.strategy.foreign_data import EqualBatches, gathered, rank_loader, reduced
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "page_ranks_program.py"

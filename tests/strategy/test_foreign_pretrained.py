@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrl.builtin.model import tiny_model
 from lightrl.engines.colocated import EngineStatus
 from lightrl.strategy.layout.plain import innermost
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 class Actor(nn.Module):

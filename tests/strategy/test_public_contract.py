@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from lightrl.config import OptimConfig
 from lightrl.strategy import EngineStatus, StrategyBase, is_actor, strategy_class
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 STRATEGIES = [StrategyBase, SingleStrategy, *map(strategy_class, ("ddp", "fsdp", "deepspeed"))]
 ABSTRACT = {"create_optimizer", "backward", "optimizer_step", "save_ckpt", "load_ckpt"}

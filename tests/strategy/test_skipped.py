@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.strategy.base import TrainBatchResult
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_spmd
 from lightrl.testing.strategy_contract import single_process
 

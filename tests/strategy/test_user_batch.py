@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.config import StrategyOptions
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.strategy.user_batch import UserBatch, gather_logprobs, next_token
 from lightrl.testing import run_spmd
 from lightrl.testing.spmd import run_program

@@ -64,7 +64,7 @@ DYING = """
 import os, signal, time
 
 from lightrl.process_group import store_of
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 class Dying(SingleStrategy):

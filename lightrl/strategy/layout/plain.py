@@ -279,14 +279,20 @@ def innermost(model: Any) -> nn.Module:
 
     An actor keeps its network in `.model`. So do transformers' own models, which are not wrappers.
     """
+    if isinstance(model, PreTrainedModel):
+        return model
     for attribute in ("hf", "module", "_orig_mod"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module):
             return innermost(inner)
+    return _inside_peft_or_actor(model)
+
+
+def _inside_peft_or_actor(model: Any) -> nn.Module:
     get_base_model = getattr(model, "get_base_model", None)  # PEFT
     if callable(get_base_model):
         return innermost(get_base_model())
-    inner = None if isinstance(model, PreTrainedModel) else getattr(model, "model", None)
+    inner = getattr(model, "model", None)
     network = innermost(inner) if isinstance(inner, nn.Module) else None
     result: nn.Module = network if isinstance(network, PreTrainedModel) else model
     return result

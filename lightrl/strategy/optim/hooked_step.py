@@ -1,13 +1,10 @@
-"""An optimizer step beyond the plain update: with hooks that were asked for, or after several calls of backward()."""
+"""An optimizer step beyond the plain update: with hooks, after calls of backward(), or of what nobody registered."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
-
-from torch import nn
-from torch.optim import Optimizer
 
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.results import OptimizerStep, TrainedModel
@@ -17,7 +14,7 @@ from lightrl.strategy.skipped import Skipping, drop_accumulated
 class Updating(Skipping, Protocol):
     """What a strategy gives to this module."""
 
-    def update(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, divisor: float) -> OptimizerStep:
+    def update(self, trained: TrainedModel, divisor: float) -> OptimizerStep:
         """Divides and clips the gradients and takes a step of the optimizer and of the schedule, if it is finite."""
         ...
 
@@ -37,6 +34,7 @@ def hooked_step(
     if unknown:
         raise TypeError(f"optimizer_step() takes no {', '.join(sorted(unknown))}; known: is_boundary.")
     model, optimizer = trained.model, trained.optimizer
+    strategy.trained.see(model, optimizer, trained.scheduler)
     rates = strategy.trained.rates(optimizer)
     if not (all(hook.is_boundary() for hook in hooks) if is_boundary is None else is_boundary):
         return OptimizerStep(grad_norm=0.0, lr_list=rates, stepped=False)
@@ -44,7 +42,7 @@ def hooked_step(
     if not all(hook.may_update(strategy.comm) for hook in hooks):
         return drop_accumulated(strategy, optimizer, model)
     divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
-    step = strategy.update(model, optimizer, trained.scheduler, divisor)
+    step = strategy.update(trained, divisor)
     for hook in hooks:
         hook.after_update(optimizer, is_finite=not step.skipped)
     return step._replace(lr_list=rates)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightrl.comm import Comm, known_world
 from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 def test_calls_are_counted_for_each_optimizer() -> None:

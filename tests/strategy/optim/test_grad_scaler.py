@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from lightrl.config import StrategyOptions
 from lightrl.strategy.optim.grad_scaler import GradScaler
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 def test_the_scale_by_hand() -> None:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from lightrl.config import GRPOConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import create_strategy
 from lightrl.strategy.optim.muon import MuonWithAdamW
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import loss_fn, make_batch, num_tokens, samples, tiny_policy
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")

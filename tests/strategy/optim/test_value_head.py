@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightrl.config import StrategyOptions
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 class Critic(nn.Module):

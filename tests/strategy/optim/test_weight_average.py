@@ -5,7 +5,7 @@ import torch
 
 from lightrl.config import GRPOConfig, StrategyOptions
 from lightrl.strategy.optim.weight_average import WeightAverage
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "weight_average_program.py"

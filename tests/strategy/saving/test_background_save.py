@@ -10,7 +10,7 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import CheckpointConfig, StrategyOptions
 from lightrl.strategy.saving import state_files
 from lightrl.strategy.saving.background_save import BackgroundSave
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import SpmdError, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "checkpoint_program.py"

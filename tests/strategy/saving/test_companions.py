@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 def started(seed: int, *, head: bool = False) -> tuple[SingleStrategy, nn.Module, nn.Module]:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 from torch.serialization import get_safe_globals, safe_globals
 
 from lightrl.strategy.saving.state_reader import load_object
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 NUM_BEFORE, NUM_AFTER = 4, 5
 Make = Callable[[Any], Any]

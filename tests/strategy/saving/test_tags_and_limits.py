@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 NUM_SAVES = 4
 TAGS = {"untagged": None, "one tag": "best", "a tag for each": "tag{}"}

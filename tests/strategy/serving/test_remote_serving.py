@@ -4,7 +4,7 @@ import torch
 from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
 from lightrl.strategy.serving.remote_serving import RemoteServing
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 
 
 class RecordingLink:

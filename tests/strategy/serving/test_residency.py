@@ -14,7 +14,7 @@ from lightrl.config import StrategyOptions
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.serving.residency import Residency, StorageOffloader
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import fresh, make_batch, parameters, same, samples, tiny_policy, train
 
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
