@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +32,7 @@ _STEP_NAME = re.compile(r"step-(\d{6,})")
 _REPLACED_PREFIX = ".replaced-"  # the former directory of a step that is being saved again
 _TEMPORARY_PREFIX = ".tmp-"
 _DELETED_PREFIX = ".tmp-deleted-"
+_MAYBE_COMPLETE = re.compile(rf"({re.escape(_REPLACED_PREFIX)})?{_STEP_NAME.pattern}")
 
 
 @dataclass
@@ -49,15 +50,16 @@ class CheckpointDirectory:
         if self.keep < 1 or self.max_bytes < 0:
             raise _wrong_limit(self.keep, self.max_bytes)
 
-    def begin(self, step: int) -> Path:
-        """Makes the empty directory for the files of this step; clears what a crash left."""
+    def begin(self, step: int, folders: Iterable[str] = ()) -> Path:
+        """Makes the directory for the files of this step, with empty folders in it; clears what a crash left."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0.")
         self.root.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.root.glob(".*")):
             self._clear_leftover(path)
         temporary = self.root / (_TEMPORARY_PREFIX + _step_name(step))
-        temporary.mkdir()
+        for folder in (temporary, *(temporary / name for name in folders)):
+            folder.mkdir()
         return temporary
 
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
@@ -145,15 +147,9 @@ class CheckpointDirectory:
 
     def _complete(self, warn: bool = False) -> list[_Checkpoint]:
         """Returns the complete checkpoints, the oldest first; of a step that is being replaced the last committed."""
-        complete = []
-        for path in sorted(self.root.glob("*")):
-            if _STEP_NAME.fullmatch(path.name.removeprefix(_REPLACED_PREFIX)):
-                try:
-                    complete.append(_read_checkpoint(path))
-                except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-                    if warn:
-                        _warn_of_skipped(path, error)
-        complete.sort(key=lambda checkpoint: checkpoint.serial)
+        paths = [path for path in sorted(self.root.glob("*")) if _MAYBE_COMPLETE.fullmatch(path.name)]
+        read = [_read_if_complete(path, warn) for path in paths]
+        complete = sorted((checkpoint for checkpoint in read if checkpoint), key=lambda checkpoint: checkpoint.serial)
         last_of_step = {checkpoint.step: checkpoint for checkpoint in complete}
         return [checkpoint for checkpoint in complete if checkpoint is last_of_step[checkpoint.step]]
 
@@ -337,6 +333,15 @@ class _Checkpoint:
 
 class _IncompleteError(ValueError):
     """The reason why a directory does not count as a checkpoint."""
+
+
+def _read_if_complete(path: Path, warn: bool) -> _Checkpoint | None:
+    try:
+        return _read_checkpoint(path)
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        if warn:
+            _warn_of_skipped(path, error)
+        return None
 
 
 def _read_checkpoint(path: Path) -> _Checkpoint:

@@ -148,14 +148,9 @@ def parameter_groups(
         if parameter.requires_grad:
             kind = special.get(parameter) or Kind(is_undecayed=len(shape_of(parameter)) < 2)
             groups.setdefault(kind, []).append(parameter)
+    decays = {True: 0.0, False: weight_decay}
     return [
-        {
-            "params": groups[kind],
-            "lr": lr * kind.scale,
-            "lr_scale": kind.scale,
-            "weight_decay": 0.0 if kind.is_undecayed else weight_decay,
-            "is_muon": kind.is_muon,
-        }
+        {"params": groups[kind], "lr": lr * kind.lr_scale, "weight_decay": decays[kind.is_undecayed], **kind._asdict()}
         for kind in sorted(groups)
     ]
 

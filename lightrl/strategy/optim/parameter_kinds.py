@@ -14,10 +14,13 @@ HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that ar
 
 
 class Kind(NamedTuple):
-    """What an optimizer does with a parameter. Groups at the plain rate come first, as the first rate is reported."""
+    """What an optimizer does with a parameter; its fields are settings of the parameter's group too.
+
+    Groups at the plain rate come first, as the first rate is reported.
+    """
 
     is_scaled: bool = False
-    scale: float = 1.0  # of the rate
+    lr_scale: float = 1.0
     is_muon: bool = False
     is_undecayed: bool = False
 

@@ -98,10 +98,7 @@ class TrainingStateSaver:
             if not _is_plain(client_state):
                 _check_loadable(client_state, "client_state[{!r}]")
             step = step or directory.next_step()  # nobody counts steps, so the saves are counted
-            path = directory.begin(step) if comm.is_main else None
-            if path is not None:
-                for name in models:
-                    (path / name).mkdir(exist_ok=True)
+            path = directory.begin(step, request.companions) if comm.is_main else None
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
@@ -295,8 +292,7 @@ def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
     """Returns the entries of a checkpoint that _restore_schedule() reads."""
     scheduler: Any = trained.scheduler
     if isinstance(scheduler, LambdaLR):
-        state = scheduler.state_dict()
-        state["lr_lambdas"] = [None] * len(state["lr_lambdas"])
+        state = {**scheduler.state_dict(), "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
     else:
         state = _state_without_functions(scheduler)
     groups = trained.optimizer.param_groups
