@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightrl.stall_watch import StallWatch, is_wanted
 from lightrl.trees import map_by_kind, map_leaves
 
 T = TypeVar("T")
+Phase: TypeAlias = AbstractContextManager[None]
 # Renamed in torch 2.13, where the old name warns at every call.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPERATIONS = ("mean", "sum", "max", "min")
@@ -95,7 +96,7 @@ class Comm:
         """The innermost phase that this rank is in."""
         return "start"
 
-    def phase(self, name: str, *, local: bool = False) -> AbstractContextManager[None]:
+    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Phase:
         """Names what this rank is doing, so that a time-out or a failure elsewhere can say it.
 
         In a process of its own it does nothing: an error there needs no help to be seen.
@@ -105,6 +106,7 @@ class Comm:
             local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends.
                 Otherwise the failing rank posts its traceback before it raises, and the others read it there when
                 their collective breaks.
+            late: an error of this kind comes after all collectives of the body, and is raised as with `local`.
         """
         return nullcontext()
 
@@ -129,7 +131,7 @@ class Comm:
     def barrier(self) -> None:
         """Waits for every rank, on the control group."""
 
-    # ---- Tensors, numbers, dicts -------------------------------------------------------------------------------
+    # ---- Tensors, numbers, dicts, objects ----------------------------------------------------------------------
 
     def all_reduce(self, data: T, op: str = "mean", weight: float | Tensor | None = None) -> T:
         """Reduces a tensor, a number or a dict of them over the ranks; the input is left as it was.
@@ -177,8 +179,6 @@ class Comm:
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites the tensor on every rank with that of the source rank."""
-
-    # ---- Objects -----------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Returns the items of all ranks (of the group) in rank order; they travel over gloo."""
@@ -236,11 +236,11 @@ class RankComm(Comm):
     def phase_name(self) -> str:
         return self._board.phase if self._board is not None else super().phase_name
 
-    def phase(self, name: str, *, local: bool = False) -> AbstractContextManager[None]:
-        return nullcontext() if self._board is None else self._watched_phase(self._board, name, local)
+    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Phase:
+        return nullcontext() if self._board is None else self._watched_phase(self._board, name, local, late)
 
     @contextmanager
-    def _watched_phase(self, board: RankBoard, name: str, local: bool) -> Iterator[None]:
+    def _watched_phase(self, board: RankBoard, name: str, local: bool, late: type[Exception] | None) -> Iterator[None]:
         _require_no_episode(f"phase {name!r}")
         board.enter(name)
         error: Exception | None = None
@@ -249,7 +249,7 @@ class RankComm(Comm):
         except Exception as raised:
             error = raised
         try:
-            if local:
+            if local or (late is not None and (error is None or isinstance(error, late))):
                 self._raise_everywhere(board, error)
             elif error is not None:
                 self._publish_or_explain(board, error)

@@ -115,8 +115,26 @@ def check_local_error(comm):
         assert "comm_program.py" in str(error)  # the traceback
         assert error.mistake == ""
     check_mistake(comm)
+    check_late_error(comm)
     assert comm.phase_name == "between two phases"
     comm.barrier()  # and the group still works
+
+
+def check_late_error(comm):
+    """After its collectives one rank finds what is wrong, and all of them leave."""
+
+    def body():
+        with comm.phase("weight sync", late=LookupError):
+            assert comm.max_int(comm.rank) == 1
+            if comm.rank == 1:
+                raise KeyError("what did not arrive")
+
+    if comm.rank == 1:
+        expect(KeyError, "what did not arrive", body)
+    else:
+        expect(RankError, "rank 1 failed in phase 'weight sync'", body)
+    with comm.phase("weight sync", late=LookupError):
+        comm.barrier()
 
 
 def check_timeout(comm):

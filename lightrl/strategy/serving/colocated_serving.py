@@ -143,14 +143,8 @@ class ColocatedServing:
         expected = self.fingerprints(model, dtype)
         weights = self.source.full_parameters(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
-        error: WeightSyncError | None = None
-        try:
+        with comm.phase("weight sync", late=WeightSyncError):  # which comes after all pairs were consumed
             report = engine.update_weights(weights, version, expected=expected)
-        except WeightSyncError as raised:  # after all pairs were consumed, so the ranks are still in step
-            error = raised
-        with comm.phase("weight sync", local=True):
-            if error is not None:
-                raise error
         self._model = model
         every = self._options.canary_every
         if every and self.num_syncs % every == 0 and can_score(model):
