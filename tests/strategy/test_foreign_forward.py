@@ -15,7 +15,7 @@ from lightrl.builtin.model import tiny_model
 from lightrl.models.critic import Critic, ValueHead
 from lightrl.models.policy import Policy, response_batch
 from lightrl.strategy import StrategyBase
-from lightrl.strategy.single import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import adamw, loss_fn, make_batch, num_tokens, samples, tiny_policy
 
 IDS = torch.tensor([[0, 0, 3, 4, 5], [6, 7, 8, 9, 2], [0, 0, 0, 0, 5]])
