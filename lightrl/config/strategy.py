@@ -155,7 +155,7 @@ class MegatronConfig:
     recompute: Literal["none", "full"] = "none"
     """Activations to compute again in the backward: none, or those of all layers."""
     impl: Literal["local", "te"] = "local"
-    """Layers. local: plain torch. te: those of Transformer Engine."""
+    """Layers. local: plain torch. te: those of Transformer Engine, which are refused so far: docs/megatron.md."""
 
 
 @dataclass(kw_only=True, slots=True)

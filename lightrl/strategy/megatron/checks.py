@@ -18,7 +18,11 @@ def check_options(options: StrategyOptions) -> None:
     """Raises ValueError for options that it does not follow, or that contradict each other."""
     megatron = options.megatron
     for is_asked, option, instead in (
-        (megatron.impl == "te", "--megatron.impl te", "Transformer Engine's layers are not built yet: use local"),
+        (
+            megatron.impl == "te",
+            "--megatron.impl te",
+            "Transformer Engine's layers are not built (docs/megatron.md): use local",
+        ),
         (options.sp_size > 1, f"--sp_size {options.sp_size}", "split tokens by --megatron.cp_size"),
         (options.compile, "--compile", "leave it out"),
         (options.gradient_checkpointing, "--gradient_checkpointing", "use --megatron.recompute full"),
