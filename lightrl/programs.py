@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 from lightrl.config import (
     DPOConfig,
@@ -79,7 +80,7 @@ def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
 def plan(arguments: Sequence[str]) -> int:
     """Plans the run of the trainer that the first argument names, without starting it."""
     configs = {name: program.config for name, program in TRAINERS.items()}
-    return int(_load("lightrl.plan.plan_program:plan")(configs, arguments))
+    return int(resolve_name("lightrl.plan.plan_program:plan")(configs, arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,18 +110,12 @@ def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], p
 
 def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
     if isinstance(program, Command):
-        return int(_load(program.start)(arguments) or 0)
+        return int(resolve_name(program.start)(arguments) or 0)
     config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
     if config.dry_run:
-        raise SystemExit(_load("lightrl.plan.plan_program:dry_run")(config, name.rpartition(" ")[2]))
-    _load("lightrl.trainers.fit:run_trainer")(_load(program.trainer), config)
+        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config, name.rpartition(" ")[2]))
+    resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(program.trainer), config)
     return 0
-
-
-def _load(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return loaded
 
 
 def _list_of(known: Mapping[str, Run | Command], program: str) -> str:

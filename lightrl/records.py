@@ -116,9 +116,7 @@ class Sample:
         if not self.prompt_ids:
             object.__setattr__(self, "prompt_ids", self.prompt.token_ids)
         if self.own and len(self.own) != len(self.response_ids):
-            raise ValueError(
-                f"own has {len(self.own)} values for a response of {len(self.response_ids)} tokens: give one per token."
-            )
+            raise _wrong_length_of_own(len(self.own), len(self.response_ids))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -144,6 +142,10 @@ class Sample:
     def to(self, status: Status) -> Sample:
         """Returns the sample with the status that follows; ValueError if that one cannot follow."""
         return replace(self, status=self.status.to(status))
+
+
+def _wrong_length_of_own(given: int, num_tokens: int) -> ValueError:
+    return ValueError(f"own has {given} values for a response of {num_tokens} tokens: give one per token.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,7 +219,12 @@ def split_micro_batches(
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     if min_num == 1 and _fits(ordered, max_tokens, max_samples):
         return [ordered]
-    _check_limits(items, max_tokens, max_samples)
+    return _cut(ordered, max_tokens, max_samples, min_num)
+
+
+def _cut(ordered: list[_Item], max_tokens: int | None, max_samples: int | None, min_num: int) -> list[list[_Item]]:
+    """Cuts what does not fit in one micro-batch, or is to be in several."""
+    _check_limits(ordered, max_tokens, max_samples)
     fewest = _first_fit(ordered, max_tokens, max_samples)
     num = max(min(min_num, len(ordered)), len(fewest))
     best = sorted(_evenest(ordered, fewest, num, max_tokens, max_samples), key=_num_tokens, reverse=True)

@@ -129,10 +129,8 @@ def build_prompts(
             always rendered by the template.
         media: the images and videos to read; None reads none.
     """
-    if not records:
-        raise ValueError("There are no records to build prompts from: the data set is empty.")
-    if chat_template not in get_args(ChatTemplateUse):
-        raise ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")
+    if not records or chat_template not in get_args(ChatTemplateUse):
+        raise _cannot_build(records, chat_template)
     renderer: Any = media.processor.processor if media and media.processor else tokenizer
     renders_text = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
     media_fields = () if media is None else (media.image_field, media.video_field)
@@ -140,10 +138,9 @@ def build_prompts(
     def build(index: int, located: LocatedRecord) -> Prompt:
         record, where = located
         field, value = _find_prompt(record, where, prompt_field)
+        text = value
         if renders_text or not isinstance(value, str):
             text = _render(value, where, field, renderer, takes_parts=renderer is not tokenizer)
-        else:
-            text = value
         if len(text) > _MANY_CHARACTERS:
             _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
         token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
@@ -164,6 +161,12 @@ def build_prompts(
         return prompt
 
     return make_each(records, build) if isinstance(records, Streamed) else [build(*item) for item in enumerate(records)]
+
+
+def _cannot_build(records: Sequence[LocatedRecord], chat_template: str) -> ValueError:
+    if not records:
+        return ValueError("There are no records to build prompts from: the data set is empty.")
+    return ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")
 
 
 def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:

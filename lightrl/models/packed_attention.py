@@ -311,14 +311,10 @@ def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     sees_all = scoring.window is None or scoring.window >= query.shape[2]
+    mask = None if sees_all else visible(query.shape[2], query.shape[2], scoring.window, query.device)
+    is_grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if sees_all else visible(query.shape[2], query.shape[2], scoring.window, query.device),
-        is_causal=sees_all,
-        scale=scoring.scale,
-        enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, attn_mask=mask, is_causal=sees_all, scale=scoring.scale, enable_gqa=is_grouped
     )
 
 

@@ -274,8 +274,12 @@ def explained(path: str, what: str) -> Iterator[None]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:600] or type(error).__name__
-        raise ValueError(f"--model {path}: its {what} cannot be read ({reason}).") from error
+        raise _unreadable(path, what, error) from error
+
+
+def _unreadable(path: str, what: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:600] or type(error).__name__
+    return ValueError(f"--model {path}: its {what} cannot be read ({reason}).")
 
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:

@@ -59,7 +59,7 @@ class FailurePolicy:
     value: float | None = None  # what a failed reward counts as; None leaves the sample without a reward
 
 
-_NO_LIMITS, _NO_FAILURES = ScoringLimits(), FailurePolicy()
+_NO_LIMITS, _STRICT = ScoringLimits(), FailurePolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,7 @@ class RewardSet:
     """The rewards of a run, built before anything expensive: a wrong name, parameter or signature raises at once."""
 
     def __init__(
-        self,
-        rewards: Sequence[WeightedReward],
-        *,
-        limits: ScoringLimits = _NO_LIMITS,
-        policy: FailurePolicy = _NO_FAILURES,
+        self, rewards: Sequence[WeightedReward], *, limits: ScoringLimits = _NO_LIMITS, policy: FailurePolicy = _STRICT
     ) -> None:
         self.rewards, self.policy = list(rewards), policy
         _check_labels([item.label for item in rewards])

@@ -442,5 +442,4 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
         if outer_s:
-            left_s = max(outer_s - (time.monotonic() - started), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, left_s, outer_repeat_s)
+            signal.setitimer(signal.ITIMER_REAL, max(outer_s - (time.monotonic() - started), 1e-3), outer_repeat_s)

@@ -17,6 +17,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+_NO_ANSWER = "the prompt has no answer to compare with. Name the field that holds it by --data.answer_field"
 
 
 def exact_match(sample: Sample) -> float:
@@ -41,9 +42,7 @@ def expected_answer(sample: Sample) -> str:
     """Returns the prompt's answer, stripped; raises ValueError if it has none, which a reward of 0 would hide."""
     answer = sample.prompt.answer
     if answer is None or not str(answer).strip():
-        raise ValueError(
-            "the prompt has no answer to compare with. Name the field that holds it by --data.answer_field"
-        )
+        raise ValueError(_NO_ANSWER)
     return str(answer).strip()
 
 
