@@ -27,8 +27,7 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
         what: Kind of object, for the errors.
         example: Name of an object of one's own, for the errors.
     """
-    path = builtin.get(name, name)
-    module_name, separator, attribute = path.partition(":")
+    module_name, separator, attribute = builtin.get(name, name).partition(":")
     if not separator:
         _raise_unknown(name, builtin, what, example)
     if os.getcwd() not in sys.path:

@@ -297,14 +297,14 @@ def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, An
     # Columnar formats have every field in every record, and None where it was left out.
     field = prompt_field if record.get(prompt_field) is not None else "messages"
     value = record.get(field)
-    if value is None:
-        raise _no_prompt(record, where, prompt_field)
-    if isinstance(value, str) and not value.strip():
-        raise ValueError(f"{where}: {field!r} is empty. It must hold text.")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise _no_prompt(record, where, prompt_field, field)
     return field, value
 
 
-def _no_prompt(record: Record, where: str, prompt_field: str) -> ValueError:
+def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> ValueError:
+    if record.get(found) is not None:
+        return ValueError(f"{where}: {found!r} is empty. It must hold text.")
     return ValueError(
         f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field "
         "that holds the prompt by --data.prompt_field."
@@ -370,9 +370,13 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_ra
     try:
         return tokenize_raw(text, tokenizer) if is_raw else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises nothing more special
-        known = tokenizer.get_vocab()
-        hint = f"; it knows only {' '.join(sorted(known))}" if len(known) <= _MOST_TOKENS_SHOWN else ""
-        raise ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}{hint}).") from None
+        raise _unreadable(text, tokenizer, where, error) from None
+
+
+def _unreadable(text: str, tokenizer: PreTrainedTokenizerBase, where: str, error: Exception) -> ValueError:
+    known = tokenizer.get_vocab()
+    hint = f"; it knows only {' '.join(sorted(known))}" if len(known) <= _MOST_TOKENS_SHOWN else ""
+    return ValueError(f"{where}: the tokenizer cannot read the text {shorten(text)!r} ({error}{hint}).")
 
 
 def shorten(text: str) -> str:

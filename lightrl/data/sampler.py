@@ -68,7 +68,6 @@ class PromptSampler(Draws):
         self.num_prompts_in_data = num_prompts_in_data
         self.batch_size = batch_size
         self.seed = seed
-        self.num_drawn = 0
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, its permutation) used last
 
     def index_at(self, ticket: int) -> int:
