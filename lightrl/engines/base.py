@@ -47,6 +47,7 @@ class EnginePrompt:
     token_ids: tuple[int, ...]  # ONE placeholder per image or video, however many tokens the model makes of it
     images: tuple[Any, ...] = ()  # PIL images, in the order of their placeholders
     videos: tuple[Any, ...] = ()  # uint8 arrays [frames, height, width, 3]
+    kept: Any = field(default=None, compare=False, repr=False)  # Completion.kept of the sample that goes on
 
 
 AnyPrompt = EnginePrompt | Sequence[int]
@@ -173,6 +174,7 @@ class Completion:
     finish_reason: FinishReason
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
     allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)  # as Sample.allowed
+    kept: Any = field(default=None, compare=False, repr=False)  # what an engine needs for the sample to go on, if more
 
 
 class InferenceEngine(ABC):

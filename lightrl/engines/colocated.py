@@ -79,7 +79,8 @@ class _Request:
             max_new_tokens=self.params.max_new_tokens - num_done,
             min_new_tokens=max(0, self.params.min_new_tokens - num_done),
         )
-        return replace(self.prompt, token_ids=self.prompt.token_ids + partial.output_token_ids), params
+        token_ids = self.prompt.token_ids + partial.output_token_ids
+        return replace(self.prompt, token_ids=token_ids, kept=partial.kept), params
 
 
 class ColocatedEngine:
@@ -258,12 +259,12 @@ class ColocatedEngine:
         return SyncReport(version=version, num_bytes=proof.num_bytes, seconds=time.perf_counter() - started)
 
     def _set_aside(self) -> list[_Request]:
-        """Takes every sample under way out of the engine; each becomes a request of its own.
+        """Takes every sample under way out of the engine; each becomes a request of its own, computed from its prompt.
 
         In an engine that runs by itself some may have ended meanwhile: the next step() returns them.
         """
         requests = {item.request_id: item for item in self._running.values()}
-        stopped = self.abort()
+        stopped = [replace(item, kept=None) for item in self.abort()]
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
         return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
 

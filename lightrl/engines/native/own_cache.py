@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lightrl.engines.native.cache import Prefill
+from lightrl.engines.native.cache import LayerStorage, Prefill
 from lightrl.engines.native.row_parts import RowPart
 from lightrl.models.per_sequence import leave_weights_alone
 
@@ -73,20 +73,22 @@ class SampleCaches:
 
     def free(self) -> int:
         """Drops the states; returns the bytes of their tensors."""
-        num_bytes = sum(map(_num_bytes, self.states))
+        num_bytes = sum(map(num_bytes_of, self.states))
         self.states = []
         return num_bytes
 
 
-def _num_bytes(state: Any) -> int:
-    """Returns the bytes of the tensors in a state: a tensor, a list, or an object of transformers."""
+def num_bytes_of(state: Any) -> int:
+    """Returns the bytes of the tensors in a state: a tensor, a list, a layer, or an object of transformers."""
     if isinstance(state, Tensor):
         return state.untyped_storage().nbytes()
+    if isinstance(state, LayerStorage):
+        return state.num_bytes()
     if isinstance(state, list | tuple):
-        return sum(map(_num_bytes, state))
+        return sum(map(num_bytes_of, state))
     if isinstance(state, dict):
-        return sum(map(_num_bytes, state.values()))
-    return _num_bytes(vars(state)) if hasattr(state, "__dict__") and not isinstance(state, type) else 0
+        return sum(map(num_bytes_of, state.values()))
+    return num_bytes_of(vars(state)) if hasattr(state, "__dict__") and not isinstance(state, type) else 0
 
 
 class OwnCacheForward:
