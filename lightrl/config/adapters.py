@@ -20,6 +20,7 @@ def sends_adapters(config: Any) -> bool:
         ("rollout_ranks", config.rollout_ranks > 0, "the ranks that generate take whole weights alone"),
         ("routing.replay", config.routing.replay, "the engine that records experts takes whole weights alone"),
         ("native.lookup", config.native.lookup > 0, "the engine that guesses takes whole weights alone"),
+        ("rollout.keep_cache", config.rollout.keep_cache, "the engine that keeps rows takes whole weights alone"),
         ("top_p", config.is_truncated, "the engine that reports the tokens to draw from takes whole weights alone"),
     )
     refused = next(((name, reason) for name, is_refused, reason in reasons if is_refused), None)

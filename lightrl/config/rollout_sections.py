@@ -20,6 +20,10 @@ class ScheduleConfig:
     partial: bool = True
     """What a group does that goes on in the next step. True: its samples continue where they stopped, under the new
     weights. False: samples that are not finished begin again at their prompt."""
+    keep_cache: bool = False
+    """Let samples that go on in the next step keep the keys and values of the weights that made them, in place of
+    computing their tokens again under the new weights. Faster, and no longer what the trainer computes
+    (docs/schedules.md). Engine native, with --rollout.over_issue."""
     max_staleness: int = option(0, at_least=0, at_most=1000)
     """Maximum number of steps by which the weights that a group was started under may be behind when it is trained. A
     step waits for a group that would become older, unless --rollout.late says otherwise."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
+from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
@@ -221,8 +222,10 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
     @property
     def engine_path(self) -> str:
-        """Name or import path of the engine: with a part of the vocabulary, of one that reports it."""
-        return truncated_engine(self) if self.is_truncated else self.engine
+        """Name or import path of the engine: with a part of the vocabulary or a kept cache, of one that has it."""
+        if self.is_truncated:
+            return truncated_engine(self)
+        return KEEPING_ENGINE if self.rollout.keep_cache else self.engine
 
     @property
     def samples_can_be_older(self) -> bool:
@@ -257,6 +260,8 @@ def _check_data(config: RolloutConfig) -> None:
 def _check_rollout(config: RolloutConfig) -> None:
     config.rollout.check_reward(config.reward)
     config.rollout.check_late(has_own_ranks=config.rollout_ranks > 0)
+    if config.rollout.keep_cache:
+        check_keep_cache(config)
     if config.rollout.is_recorded:
         config.rollout.check_record(has_own_ranks=config.rollout_ranks > 0 or config.rollout.is_scheduled)
     if config.rollout.max_staleness and isinstance(config, GRPOConfig | PPOConfig):

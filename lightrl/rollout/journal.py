@@ -45,6 +45,17 @@ class Journal:
         self.completions, self.partials, self.results = {}, {}, {}
         self.rewind()
 
+    @property
+    def num_kept_bytes(self) -> int:
+        """Memory of what the engine keeps of calls that were stopped (--rollout.keep_cache)."""
+        return sum(item.kept.num_bytes for item in self.partials.values() if item.kept is not None)
+
+    def let_go(self) -> None:
+        """Gives that memory back; the calls go on by computing their tokens again."""
+        for item in self.partials.values():
+            if item.kept is not None:
+                item.kept.take()
+
     def next_call(self) -> int:
         """Returns the number of a call of the engine."""
         self.num_calls += 1

@@ -65,7 +65,13 @@ class Schedule:
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all ranks as plain values and tensors; every rank calls it, between two steps."""
+        """Returns the state of all ranks as plain values and tensors; every rank calls it, between two steps.
+
+        No checkpoint holds what the engine keeps of samples under way. It is let go of here as well, so that this run
+        and one that continues the checkpoint compute the same tokens again.
+        """
+        for journal in self.journals.values():
+            journal.let_go()
         parts = self._comm.all_gather_object([item.state_dict() for item in self.journals.values()])
         journals = sorted((item for part in parts for item in part), key=lambda item: (item["ticket"], item["sample"]))
         return {

@@ -46,6 +46,7 @@ class Pace:
     agree_every: int = 16  # engine steps between two agreements of all ranks
     partial: bool = True  # False: what is not finished in a step begins again at its prompt
     keep: Filter | None = None  # False rejects a scored group
+    keeps_cache: bool = False  # whether what goes on keeps its keys and values
 
 
 class ScheduledCollector(EpisodeCollector):
@@ -214,6 +215,9 @@ class ScheduledCollector(EpisodeCollector):
         statistics.maximum("rollout/carried", len(scheduler.running))
         statistics.maximum("rollout/waiting", len(scheduler.finished))
         statistics.maximum("rollout/lost", self._num_lost)
+        if self._pace.keeps_cache:
+            kept = sum(journal.num_kept_bytes for journal in self.schedule.journals.values())
+            statistics.maximum("memory/kept_gb", kept / 1e9)
         if scheduler.rules.tail_batch > 0:
             statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
         self._num_lost = 0

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.config import RolloutConfig
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, ScoredGroup, Status
+from lightrl.records import Experience, PackedBatch, ScoredGroup, Status
 from lightrl.rollout.late_drop import DroppingScheduler, LateDropCollector
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, scheduled_collector
@@ -50,7 +53,8 @@ class ScheduledTrainer(Trainer):
         check_schedule(config)
         keep = self.filter_of(config)
         super().__init__(run, **parts)
-        pace = Pace(agree_every=config.rollout.agree_every, partial=config.rollout.partial, keep=keep)
+        options = config.rollout
+        pace = Pace(agree_every=options.agree_every, partial=options.partial, keep=keep, keeps_cache=options.keep_cache)
         self.collector = scheduled_collector(
             self.run.workflow,
             self.strategy,
@@ -87,12 +91,29 @@ class YoungUpdates(PolicyUpdates):
     def __init__(self, run: RunContext, statistics: Statistics) -> None:
         super().__init__(run, statistics)
         self._max_age: int = run.config.rollout.max_token_staleness
+        self._keeps_cache: bool = run.config.rollout.keep_cache
+        self._step = 0
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
         """Masks old tokens, and deals the samples out to updates and ranks."""
+        self._step = step
         if self._max_age:
             experience = [self._without_old_tokens(item, step) for item in experience]
         return super().deal(experience, step)
+
+    def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
+        """Compares engine and trainer, with --rollout.keep_cache also where old keys and values were read.
+
+        Those are the tokens of the newest weights in samples that older weights began.
+        """
+        super().measure_mismatch(logprobs, batch)
+        if not self._keeps_cache or batch.versions is None:
+            return
+        mask = batch.loss_mask & ~self._is_fresh(batch) & (batch.versions == self._step)
+        result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
+        if count := float(result["count"]):
+            self._statistics.maximum("mismatch/carried_max_abs", float(result["max_abs"]))
+            self._statistics.mean("mismatch/carried_mean_abs", float(result["sum_abs"]), count)
 
     def _without_old_tokens(self, item: Experience, step: int) -> Experience:
         young = tuple(step - version <= self._max_age for version in item.sample.versions)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from lightrl.engines.base import Completion
+from lightrl.engines.native.cache import LayerStorage
+from lightrl.engines.native.kept_rows import KeptRow
 from lightrl.rollout.journal import CURRENT, Journal, remembered
 
 CALLS: list[int] = []
@@ -73,3 +75,13 @@ def test_a_journal_goes_through_a_checkpoint() -> None:
     assert (routing == 3).all()
     assert read.next_call() == 0
     assert read.next_call() == 1
+
+
+def test_what_the_engine_keeps_is_in_no_checkpoint_and_can_be_let_go_of() -> None:
+    kept = KeptRow([LayerStorage(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8)), None], 4)
+    journal = Journal(1, 2, 0, partials={0: completion(kept=kept), 1: completion()})
+    assert journal.num_kept_bytes == 2 * 64 * 4
+    assert Journal.from_state(journal.state_dict()).num_kept_bytes == 0
+    journal.let_go()
+    assert journal.num_kept_bytes == 0
+    assert kept.is_empty  # for whoever else has the completion

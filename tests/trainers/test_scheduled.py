@@ -16,6 +16,8 @@ from lightrl.trainers.ppo import PPOTrainer
 from lightrl.trainers.scheduled import YoungUpdates, load_filter, scheduled, scheduler_of, unequal_rewards
 
 ASYNC = {"over_issue": 0.5, "max_staleness": 2, "agree_every": 2, "max_token_staleness": 1}
+KEEPS = {"over_issue": 1.0, "max_staleness": 3, "agree_every": 1, "keep_cache": True}
+LONG = {"max_new_tokens": 32, "group_size": 2, "max_steps": 6}  # some samples of a group end long before others
 FREE = ("time/", "memory/", "tokens/per_second", "sync/gb_per_s")
 
 
@@ -70,6 +72,35 @@ def test_a_resumed_run_equals_the_undisturbed_one(toy: Path, tmp_path: Path) -> 
     assert rows_of(GRPOTrainer, toy, folder, rollout=options) == undisturbed
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert all(row["ticket"] >= 0 for row in samples)
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_its_cache_resumes_as_the_undisturbed_one(toy: Path, tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", WorkflowConfig(**KEEPS)  # type: ignore[arg-type]
+    undisturbed = rows_of(GRPOTrainer, toy, folder, rollout=options, **LONG)
+    assert max(carried_mismatch(undisturbed)) > 1e-3  # the trainer computes the whole sample under the new weights
+    assert max(row.get("mismatch/max_abs", 0.0) for row in undisturbed) < 3e-5
+    kept = [json.loads(line)["memory/kept_gb"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert kept[3] > 0  # at step 4, from which it goes on
+    shutil.rmtree(folder / "checkpoints" / "step-000006")
+    assert (folder / "checkpoints" / "step-000004").is_dir()
+    assert rows_of(GRPOTrainer, toy, folder, rollout=options, **LONG) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, PPOTrainer])
+def test_a_kept_cache_of_the_same_weights_gives_the_trainers_logprobs(
+    trainer_class: type[Trainer], toy: Path, tmp_path: Path
+) -> None:
+    options = WorkflowConfig(**KEEPS)  # type: ignore[arg-type]
+    rows = rows_of(trainer_class, toy, tmp_path / "kept", rollout=options, lr=1e-12, **LONG)
+    assert max(carried_mismatch(rows)) < 1e-5
+
+
+def carried_mismatch(rows: list[dict[str, Any]]) -> list[float]:
+    found = [row["mismatch/carried_max_abs"] for row in rows if "mismatch/carried_max_abs" in row]
+    assert len(found) > 1
+    return found
 
 
 # ---- Parts ---------------------------------------------------------------------------------------------------------
