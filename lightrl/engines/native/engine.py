@@ -77,13 +77,16 @@ def build_native_engine(
         raise ValueError("The native engine takes no --engine_args: its options are --native.*.")
     if group.size > 1 and group.comm.is_main:
         logger.warning("The native engine has no tensor parallelism: the ranks of a group repeat each other's work.")
-    media = None
-    if source.config.model_type in FAMILIES and source.name_or_path:  # one made of a config has none
-        media = MediaProcessor.load(source.name_or_path, trust_remote_code=options.trust_remote_code)
+    media = _media_of(source, options) if source.config.model_type in FAMILIES else None
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
     make = kind or (_guessing_kind(options.native) if options.native.lookup else NativeEngine)
     return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
+
+
+def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcessor | None:
+    name = source.name_or_path  # a model made of a config has none
+    return MediaProcessor.load(name, trust_remote_code=options.trust_remote_code) if name else None
 
 
 def _guessing_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
