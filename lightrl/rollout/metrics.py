@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightrl.comm import Comm
+from lightrl.comm import found_world
 from lightrl.metrics import Statistics
 from lightrl.records import ScoredGroup
 from lightrl.rewards.scoring import has_reward
@@ -43,7 +43,7 @@ def evaluate(groups: Sequence[ScoredGroup], *, ks: Sequence[int] = (), source_fi
     statistics.mean("turns", sum(len(sample.turns) for sample in samples), len(samples))
     for name in sorted({name for sample in samples for name in sample.numbers}):
         statistics.add(name, math.fsum(sample.numbers.get(name, 0.0) for sample in samples))
-    return statistics.reduce(Comm())
+    return statistics.reduce(found_world())
 
 
 def describe_groups(

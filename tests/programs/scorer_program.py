@@ -12,10 +12,11 @@ from reward_samples import answered
 
 from lightrl.comm import RankError, connect
 from lightrl.metrics import Statistics
-from lightrl.records import Sample
+from lightrl.records import Sample, ScoredGroup
 from lightrl.rewards import NoVerdictError, RewardError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Scorer
+from lightrl.rollout.metrics import evaluate
 
 
 def picky(sample: Sample) -> float:
@@ -60,6 +61,8 @@ def main() -> None:
     except RankError as error:
         told = str(error)
     report["too many"] = comm.all_gather_object(told)
+    groups = [ScoredGroup(samples=(item,), rewards=(float(len(item.text)),), step=0) for item in shared]
+    report["evaluated"] = evaluate(groups)
     if comm.is_main:
         Path(sys.argv[1]).write_text(json.dumps(report))
     comm.close()

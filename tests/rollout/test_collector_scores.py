@@ -48,6 +48,8 @@ def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
     (alone,) = one["too many"]
     assert alone.startswith("2 rewards have failed, more than --max_reward_failures 1. The first: The reward 'picky'")
     assert two["too many"] == [alone, alone]
+    assert one["evaluated"] == two["evaluated"]
+    assert one["evaluated"]["reward"] == 13 / 8  # the lengths of all texts, whichever rank has them
 
 
 def test_the_first_failures_of_a_run_are_shown_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
