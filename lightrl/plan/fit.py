@@ -66,14 +66,27 @@ def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) ->
     return sorted(found, key=rank)
 
 
-def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy | None:
-    """Returns the mildest changes with which the run fits, as little slower as can be; None if nothing helps."""
+def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy:
+    """Returns the mildest changes with which the run fits, as little slower as can be.
+
+    Where none fits: those with the least peak.
+    """
     first = plan_run(config, models, machine)
-    for changes in _ladder(config, models, machine, first):
-        other = plan_run(changed(config, changes), models, machine)
-        if fits(other, machine, SAFE_SHARE):
-            return Remedy(changes=changes, plan=other, saved=first.peak.total - other.peak.total)
-    return None
+    found = []
+    for start in _engines_to_try(config, machine):
+        begun = changed(config, start)
+        for changes in _ladder(begun, models, machine, plan_run(begun, models, machine)):
+            other = plan_run(changed(begun, changes), models, machine)
+            found.append(Remedy(changes=start | changes, plan=other, saved=first.peak.total - other.peak.total))
+            if fits(other, machine, SAFE_SHARE):
+                return found[-1]
+    return min(found, key=lambda remedy: (lacks_cache(remedy.plan), remedy.plan.peak.total))
+
+
+def _engines_to_try(config: RunConfig, machine: Machine) -> list[Changes]:
+    """Returns the run's engine, and vllm after it where each rank of the native one keeps all weights."""
+    is_native = isinstance(config, RolloutConfig) and config.engine == "native" and machine.is_accelerator
+    return [{}, {"engine": "vllm"}] if is_native else [{}]
 
 
 def changed(config: RunConfig, changes: Changes) -> RunConfig:

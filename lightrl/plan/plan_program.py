@@ -33,10 +33,10 @@ from lightrl.config import (
 from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
 from lightrl.models.policy import load_config
-from lightrl.plan.fit import changed, choose, fits, flags_of, remedies
+from lightrl.plan.fit import SAFE_SHARE, changed, choose, fits, flags_of, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import strategy_name
-from lightrl.plan.text import as_json, table, verdict
+from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -71,8 +71,9 @@ def plan(trainers: Any, arguments: Sequence[str]) -> int:
     """
     name, words = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
     if name in ("-h", "--help", "--help-all") or name not in trainers:
-        if not name.startswith("-"):
-            exit_with_user_error(ValueError(f"lightrl plan {name}: choose one of {', '.join(trainers)}."))
+        if name not in ("-h", "--help", "--help-all"):
+            told = f"lightrl plan {name}: choose one of {', '.join(trainers)}, such as lightrl plan grpo."
+            exit_with_user_error(ValueError(told))
         parse_config(PlanConfig, ["--help-all"], f"lightrl plan {'|'.join(trainers)} [OPTIONS OF THE TRAINER]")
     own, rest = _split(words)
     config = parse_config(trainers[name], rest, f"lightrl plan {name}")
@@ -125,8 +126,12 @@ def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
     if not machine.memory:
         raise ValueError("--fit True needs the memory of a device: give --device_memory, such as 24GB.")
     chosen = choose(config, models, machine)
-    if chosen is None:
-        print_text("--fit: no choice of options fits. Use more ranks, LoRA, or a smaller model.\n")
+    if not fits(chosen.plan, machine, SAFE_SHARE):
+        lora = "" if config.lora.is_on else ", --lora.rank 32"
+        print_text(
+            f"--fit: no choice fits. The least peak is {size_text(chosen.plan.peak.total)} in "
+            f"{chosen.plan.peak.name!r}, by {chosen.flags()}. Use more --ranks{lora}, or a smaller model.\n"
+        )
         return config
     kept = "" if "dtype" in chosen.changes else f" (--dtype {config.dtype} as before)"
     print_text(f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}{kept}\n")

@@ -17,10 +17,10 @@ def table(plan: Plan, machine: Machine, title: str) -> str:
     lines = [title, plan.batches.describe(), f"about {plan.flops:.3g} FLOPs a step over all ranks", ""]
     for phase in plan.phases:
         mark = "  <- peak" if phase is plan.peak else ""
-        lines.append(f"{phase.name:22}{_size(phase.total):>10}  {_parts(phase)}{mark}")
+        lines.append(f"{phase.name:22}{size_text(phase.total):>10}  {_parts(phase)}{mark}")
     lines.append("")
     if plan.host:
-        lines.append(f"in host memory: {_size(plan.host)} for each rank")
+        lines.append(f"in host memory: {size_text(plan.host)} for each rank")
     if plan.engine is not None and machine.memory:
         lines.append(f"the engine of a rank caches {plan.engine.cached_tokens:,.0f} tokens")
     return "\n".join(lines)
@@ -28,15 +28,15 @@ def table(plan: Plan, machine: Machine, title: str) -> str:
 
 def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Remedy]) -> str:
     """Returns the last lines: whether the run fits, and otherwise the options that help most."""
-    peak = f"peak: {_size(plan.peak.total)} in the phase {plan.peak.name!r}"
+    peak = f"peak: {size_text(plan.peak.total)} in the phase {plan.peak.name!r}"
     if not machine.memory:
         return f"{peak}; give --device_memory, such as 24GB, to hear whether that fits"
     if is_enough:
-        return f"{peak}: fits in {_size(machine.memory)}, {_to_spare(plan, machine)}"
+        return f"{peak}: fits in {size_text(machine.memory)}, {_to_spare(plan, machine)}"
     if plan.peak.total > machine.memory:
-        lines = [f"{peak}: DOES NOT FIT in {_size(machine.memory)}"]
+        lines = [f"{peak}: DOES NOT FIT in {size_text(machine.memory)}"]
     else:
-        lines = [f"{peak}: DOES NOT FIT, though {_size(machine.memory)} are more"]
+        lines = [f"{peak}: DOES NOT FIT, though {size_text(machine.memory)} are more"]
     if lacks_cache(plan):
         lines.append(
             f"the engine's share of the memory (--engine_mem_fraction) holds its weights and less than a sequence of "
@@ -50,19 +50,19 @@ def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Re
 
 
 def _to_spare(plan: Plan, machine: Machine) -> str:
-    spare = f"with {_size(machine.memory - plan.peak.total)} to spare for libraries and fragments"
+    spare = f"with {size_text(machine.memory - plan.peak.total)} to spare for libraries and fragments"
     if plan.peak.total <= SAFE_SHARE * machine.memory:
         return spare
-    safe = _size(SAFE_SHARE * machine.memory)
+    safe = size_text(SAFE_SHARE * machine.memory)
     return f"{spare}, which is LITTLE: --fit True looks for a peak below {safe}"
 
 
 def _told(remedy: Remedy, machine: Machine) -> str:
     peak, over = remedy.plan.peak, remedy.plan.peak.total - machine.memory
-    after = "then it fits" if fits(remedy.plan, machine) else f"still {_size(over)} too much"
+    after = "then it fits" if fits(remedy.plan, machine) else f"still {size_text(over)} too much"
     after = "still no room for the engine's cache" if over <= 0 and lacks_cache(remedy.plan) else after
-    saved = f"saves {_size(remedy.saved)}, " if remedy.saved > 0 else ""
-    return f"  {remedy.flags():48} {saved}peak {_size(peak.total)} in {peak.name!r}: {after}"
+    saved = f"saves {size_text(remedy.saved)}, " if remedy.saved > 0 else ""
+    return f"  {remedy.flags():48} {saved}peak {size_text(peak.total)} in {peak.name!r}: {after}"
 
 
 def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
@@ -82,10 +82,10 @@ def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
 def _parts(phase: Phase) -> str:
     least = _LEAST * phase.total
     shown = sorted(((size, name) for name, size in phase.parts.items() if size > least), reverse=True)
-    return ", ".join(f"{name} {_size(size)}" for size, name in shown)
+    return ", ".join(f"{name} {size_text(size)}" for size, name in shown)
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """Returns bytes in decimal units, as devices are sold."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size:

@@ -30,9 +30,28 @@ def test_remedies_and_the_choice_keep_their_word(small_config: Any) -> None:
     assert not fits(made, tight)
     chosen = choose(config, models, tight)
     assert chosen is not None
+    assert fits(chosen.plan, tight, 0.92)
     assert "--max_tokens_per_microbatch" in chosen.flags()
     assert plan_run(changed(config, chosen.changes), models, tight).peak.total <= 0.92 * tight.memory
     assert config.max_tokens_per_microbatch == 16384  # the config itself stays
+
+
+def test_vllm_is_tried_where_the_native_engine_keeps_all_weights(small_config: Any) -> None:
+    config = GRPOConfig(num_prompts=8, group_size=2)
+    models = Models(small_config, config)
+    machine = Machine(ranks=8, memory=1.4e5, prompt_tokens=8, response_tokens=24)
+    chosen = choose(config, models, machine)
+    assert chosen.changes["engine"] == "vllm"
+    assert fits(chosen.plan, machine, 0.92)
+    on_cpu = choose(config, models, replace(machine, is_accelerator=False))
+    assert "engine" not in on_cpu.changes  # and nothing fits: the least of all is returned
+    assert not fits(on_cpu.plan, machine, 0.92)
+    tried = [
+        plan_run(changed(config, changes), models, replace(machine, is_accelerator=False))
+        for changes in ({}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
+    ]
+    assert on_cpu.plan.peak.total < min(made.peak.total for made in tried)
+    assert chosen.saved == plan_run(config, models, machine).peak.total - chosen.plan.peak.total
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`lightrl plan` and --dry_run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,22 @@ def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "run").exists()
 
 
+def test_the_least_peak_is_told_where_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--fit", "True", "--response_tokens", "64", "--max_tokens_per_microbatch", "512"]
+    assert main(["plan", "sft", "--model", model, "--ranks", "2", "--device_memory", "1KB", *few]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"no choice fits. The least peak is [\d.]+ [KM]B in 'train policy', by --dtype bf", told)
+    assert "Use more --ranks, --lora.rank 32, or a smaller model." in told
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (["plan", "grop"], "choose one of grpo, ppo, sft, rm, dpo"),
+        (
+            ["plan", "--model", "x"],
+            "lightrl plan --model: choose one of grpo, ppo, sft, rm, dpo, such as",
+        ),
         (["plan", "grpo", "--device_memory", "24"], "give a number with a unit"),
         (["plan", "grpo", "--fit", "True"], "--fit True needs the memory of a device: give --device_memory"),
         (["plan", "grpo", "--model", "no/folder/here"], "A plan also takes the path of the model's config.json."),
