@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lightrl.config.health_section import RolloutHealthConfig
 from lightrl.metrics import findings as findings_of_step
 from lightrl.report.run_files import RunFiles
+from lightrl.report.suspicion import paid_without_answer
 
 _FEWEST = 9  # steps that a trend needs
 _RUINED = "One update ruined the policy"
@@ -43,6 +44,8 @@ class _Evidence:
     change: Mapping[str, Change]  # by metric
     best: float  # the highest reward that a sample can have, as far as the log shows
     has_risen: bool  # more than the reward varies from step to step
+    has_fallen: bool  # clearly below its highest
+    since: int  # the step at which the reward stopped rising
 
     def option(self, name: str, default: float = 0.0) -> float:
         value = self.run.config.get(name)
@@ -124,13 +127,14 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
     spread = max(smooth) - min(smooth)
     noise = _noise([value for _, value in rewards], smooth)
     first, last = f"{smooth[0]:.3g}", f"{smooth[-1]:.3g}"
+    has_fallen = spread > _flat(noise) and max(smooth) - smooth[-1] > max(0.2 * spread, 4 * noise)
     if spread <= _flat(noise):
         title = "The reward never rose"
         text = f"It stays within {min(smooth):.3g} and {max(smooth):.3g}, as much as it varies from step to step."
         if not spread:
             text = f"It is {first} in every step."
         start = 0
-    elif max(smooth) - smooth[-1] > max(0.2 * spread, 4 * noise):
+    elif has_fallen:
         top = smooth.index(max(smooth))
         title = f"The reward fell after step {rewards[top][0]}"
         rise = f"rose from {first} to {max(smooth):.3g}" if top else f"was highest at the start, {first},"
@@ -143,10 +147,11 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
             return
         title = f"The reward stopped rising at about step {rewards[start][0]}"
         text = f"It rose from {first} to {smooth[start]:.3g} by then, and ended at {last} (smoothed)."
-    evidence = _evidence(run, rewards[start][0], has_risen=spread > _flat(noise))
+    evidence = _evidence(run, rewards[start][0], has_risen=spread > _flat(noise), has_fallen=has_fallen)
     solved = _near_the_top(evidence)
     yield Finding("note" if solved else "warning", title, text, "reward/mean")
-    causes = [cause for cause in (solved, _gap_to_evaluation(evidence)) if cause] if solved else [*_causes(evidence)]
+    told = (_paid_without_answer(evidence), solved, _gap_to_evaluation(evidence)) if solved else _causes(evidence)
+    causes = [cause for cause in told if cause]
     yield from causes
     if not causes:
         yield Finding("note", "No cause stands out", _NO_CAUSE)
@@ -182,7 +187,7 @@ def plateau(smooth: Sequence[float], noise: float) -> int:
     return next(index for index, value in enumerate(smooth) if max(smooth[index:]) - value <= margin)
 
 
-def _evidence(run: RunFiles, since: int, *, has_risen: bool) -> _Evidence:
+def _evidence(run: RunFiles, since: int, *, has_risen: bool, has_fallen: bool) -> _Evidence:
     last = run.metrics[-1]["step"]
     early_end, late_start = max(1, last // 3), max(since, last - max(3, last // 3))
     change = {}
@@ -194,7 +199,7 @@ def _evidence(run: RunFiles, since: int, *, has_risen: bool) -> _Evidence:
             change[metric] = Change(statistics.fmean(early[: max(3, len(early) // 3)]), statistics.fmean(late))
     rewards = [item["reward"] for item in run.samples if isinstance(item.get("reward"), int | float)]
     best = max([*rewards, *(value for _, value in run.values("reward/mean"))], default=0.0)
-    return _Evidence(run=run, change=change, best=best, has_risen=has_risen)
+    return _Evidence(run=run, change=change, best=best, has_risen=has_risen, has_fallen=has_fallen, since=since)
 
 
 def _causes(evidence: _Evidence) -> Iterator[Finding]:
@@ -202,12 +207,16 @@ def _causes(evidence: _Evidence) -> Iterator[Finding]:
     if collapse is not None:
         yield collapse
         return  # what else is odd since then follows from it
+    is_explained = False
     for cause in _CAUSES:
         found = cause(evidence)
         if found is not None:
             yield found
+            is_explained = True
             if cause in _EXPLAIN_THE_REST:
                 return
+    if evidence.has_fallen and not is_explained:
+        yield _lost(evidence)
 
 
 def _ruined_at(run: RunFiles) -> int | None:
@@ -236,6 +245,39 @@ def _collapse(evidence: _Evidence) -> Finding | None:
         f"{told} {since:.3g} on the mean since: the update between them changed the policy too much. {remedy}",
         "reward/mean",
     )
+
+
+def _lost(evidence: _Evidence) -> Finding:
+    told = f"Nothing else stands out. Then --lr (here {evidence.option('lr'):g}) is most often too high:"
+    remedy = f"try a third of it, and go on from a checkpoint before step {evidence.since}."
+    return Finding("warning", "What was learnt is lost again", f"{told} {remedy}", "reward/mean")
+
+
+def _paid_without_answer(evidence: _Evidence) -> Finding | None:
+    paid = paid_without_answer(evidence.run.samples)
+    if paid is None:
+        return None
+    told = (
+        f"Of the logged samples of the last third, those that lack the reference answer got {paid.wrong:.3g} on the "
+        f"mean; those of the run that hold it got {paid.right:.3g}."
+    )
+    remedy = "The reward pays for something else: read the samples that are suspicious first, and test it on them."
+    return Finding("warning", "Responses without the answer are paid as well", f"{told} {remedy}", "reward/mean")
+
+
+def _still_rises(evidence: _Evidence) -> Finding | None:
+    metric = "eval/reward" if evidence.run.values("eval/reward") else "eval/accuracy"
+    values = evidence.run.values(metric)
+    since = [(step, value) for step, value in values if step >= evidence.since]
+    if evidence.has_fallen or not evidence.has_risen or len(since) < 2:
+        return None
+    (step, before), (_, last) = since[0], since[-1]
+    numbers = [value for _, value in values]
+    if last < max(numbers) or last - before <= _RISE * (max(numbers) - min(numbers)):
+        return None
+    told = f"{metric} rose from {before:.3g} at step {step} to {last:.3g}. The reward depends on a step's prompts too:"
+    remedy = "train for more steps, or raise --num_prompts."
+    return Finding("note", "The evaluation still rises", f"{told} {remedy}", metric)
 
 
 def _equal_groups(evidence: _Evidence) -> Finding | None:
@@ -373,6 +415,7 @@ def _gap_to_evaluation(evidence: _Evidence) -> Finding | None:
 
 _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
     _all_cut_off,
+    _paid_without_answer,
     _held_back,
     _unmoved,
     _equal_groups,
@@ -384,8 +427,9 @@ _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
     _cut_off,
     _lengths,
     _failures,
+    _still_rises,
 )
-_EXPLAIN_THE_REST = (_all_cut_off, _unmoved)
+_EXPLAIN_THE_REST = (_all_cut_off, _paid_without_answer, _unmoved)
 
 
 def summary(run: RunFiles) -> dict[str, Any]:

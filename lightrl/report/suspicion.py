@@ -24,6 +24,8 @@ _TRICKS = re.compile(
 )
 _LONG_ENOUGH = 60  # characters in which a repetition is no accident
 _REPETITIVE = 0.2  # compressed length over length; prose has 0.4 to 0.6
+_FEWEST_PAID = 5  # samples of a kind, to say what they get
+_NEARLY = 0.8  # of the reward of those that hold the answer
 _FAR = 3.5  # robust standard deviations
 
 
@@ -57,6 +59,35 @@ def suspicions(samples: Sequence[Row]) -> list[Suspicion]:
             Suspicion(round(share * sum(weight for weight, _ in reasons), 3), tuple(text for _, text in reasons))
         )
     return found
+
+
+class Paid(NamedTuple):
+    """Mean rewards of samples that lack their reference answer, late in a run, and of those that hold it."""
+
+    wrong: float
+    right: float
+
+
+def paid_without_answer(samples: Sequence[Row]) -> Paid | None:
+    """Returns what samples get with and without their answers, if those without it get nearly as much."""
+    answered = [item for item in samples if item.get("answer") not in (None, "")]
+    known = [(item, reward) for item in answered if (reward := _reward(item)) is not None]
+    late = max((_step(item) for item, _ in known), default=0) * 2 / 3
+    right = [reward for item, reward in known if _holds_answer(item)]
+    wrong = [reward for item, reward in known if _step(item) > late and not _holds_answer(item)]
+    if min(len(right), len(wrong)) < _FEWEST_PAID:
+        return None
+    paid = Paid(statistics.fmean(wrong), statistics.fmean(right))
+    return paid if paid.right > 0 and paid.wrong >= _NEARLY * paid.right else None
+
+
+def _step(item: Row) -> float:
+    step = item.get("step")
+    return float(step) if isinstance(step, int) else 0.0
+
+
+def _holds_answer(item: Row) -> bool:
+    return _plain(item["answer"]) in _plain(_text(item))
 
 
 def _signs(samples: Sequence[Row], rewarded: Sequence[Row], rewards: Sequence[float]) -> list[_Sign]:
@@ -100,13 +131,13 @@ def _plain(text: object) -> str:
 def _without_its_answer(samples: Iterable[Row]) -> Callable[[Row], str]:
     """A sign that is of use only if some samples do hold their answers."""
     with_answer = [item for item in samples if item.get("answer") not in (None, "")]
-    holding = sum(_plain(item["answer"]) in _plain(_text(item)) for item in with_answer)
+    holding = sum(map(_holds_answer, with_answer))
     if not with_answer or holding < 0.02 * len(with_answer):
         return lambda item: ""
 
     def says(item: Row) -> str:
         answer = item.get("answer")
-        if answer in (None, "") or _plain(answer) in _plain(_text(item)):
+        if answer in (None, "") or _holds_answer(item):
             return ""
         return "rewarded, but the reference answer is not in the response"
 

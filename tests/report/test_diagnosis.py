@@ -79,6 +79,42 @@ def test_a_reward_near_its_best_has_little_to_gain() -> None:
     assert titles(worse)[2:] == ["Training and evaluation part"]
 
 
+def a_sample(step: int, reward: float, response: str) -> dict[str, Any]:
+    return {"step": step, "reward": reward, "response": response, "answer": "178"}
+
+
+def test_a_reward_that_pays_wrong_answers_too() -> None:
+    right = [a_sample(step, 0.45, "178") for step in range(1, 9)]
+    wrong = [a_sample(step, 0.4, "17") for step in range(50, 58)]
+    hacked = a_run(stops_at_20, eval__reward=lambda step: 0.001 * step)
+    title = "Responses without the answer are paid as well"
+    for best, others in ((0.45, []), (0.55, [a_sample(3, 0.55, "178")])):  # near the best, or not
+        found = diagnose(dataclasses.replace(hacked, samples=[*right, *wrong, *others]))
+        assert found[1].title == title, best
+        assert "got 0.4 on the mean" in found[1].text
+        assert "The evaluation still rises" not in [finding.title for finding in found]
+    partly = [a_sample(step, 0.3, "179") for step in range(50, 58)]  # credit for a part is no hack
+    for fair in (partly, wrong[:4], [item | {"step": 1} for item in wrong]):
+        assert title not in titles(dataclasses.replace(hacked, samples=[*right, *fair]))
+    assert title not in titles(dataclasses.replace(hacked, samples=wrong * 2))  # the answer is in none: another form
+
+
+def test_an_evaluation_that_still_rises_is_told() -> None:
+    run = a_run(stops_at_20, eval__reward=lambda step: 0.001 * step)
+    assert titles(run)[1:] == ["The evaluation still rises"]
+    assert titles(a_run(stops_at_20, eval__reward=lambda step: min(0.02, 0.001 * step)))[1:] == ["No cause stands out"]
+
+
+def test_a_reward_that_is_slowly_lost_names_the_learning_rate() -> None:
+    def lost(step: int) -> float:
+        return 0.05 * step if step < 10 else 0.5 - 0.006 * (step - 10)
+
+    _, cause = diagnose(a_run(lost, {"lr": 2e-3}))
+    assert cause.title == "What was learnt is lost again"
+    assert "--lr (here 0.002) is most often too high" in cause.text
+    assert titles(a_run(lost, clip_fraction=0.4))[1:] == ["Updates are clipped"]
+
+
 def test_a_reward_that_never_rose_since_nothing_moved() -> None:
     draws = random.Random(1)
     moves: dict[str, Any] = {"grad_norm": 2.0, "entropy": lambda step: 0.5 + draws.uniform(-0.05, 0.05)}
