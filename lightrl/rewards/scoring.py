@@ -354,10 +354,22 @@ def failed(name: str, samples: Sequence[Sample], error: Exception) -> RewardErro
     reason = shorten(str(error)).rstrip(".")
     is_no_verdict = isinstance(error, NoVerdictError)
     verb = f"gave no verdict ({reason})" if is_no_verdict else f"raised {type(error).__name__}: {reason}"
-    result = _error(f"The reward {name!r} {verb} on {where}.", samples[0])
+    result = _error(f"The reward {name!r} {verb} on {where}.{_what_there_is(error, samples[0])}", samples[0])
     result.is_no_verdict = is_no_verdict
     result.__cause__ = error
     return result
+
+
+def _what_there_is(error: Exception, sample: Sample) -> str:
+    """Returns what a reward can read, if it looked for something else."""
+    if isinstance(error, KeyError):
+        fields = ", ".join(map(repr, sample.prompt.fields)) or "none"
+        return f" Fields of the record beside prompt and answer, in sample.prompt.fields: {fields}."
+    if isinstance(error, AttributeError | TypeError) and str(error).startswith(("'Sample' object", "'Prompt' object")):
+        return (
+            " A reward reads sample.text, sample.prompt.answer, and the record's other fields in sample.prompt.fields."
+        )
+    return ""
 
 
 def not_a_number(name: str, sample: Sample, value: object) -> RewardError:

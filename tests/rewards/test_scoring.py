@@ -74,6 +74,26 @@ def test_a_reward_that_raises_is_named_with_its_cause() -> None:
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
 
 
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (
+            lambda sample: sample.response,
+            r"no attribute 'response' on .* A reward reads sample.text, sample.prompt.answer",
+        ),
+        (lambda sample: sample["target"], "not subscriptable on .* A reward reads sample.text"),
+        (lambda sample: sample.prompt.target, "no attribute 'target' on .* in sample.prompt.fields"),
+        (lambda sample: sample.prompt.fields["level"], r"KeyError: 'level' on .* in sample.prompt.fields: 'target'\.$"),
+        (lambda sample: sample.text.nothing, r"no attribute 'nothing' on .* response '4'\.$"),
+    ],
+)
+def test_a_reward_that_looks_elsewhere_is_told_where(reward: Any, told: str) -> None:
+    asked = sample(7, "4")
+    object.__setattr__(asked.prompt, "fields", {"target": 5})
+    with pytest.raises(RewardError, match=told):
+        score(reward, [asked])
+
+
 def test_a_long_response_is_shortened_in_the_error() -> None:
     def failing(sample: Sample) -> float:
         raise KeyError("x" * 10_000)
