@@ -82,10 +82,7 @@ class ScheduleConfig:
         """Raises ValueError for --rollout.late drop where nothing becomes too old; with ranks that only generate."""
         if self.late == "wait":
             if self.on_policy_min_ratio:
-                raise ValueError(
-                    f"--rollout.on_policy_min_ratio {self.on_policy_min_ratio:g} needs --rollout.late drop: without it "
-                    "old groups keep their places in a step."
-                )
+                raise _needs_drop(self.on_policy_min_ratio)
             return
         if not (self.max_staleness if has_own_ranks else self.over_issue):
             needed = "--rollout.max_staleness above 0" if has_own_ranks else "--rollout.over_issue"
@@ -97,6 +94,13 @@ class ScheduleConfig:
                 f"--rollout.late drop drops the slow groups that --rollout.tail_batch {self.tail_batch} waits for: "
                 "leave one of them out."
             )
+
+
+def _needs_drop(ratio: float) -> ValueError:
+    return ValueError(
+        f"--rollout.on_policy_min_ratio {ratio:g} needs --rollout.late drop: without it old groups keep their places "
+        "in a step."
+    )
 
 
 @dataclass(kw_only=True)
