@@ -219,7 +219,7 @@ class PolicyUpdates:
         parts = even_parts(experience, self._config, self._strategy.comm)
         with self._strategy.comm.phase("packing", local=True):
             packs = [pack(part, temperature=temperature, encode=encode, **per_token) for part in parts if part]
-        return packs + [dummy_batch(temperature=temperature)] * (len(parts) - len(packs))
+        return packs + [dummy_batch(temperature=temperature) for _ in range(len(parts) - len(packs))]
 
     def packed(self, batch: Batch, *, needs_old_logprobs: bool) -> list[list[PackedBatch]]:
         """Returns the micro-batches of each update of every epoch."""
