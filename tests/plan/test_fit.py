@@ -37,7 +37,7 @@ def test_remedies_and_the_choice_keep_their_word(small_config: Any) -> None:
 
 
 def test_vllm_is_tried_where_the_native_engine_keeps_all_weights(small_config: Any) -> None:
-    config = GRPOConfig(num_prompts=8, group_size=2)
+    config = GRPOConfig(num_prompts=8, group_size=2, max_tokens_per_microbatch=32, gradient_checkpointing=True)
     models = Models(small_config, config)
     machine = Machine(ranks=8, memory=1.4e5, prompt_tokens=8, response_tokens=24)
     chosen = choose(config, models, machine)
@@ -48,7 +48,7 @@ def test_vllm_is_tried_where_the_native_engine_keeps_all_weights(small_config: A
     assert not fits(on_cpu.plan, machine, 0.92)
     tried = [
         plan_run(changed(config, changes), models, replace(machine, is_accelerator=False))
-        for changes in ({}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
+        for changes in ({}, {"dtype": "bfloat16"}, {"fsdp.cpu_offload": True})
     ]
     assert on_cpu.plan.peak.total < min(made.peak.total for made in tried)
     assert chosen.saved == plan_run(config, models, machine).peak.total - chosen.plan.peak.total
