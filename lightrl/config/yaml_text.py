@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 _MAX_BYTES = 1 << 20  # of a file of options; the reader takes a minute for ten times as much
 
@@ -25,6 +26,30 @@ class _Loader(yaml.SafeLoader):
                     raise ValueError(f"it gives {key.value!r} twice, in {where}. Keep one.")
                 lines[name] = line
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Brings in what `<<` names: a mapping's own names win, then those of the first mapping of a list.
+
+        PyYAML 6.0.4 compares names by identity and lets others win; this can go when it compares what they say.
+        https://github.com/yaml/pyyaml/blob/6.0.4/lib/yaml/constructor.py
+        """
+        merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                own[_name_of(key)] = (key, value)
+                continue
+            for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise ConstructorError(None, None, "<< names a mapping, or a list of them", source.start_mark)
+                self.flatten_mapping(source)
+                for pair in source.value:
+                    merged.setdefault(_name_of(pair[0]), pair)
+        node.value = list({**merged, **own}.values())
+
+
+def _name_of(key: yaml.Node) -> Any:
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
 def parse_yaml(text: str, label: str) -> Any:

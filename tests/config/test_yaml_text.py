@@ -60,6 +60,18 @@ def test_a_name_may_replace_one_that_a_merge_brings_in() -> None:
     assert (found["b"], found["c"], found["d"]) == ({"x": 1, "y": 2}, {"x": 1, "y": 3}, {"x": 4, "y": 2})
 
 
+def test_the_first_mapping_of_a_merged_list_wins() -> None:
+    text = "a: &a {width: 1}\nb: &b {width: 2, depth: 3}\nc: {<<: [*a, *b], depth: 4}\nd: {<<: [*b, *a]}"
+    found = parse_yaml(text, "it")
+    assert (found["c"], found["d"]) == ({"width": 1, "depth": 4}, {"width": 2, "depth": 3})
+
+
+@pytest.mark.parametrize("value", ["1", "[*a, 2]"])
+def test_what_a_merge_names_is_a_mapping(value: str) -> None:
+    with pytest.raises(ValueError, match="<< names a mapping, or a list of them"):
+        parse_yaml(f"a: &a {{x: 1}}\nb: {{<<: {value}}}", "it")
+
+
 @pytest.mark.parametrize(
     "value", ["[1", "[" * 100_000, "2020-99-99", "1" * 5000, "!!python/name:os.system", "\0", "*a", "{a: 1, a: 2}"]
 )
