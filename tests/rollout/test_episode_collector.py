@@ -162,13 +162,13 @@ def test_a_workflow_that_always_fails_ends_the_run(strategy: StrategyBase, promp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (2, 2), (4, 4)])
 def test_ranks_make_the_episodes_of_one_process(
-    group_size: int, strategy: StrategyBase, prompts: list[tuple[int, Prompt]], tmp_path: Path
+    world_size: int, group_size: int, strategy: StrategyBase, prompts: list[tuple[int, Prompt]], tmp_path: Path
 ) -> None:
     output = tmp_path / "found.json"
     program = PROGRAMS / "episode_program.py"
-    shown = run_spmd(program, str(output), str(group_size), "0.02", world_size=2, timeout_s=180)
+    shown = run_spmd(program, str(output), str(group_size), "0.02", world_size=world_size, timeout_s=180)
     found = json.loads(output.read_text())
     alone = [json.loads(json.dumps(row(sample))) for sample in draw(strategy, prompts)]
     assert found["samples"] == alone
