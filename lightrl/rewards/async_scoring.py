@@ -16,10 +16,10 @@ from lightrl.rewards.scoring import (
     RewardKind,
     ScoringLimits,
     TimeLimitError,
-    UnitRunner,
     failed,
     time_limit,
 )
+from lightrl.rewards.unit_scoring import UnitRunner
 
 _STOP_S = 5.0  # for a call that blocks the loop to end
 

@@ -26,10 +26,10 @@ from lightrl.rewards.scoring import (
     RewardError,
     RewardRunner,
     ScoringLimits,
-    UnitRunner,
     kind_of,
     reward_name,
 )
+from lightrl.rewards.unit_scoring import UnitRunner
 from lightrl.rewards.worker_pool import IsolatedRunner
 
 BUILTIN_REWARDS = {

@@ -1,7 +1,8 @@
 """Runs a plain reward over samples. A call that fails becomes an error in the sample's place, never a reward of 0.
 
 A reward is a function from one sample, a prompt's samples, or many, to numbers; plain, async or isolated. Rewards that
-are async (async_scoring.py) or isolated (worker_pool.py) have runners of their own.
+are given groups or batches (unit_scoring.py), are async (async_scoring.py) or isolated (worker_pool.py) have runners
+of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from numbers import Real
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -259,50 +259,6 @@ class RewardRunner:
         except Exception as error:
             return failed(self.name, [sample], error)
         return score_outcome(self.name, sample, value)
-
-
-class UnitRunner(RewardRunner):
-    """Calls a plain reward for units of samples: for each group, or once for all samples."""
-
-    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
-        outcomes: list[Outcome] = []
-        for unit in self.units(samples):
-            part = self._call(unit, budget)
-            budget.record(part)
-            outcomes += part
-        return outcomes
-
-    def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Returns the samples of each call."""
-        if self.kind.scope == "sample":
-            return [[sample] for sample in samples]
-        if self.kind.scope == "group":
-            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.position)]
-        return [list(samples)] if samples else []
-
-    def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
-        try:
-            with time_limit(self.limits.timeout_s * len(unit)):
-                values = list(self.reward(unit))
-        except Exception as error:
-            if self.goes_on_singly(unit, budget):
-                return [outcome for sample in unit for outcome in self._call([sample], budget)]
-            return [failed(self.name, unit, error)] * len(unit)
-        return self.checked(unit, values)
-
-    def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
-        """Returns whether a batch that failed is called again sample by sample.
-
-        Where failures are allowed, a bad sample then costs only itself, however the ranks have split the batch.
-        """
-        return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
-
-    def checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
-        """Returns the numbers of one call, with an error in place of each value that is no finite number."""
-        if len(values) != len(unit):
-            return [wrong_count(self.name, unit, len(values))] * len(unit)
-        return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rewards import NoVerdictError, isolated_reward
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
 
 def answered(
@@ -60,3 +62,11 @@ def forgiving(sample: Sample) -> float:
 def counting_what_a_program_reads(sample: Sample) -> float:
     """A checker that takes its input from stdin, and is given none."""
     return float(len(subprocess.run(["head", "-c", "1"], stdout=subprocess.PIPE, check=True, timeout=5).stdout))
+
+
+def run(reward: Any, samples: list[Sample], *, max_failures: int = 0, **limits: Any) -> tuple[list[Any], FailureBudget]:
+    runner, budget = make_runner(reward, ScoringLimits(**limits), name="mine"), FailureBudget(max_failures)
+    try:
+        return runner.run(samples, budget), budget
+    finally:
+        runner.close()

@@ -1,0 +1,62 @@
+"""Runs a plain reward over units of samples: each group, or all samples at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from lightrl.records import Sample
+from lightrl.rewards.scoring import (
+    FailureBudget,
+    Outcome,
+    RewardRunner,
+    failed,
+    score_outcome,
+    time_limit,
+    wrong_count,
+)
+
+
+class UnitRunner(RewardRunner):
+    """Calls a plain reward for units of samples: for each group, or once for all samples."""
+
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
+        outcomes: list[Outcome] = []
+        for unit in self.units(samples):
+            part = self._call(unit, budget)
+            budget.record(part)
+            outcomes += part
+        return outcomes
+
+    def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Returns the samples of each call."""
+        if self.kind.scope == "sample":
+            return [[sample] for sample in samples]
+        if self.kind.scope == "group":
+            return [list(group) for _, group in groupby(samples, key=lambda sample: sample.position)]
+        return [list(samples)] if samples else []
+
+    def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
+        try:
+            with time_limit(self.limits.timeout_s * len(unit)):
+                values = list(self.reward(unit))
+        except Exception as error:
+            if self.goes_on_singly(unit, budget):
+                return [outcome for sample in unit for outcome in self._call([sample], budget)]
+            return [failed(self.name, unit, error)] * len(unit)
+        return self.checked(unit, values)
+
+    def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
+        """Returns whether a batch that failed is called again sample by sample.
+
+        Where failures are allowed, a bad sample then costs only itself, however the ranks have split the batch.
+        """
+        return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
+
+    def checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
+        """Returns the numbers of one call, with an error in place of each value that is no finite number."""
+        if len(values) != len(unit):
+            return [wrong_count(self.name, unit, len(values))] * len(unit)
+        return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
