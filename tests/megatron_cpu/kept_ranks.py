@@ -40,6 +40,9 @@ def kept(strategy: Any, family: str, num_layers: int) -> int:
     policy = strategy.prepare_model(Policy(AutoModelForCausalLM.from_config(config_with(family, num_layers))))
     (stage,) = placed_of(policy).stages
     batch = _batch(PACK)
+    if family == "experts":  # tokens that are alike all go to the same experts, so that a tie decides
+        draw = torch.Generator().manual_seed(strategy.comm.rank)
+        batch.input_ids.copy_(torch.randint(SIZES["vocab_size"], batch.input_ids.shape, generator=draw))
     batch.position_ids.copy_(torch.arange(PACK.length).repeat(PACK.num_sequences))
     meter = StorageMeter([*stage.parameters(), *stage.buffers()])
     with meter:
