@@ -126,25 +126,21 @@ class Collector(Scorer):
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self._evaluation = evaluation or self._sampling
 
-    def sample(
-        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
         seeds = [mix_seed(ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
         sampling = replace(self._sampling, temperature=temperature)
-        return self._generate(prompts, seeds, group_size, sampling, sleep_engine)
+        return self._generate(prompts, seeds, group_size, sampling)
 
     def sample_greedily(self, prompts: Prompts) -> list[Sample]:
         """Generates the greedy response to each prompt."""
         return self._generate(prompts, [0] * len(prompts), 1, replace(self._sampling, temperature=0.0))
 
-    def _generate(
-        self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def _generate(self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
         params = [replace(sampling, n=n, seed=seed) for seed in seeds]
         with self._comm.phase("preparing the prompts", local=True):
             requests = [engine_prompt(prompt) for _, prompt in prompts]
-        completions = self._strategy.generate(requests, params, sleep_engine=sleep_engine)
+        completions = self._strategy.generate(requests, params)
         owners = [owner for owner in prompts for _ in range(n)]
         return [self.sample_of(*owner, item) for owner, item in zip(owners, completions, strict=True)]
 

@@ -130,9 +130,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         self._has_shown_failure = False
         self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes run, by position
 
-    def _generate(
-        self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def _generate(self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
         jobs = [
             EpisodeJob(position, prompt, index, seed, sampling, n)
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
@@ -140,7 +138,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         ]
         serving = self._strategy.serving
         under_way, self._siblings = self._siblings, {}  # an evaluation shares nothing with training
-        with serving.session(sleep_engine=sleep_engine) as engine, self._comm.phase("episodes", local=True):
+        with serving.session() as engine, self._comm.phase("episodes", local=True):
             driver = EpisodeDriver(engine, serving.group)
             made = driver.run(jobs, lambda job: self.play(driver, job))
         self._siblings = under_way

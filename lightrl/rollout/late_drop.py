@@ -32,14 +32,10 @@ class DroppingScheduler(AsyncScheduler):
 class LateDropCollector(ScheduledCollector):
     """Begins each step by dropping what is too old for it. Every rank calls each method."""
 
-    def sample(
-        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Returns this rank's samples of the step's batch, of groups that are young enough."""
         self._drop_late(step)
-        return super().sample(
-            prompts, step=step, group_size=group_size, temperature=temperature, sleep_engine=sleep_engine
-        )
+        return super().sample(prompts, step=step, group_size=group_size, temperature=temperature)
 
     def _drop_late(self, step: int) -> None:
         """Ends the episodes of groups that are too old. Their journals go too, and what they have finished."""

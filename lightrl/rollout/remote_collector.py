@@ -29,9 +29,7 @@ class RemoteCollector:
         self._rewards: dict[tuple[int, int], float] = {}  # of the samples given last
         self._statistics: list[Mapping[str, Sequence[Any]]] = []  # of the rollout ranks
 
-    def sample(
-        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Returns this rank's samples of the step; every rank calls it. They are scored already."""
         groups: list[ScoredGroup] = []
         with self._comm.phase("waiting for samples", local=True):

@@ -45,16 +45,14 @@ class ReplayedCollector:
         ]
         self._made: dict[_Name, Completion] = {}  # so far
 
-    def sample(
-        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Makes every token of this step's weights, and returns this rank's samples of the step."""
         if step >= len(self._batches):
             raise ValueError(
                 f"The schedule ends after step {len(self._batches)}: give --max_steps {len(self._batches)} at most."
             )
         serving, comm = self._strategy.serving, self._strategy.comm
-        with serving.session(sleep_engine=sleep_engine) as engine, comm.phase("replay", local=True):
+        with serving.session() as engine, comm.phase("replay", local=True):
             self._make(engine, step)
         with comm.phase("comparison with the schedule", local=True):
             return [sample for position, group in self._batches[step] for sample in self._take(position, group, step)]

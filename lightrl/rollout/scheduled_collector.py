@@ -73,12 +73,10 @@ class ScheduledCollector(EpisodeCollector):
         self._taken: list[ScoredGroup] | None = None  # the batch, until it was scored
         self._num_lost = 0  # groups of the step that have no completed sample, over all ranks
 
-    def sample(
-        self, prompts: Prompts, *, step: int, group_size: int, temperature: float, sleep_engine: bool = True
-    ) -> list[Sample]:
+    def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Returns this rank's samples of the step's batch. The prompts are those of the schedule, not the given."""
         serving = self._strategy.serving
-        with serving.session(sleep_engine=sleep_engine) as engine:
+        with serving.session() as engine:
             if self._driver is None or self._driver.engine is not engine:
                 self._driver = PhasedDriver(engine, serving.group)
             first = self._driver.num_steps

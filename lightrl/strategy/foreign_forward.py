@@ -18,7 +18,7 @@ from lightrl.data.token_dict import TokenPack, UserBatch, pack_rows, read_rows, 
 from lightrl.models.critic import Critic
 from lightrl.models.lazy_logits import gather_logprobs_entropy
 from lightrl.models.policy import response_batch
-from lightrl.strategy.user_batch import _computing
+from lightrl.strategy.user_batch import computing
 
 Processor = Callable[..., dict[str, Tensor]]  # takes logits [T, V] and, by name, tensors [T, ...]
 LossFn = Callable[[Any, Any], Tensor]
@@ -63,7 +63,10 @@ class ForwardNames:
 
         The processor gets logits [T, V], divided by the temperature, and its arguments, [T, ...], and returns a dict.
         Without one the logits are returned, and of a value_model its values. What says how to pad is not read.
+        ValueError for position_ids that do not count each row's tokens from 0.
         """
+        if position_ids is not None:
+            check_positions(position_ids, attention_mask)
         rows = Rows(
             input_ids,
             attention_mask,
@@ -73,6 +76,16 @@ class ForwardNames:
             value_model=value_model,
         )
         return rows.run(model)
+
+
+def check_positions(position_ids: Tensor, attention_mask: Tensor) -> None:
+    """Raises ValueError unless the tokens of each row have the positions 0, 1, 2 and so on."""
+    mask = attention_mask.bool()
+    if ((position_ids != mask.cumsum(-1) - 1) & mask).any():
+        raise ValueError(
+            "custom_forward() takes no position_ids but those that count the tokens of each row from 0, padding left "
+            "out: it packs the rows. Leave them out."
+        )
 
 
 class Rows:
@@ -102,7 +115,7 @@ class Rows:
 
     def inside(self, model: nn.Module, function: Callable[[], Any]) -> Any:
         """Returns a function's outputs in rows, while the model's forward gives what is made of its logits."""
-        with _computing(model, self._compute):
+        with computing(model, self._compute):
             output = function()
         if isinstance(output, Mapping):
             return {name: self._unpacked(value) for name, value in output.items()}

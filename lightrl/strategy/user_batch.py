@@ -49,7 +49,7 @@ def train_on_dict(
     """Takes one optimizer step; loss_fn(logits, packed data) is the mean over weight_fn(packed data) tokens."""
     trained = strategy.trained.entry(model).model
     packs = _micro_batches(strategy, data, over_ranks=True)
-    with _computing(trained, _mean_loss(loss_fn, weight_fn)):
+    with computing(trained, _mean_loss(loss_fn, weight_fn)):
         result: TrainBatchResult = strategy.train_batch(packs, _as_it_is, _weight(weight_fn), model=trained)
         return result
 
@@ -77,7 +77,7 @@ def _evaluate_on_dict(
 ) -> float:
     chosen = model if model is not None else strategy.trained.entry(None).model
     packs = _micro_batches(strategy, data, over_ranks=True)
-    with _computing(chosen, _mean_loss(loss_fn, weight_fn)):
+    with computing(chosen, _mean_loss(loss_fn, weight_fn)):
         return evaluate(strategy, packs, _as_it_is, _weight(weight_fn), chosen)
 
 
@@ -85,7 +85,7 @@ def token_logprobs(strategy: Trainer, data: Mapping[str, Any], model: nn.Module 
     """Returns the log-probability of every token, in the shape of input_ids; 0 for first tokens and padding."""
     chosen = model if model is not None else strategy.trained.entry(None).model
     packs = _micro_batches(strategy, data, over_ranks=False)
-    with _computing(chosen, lambda logits, pack: gather_logprobs(logits, next_token(pack.data, "input_ids"))):
+    with computing(chosen, lambda logits, pack: gather_logprobs(logits, next_token(pack.data, "input_ids"))):
         outputs = strategy.forward(packs, model=chosen)
     ids = torch.as_tensor(data["input_ids"])
     result = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -210,7 +210,7 @@ def _check_policy(policy: Policy) -> None:
 
 
 @contextmanager
-def _computing(model: nn.Module, compute: Callable[[Any, TokenPack], Tensor]) -> Iterator[None]:
+def computing(model: nn.Module, compute: Callable[[Any, TokenPack], Tensor]) -> Iterator[None]:
     """Makes the model's forward return compute(logits, pack) while inside.
 
     A Policy computes the logits in chunks. Another model is called with padded rows, and its logits are held.

@@ -18,7 +18,7 @@ class GreedyBaseline:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._score = trainer.score
+        self._sample, self._score = trainer.sample, trainer.score
         self._greedy: list[Sample] = []  # one for each prompt that was sampled last
 
     def attach(self) -> None:
@@ -28,15 +28,10 @@ class GreedyBaseline:
     def sample(self, prompts: Prompts) -> list[Sample]:
         """Samples as the trainer does, and a greedy response to each prompt before the engine goes to sleep."""
         trainer = self._trainer
-        with trainer.watch.measure("time/rollout"):
-            samples: list[Sample] = trainer.collector.sample(
-                prompts,
-                step=trainer.step_index,
-                group_size=trainer.config.group_size,
-                temperature=trainer.config.temperature,
-                sleep_engine=False,
-            )
-            self._greedy = trainer.collector.sample_greedily(prompts)
+        with trainer.strategy.serving.kept_awake():
+            samples: list[Sample] = self._sample(prompts)
+            with trainer.watch.measure("time/rollout"):
+                self._greedy = trainer.collector.sample_greedily(prompts)
         return samples
 
     def score(self, samples: list[Sample]) -> list[ScoredGroup]:

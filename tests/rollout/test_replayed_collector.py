@@ -67,7 +67,7 @@ def recorded(engine, model):
 
 def replayed(engine, folder):
     @contextmanager
-    def session(sleep_engine):
+    def session():
         yield engine
 
     strategy = SimpleNamespace(comm=Comm(), serving=SimpleNamespace(session=session))

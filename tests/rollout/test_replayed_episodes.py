@@ -65,7 +65,7 @@ def load(engine, model, version):
 
 def collector_of(engine, count):
     @contextmanager
-    def session(sleep_engine):
+    def session():
         yield engine
 
     serving = SimpleNamespace(session=session)

@@ -122,3 +122,12 @@ def test_a_step_of_rows_scores_the_next_tokens(hf: Any) -> None:
     assert_close(found[1, :4], wanted[1, :4].gather(-1, IDS[1, 1:, None])[:, 0], atol=1e-4, rtol=0)
     assert found[:, -1].tolist() == [*found[0, :2].tolist(), 0.0] == [0.0] * 3
     assert float(outputs["entropy"][1, 0]) > 0
+
+
+def test_positions_are_those_of_the_rows_tokens_or_refused(hf: Any) -> None:
+    positions = (MASK.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        wanted = StrategyBase.custom_forward(hf, IDS, MASK)
+        assert_close(StrategyBase.custom_forward(hf, IDS, MASK, positions), wanted, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="count the tokens of each row from 0"):
+        StrategyBase.custom_forward(hf, IDS, MASK, positions + MASK)

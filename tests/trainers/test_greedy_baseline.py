@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightrl.config import AlgorithmConfig, GRPOConfig
+from lightrl.engines.colocated import EngineStatus
 from lightrl.records import Sample
 from lightrl.trainers.greedy_baseline import baselines_of
 from lightrl.trainers.grpo import GRPOTrainer
@@ -45,3 +47,24 @@ def test_every_sample_of_a_group_has_its_baseline(trainer: GRPOTrainer) -> None:
     trainer.report()
     changed = [dataclasses.replace(group, baseline=float(i)) for i, group in enumerate(groups)]
     assert baselines_of(changed) == [0.0] * trainer.config.group_size + [1.0] * trainer.config.group_size
+
+
+def test_a_subclass_samples_in_its_own_way_and_the_engine_sleeps_after_both(
+    trainer: GRPOTrainer, tmp_path: Path
+) -> None:
+    seen: list[EngineStatus] = []
+
+    class Reversing(GRPOTrainer):
+        def sample(self, prompts: Any) -> list[Sample]:
+            made = super().sample(prompts)
+            seen.append(self.strategy.serving.require_engine().status)
+            return made[::-1]
+
+    config = dataclasses.replace(trainer.config, output_dir=str(tmp_path / "run"))
+    own = Reversing(config, reward=first_digit)
+    prompts = list(enumerate(trainer.prompts.train[:2]))
+    assert [item.response_ids for item in own.sample(prompts)] == [
+        item.response_ids for item in trainer.sample(prompts)[::-1]
+    ]
+    assert [*seen, own.strategy.serving.require_engine().status] == [EngineStatus.WAKEUP, EngineStatus.SLEEPED]
+    own.close()

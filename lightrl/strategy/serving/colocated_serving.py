@@ -132,6 +132,17 @@ class ColocatedServing:
             if sleep_engine:
                 self.sleep()
 
+    @contextmanager
+    def kept_awake(self) -> Iterator[None]:
+        """Leaves the engine awake between the calls of the body, and puts it to sleep after them."""
+        sleep = self.sleep
+        self.sleep = lambda: None  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.sleep = sleep  # type: ignore[method-assign]
+            sleep()
+
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.
 
