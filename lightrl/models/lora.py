@@ -94,9 +94,14 @@ def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig
     return LoraConfig(rank=config.r, alpha=config.lora_alpha, use_rslora=config.use_rslora)
 
 
+def has_peft() -> bool:
+    """Returns whether the package of adapters is installed."""
+    return importlib.util.find_spec("peft") is not None
+
+
 def require_peft(options: LoraConfig) -> None:
     """Raises ImportError, with the package to install, if the options need peft and it is missing."""
-    if options.is_on and importlib.util.find_spec("peft") is None:
+    if options.is_on and not has_peft():
         raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from lightrl.config import PPOConfig, RolloutConfig, RunConfig
+from lightrl.models.lora import has_peft
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 from lightrl.plan.spread import strategy_name
 
@@ -113,7 +114,7 @@ def _single_changes(config: RunConfig, models: Models, machine: Machine, plan: P
         yield {"engine": "vllm"}
     if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
         yield {"critic.offload_waiting_optimizer": True}
-    if not config.lora.is_on and config.tp_size == 1:
+    if not config.lora.is_on and config.tp_size == 1 and has_peft():  # adapters are counted as peft lays them out
         yield {"lora.rank": 32}
 
 

@@ -1,5 +1,6 @@
 """Options that make a run fit."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from lightrl.config import GRPOConfig, SFTConfig
-from lightrl.plan.fit import _ladder, changed, choose, fits, lacks_cache, remedies
+from lightrl.plan.fit import _ladder, _single_changes, changed, choose, fits, lacks_cache, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.text import verdict
 
@@ -34,6 +35,19 @@ def test_remedies_and_the_choice_keep_their_word(small_config: Any) -> None:
     assert "--max_tokens_per_microbatch" in chosen.flags()
     assert plan_run(changed(config, chosen.changes), models, tight).peak.total <= 0.92 * tight.memory
     assert config.max_tokens_per_microbatch == 16384  # the config itself stays
+
+
+def test_adapters_are_no_remedy_where_their_package_is_missing(
+    small_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SFTConfig(batch_size=16)
+    models, unknown = Models(small_config, config), replace(MACHINE, memory=1)
+    made = plan_run(config, models, unknown)
+    assert {"lora.rank": 32} in list(_single_changes(config, models, unknown, made))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    assert {"lora.rank": 32} not in list(_single_changes(config, models, unknown, made))
+    assert remedies(config, models, unknown, made)  # and none of the others needs the package
 
 
 def test_vllm_is_tried_where_the_native_engine_keeps_all_weights(small_config: Any) -> None:
