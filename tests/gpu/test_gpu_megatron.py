@@ -88,20 +88,3 @@ def test_dictionaries_of_rows_and_steps_of_a_schedule(layout: str, tmp_path: Pat
         found[name] = json.loads(path.read_text())
     for part in ("train", "eval", "scores", "steps"):
         assert_close(torch.tensor(found["split"][part]), torch.tensor(found["alone"][part]), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.skip(
-    reason="--megatron.impl te is refused (docs/adr/0020): there are no layers to compare with local ones"
-)
-def test_layers_of_transformer_engine() -> None:
-    """Would compare losses and norms of three steps with --megatron.impl local, in bfloat16."""
-
-
-@pytest.mark.skip(reason="fp8 needs Transformer Engine's layers, which --megatron.impl te would build (docs/adr/0020)")
-def test_fp8() -> None:
-    """Would compare a run's rewards with those of bfloat16."""
-
-
-@pytest.mark.skip(reason="gradients are reduced when all backwards are done (docs/adr/0019): nothing overlaps")
-def test_overlap() -> None:
-    """Would compare the gradients with those of reductions at the end."""
