@@ -56,6 +56,17 @@ def test_a_run_on_the_gpu_starts_as_on_the_cpu(tmp_path: Path) -> None:
     assert first["cuda"]["memory/device_gb"] > 0
 
 
+def test_a_deterministic_run_on_the_gpu_repeats_to_the_bit(tmp_path: Path) -> None:
+    flags = ["--max_steps", "2", "--checkpoint.every", "0", "--eval.every", "0", "--distributed.deterministic", "True"]
+    lines = []
+    for name in ("one", "other"):
+        command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), *flags, "--top_p", "0.9"]
+        run_program([*command, "--output_dir", str(tmp_path / name)], timeout_s=280)
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        lines.append([{key: json.loads(row)[key] for key in ("loss", "grad_norm", "reward/mean")} for row in rows])
+    assert lines[0] == lines[1]
+
+
 def test_sleep_gives_the_cache_back_to_the_device() -> None:
     strategy = single_on_gpu()
     model, tokenizer = tiny_model()

@@ -79,6 +79,7 @@ class Prefill:
 class Decode:
     """Decoding of one token a row: rows 0 .. n - 1 write at their position and read the first num_read positions."""
 
+    rows: Tensor  # [n] int64: 0 to n - 1
     positions: Tensor  # [n] int64
     num_read: int
     shared_position: int | None  # the position of every row, if it is one
@@ -126,9 +127,8 @@ class RowCache(Cache):
         self.storage: list[LayerStorage | None] = []
         self.num_rows = 0
         self.capacity = 0
-        self.decode_phase = Decode(torch.empty(0), 0, None, ())  # the one that was begun last
+        self.decode_phase = Decode(torch.empty(0), torch.empty(0), 0, None, ())  # the one that was begun last
         self._prefill: Prefill | None = None  # None while decoding
-        self._write_index: dict[int, Tensor] = {}  # by lines a row; valid for one decode step
         self._views: dict[tuple[int, int], _Views] = {}  # by layer and part; valid while the same parts are read
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
@@ -155,11 +155,12 @@ class RowCache(Cache):
         num_read = self._num_read(highest_position)
         shared_position = highest_position if lowest_position == highest_position and not parts else None
         read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
-        phase = Decode(positions, num_read, shared_position, read or (ReadPart(slice(0, len(positions)), num_read),))
+        rows = torch.arange(len(positions), device=positions.device)
+        read = read or (ReadPart(slice(0, len(positions)), num_read),)
+        phase = Decode(rows, positions, num_read, shared_position, read)
         if self.decode_phase.parts != phase.parts:
             self._views.clear()
         self.decode_phase, self._prefill = phase, None
-        self._write_index.clear()
 
     def _num_read(self, highest_position: int) -> int:
         return min(max(self.least_read, round_up(highest_position + 1, _STEP_READ)), self.capacity)
@@ -191,15 +192,13 @@ class RowCache(Cache):
         """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
         phase = self.decode_phase
         layer = self.layer(layer_idx)
-        num_heads, key_dim = keys.shape[1:]
         if phase.shared_position is not None:  # plain copies take half the time of indexed ones
             views = self._views_of(layer_idx, 0)  # rows at one position are one part
             views.keys_by_position[phase.shared_position] = keys
             views.values_by_position[phase.shared_position] = values
             return
-        layer.keys.transpose(2, 3).put_(self._flat_index(phase, num_heads * key_dim), keys)
-        index = self._flat_index(phase, num_heads)
-        layer.values.view(-1, values.shape[2]).index_copy_(0, index, values.reshape(-1, values.shape[2]))
+        layer.keys[phase.rows, :, phase.positions] = keys
+        layer.values[phase.rows, :, phase.positions] = values
 
     def read(self, layer_idx: int, part: int = 0) -> tuple[Tensor, Tensor]:
         """Returns views of what a step reads of a part's rows, n kv heads in all: keys [n, dim, num_read], values."""
@@ -250,19 +249,8 @@ class RowCache(Cache):
         """Gives the storage back; returns its bytes."""
         num_bytes = sum(layer.free() for layer in self.storage if layer is not None)
         self.storage, self.num_rows, self.capacity = [], 0, 0
-        self._write_index.clear()
         self._views.clear()
         return num_bytes
-
-    def _flat_index(self, phase: Decode, num_lines: int) -> Tensor:
-        """Returns where each row's position lies in storage of num_lines lines of positions a row: [n * num_lines]."""
-        index = self._write_index.get(num_lines)
-        if index is None:
-            positions = phase.positions
-            lines = torch.arange(positions.shape[0] * num_lines, device=positions.device).view(-1, num_lines)
-            index = (lines * self.capacity + positions[:, None]).view(-1)
-            self._write_index[num_lines] = index
-        return index
 
     # What transformers asks of a cache, mostly to build masks. Its masks take one query offset for all rows; ours has
     # one a row, which native_mask (modules.py) expects. That can go when q_offset is a tensor of rows upstream:

@@ -119,7 +119,7 @@ def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
     probabilities = ordered.softmax(-1, dtype=torch.float64)
     # A token stays if the mass before it is below p: the first always does.
-    mass_before = probabilities.cumsum(-1) - probabilities
+    mass_before = _running_sums(probabilities) - probabilities
     ordered = ordered.masked_fill((mass_before >= top_p) & (rank > 0), float("-inf"))
     return torch.empty_like(scores).scatter_(1, order, ordered)
 
@@ -131,13 +131,13 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     if weights.shape[1] > 4 * _BLOCK:
         return _invert_by_blocks(weights, uniforms)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    cumulative = _running_sums(weights)
     return _first_above(cumulative, uniforms[:, None] * cumulative[:, -1:]).squeeze(1)
 
 
 def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Does the same for a large vocabulary."""
-    cumulative = _block_sums(weights).cumsum(-1, dtype=torch.float64)
+    cumulative = _running_sums(_block_sums(weights))
     target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)
     before = cumulative.gather(1, (block - 1).clamp_min_(0)) * (block > 0)
@@ -145,12 +145,24 @@ def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
     tokens = first + torch.arange(_BLOCK, device=weights.device)
     past_end = tokens >= weights.shape[1]
     inside = weights.gather(1, tokens.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
-    inside_cumulative = inside.cumsum(-1, dtype=torch.float64)
+    inside_cumulative = _running_sums(inside)
     # A block's sum and the sum of its cumulative weights may round apart: past the last positive weight there is only
     # rounding, so the target is held below the latter.
     total = inside_cumulative[:, -1:]
     target = torch.minimum(target - before, torch.nextafter(total, torch.zeros_like(total)))
     return (first + _first_above(inside_cumulative, target)).squeeze(1)
+
+
+def _running_sums(weights: Tensor) -> Tensor:
+    """Returns the cumulative weights of each row in float64, from weights that sum to at most 1."""
+    if weights.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return exact_running_sums(weights)  # torch refuses a cumsum of floats there
+    return weights.cumsum(-1, dtype=torch.float64)
+
+
+def exact_running_sums(weights: Tensor) -> Tensor:
+    """Does the same by integers, multiples of 2^-62, whose sums do not depend on their order."""
+    return (weights.double() * 2.0**62).long().cumsum(-1).double() / 2.0**62
 
 
 def _block_sums(weights: Tensor) -> Tensor:

@@ -28,6 +28,17 @@ def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     assert keys.shape[2] == 8
 
 
+def test_tokens_are_stored_where_torch_refuses_what_gives_other_bits():
+    cache = filled_cache()
+    cache.begin_decode(torch.tensor([2, 0, 5]), 0, 5)
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys, _ = cache.update(torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1, 1), torch.ones(3, 1, 1, 1), 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert keys[:, 0, :6, 0].tolist() == [[3, 4, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0], [1, 2, 0, 0, 0, 9]]
+
+
 def test_rows_at_one_position_store_and_read_like_others():
     cache = filled_cache()
     tokens = torch.tensor([7.0, 8.0, 9.0]).view(3, 1, 1)

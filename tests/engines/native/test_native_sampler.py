@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.engines.native.sampler import keep_top, plan_sampling, sample
+from lightrl.engines.native.sampler import exact_running_sums, keep_top, plan_sampling, sample
 
 CPU = torch.device("cpu")
 LOG = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
@@ -26,6 +26,15 @@ def test_the_draw_inverts_the_cumulative_distribution():
     tokens, logprobs = sample(LOG.expand(4, -1) + 5.0, uniforms, plan(4))
     assert tokens.tolist() == [0, 1, 2, 3]
     assert_close(logprobs, LOG[0], atol=1e-6, rtol=0)
+
+
+def test_sums_by_integers_are_those_of_floats():
+    weights = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).mul(4).softmax(-1)
+    weights[0, 10:20] = 0
+    sums = exact_running_sums(weights)
+    assert_close(sums, weights.double().cumsum(-1), atol=1e-15, rtol=0)
+    assert (sums.diff() > 0).equal(weights[:, 1:] > 0)  # so that no token of weight 0 is drawn
+    assert exact_running_sums(torch.tensor([[0.25, 0.5, 0.25]])).tolist() == [[0.25, 0.75, 1.0]]
 
 
 def test_temperature_reshapes_the_distribution():
