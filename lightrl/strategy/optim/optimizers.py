@@ -196,9 +196,18 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scales the gradients so that their global norm is at most max_norm (0, None: any); returns the norm before."""
-    groups = _by_mesh(parameter for parameter in parameters if parameter.grad is not None)
-    if not groups:
-        return torch.zeros(())
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    if any(isinstance(parameter.grad, DTensor) for parameter in given):
+        return _clip_by_mesh(given, max_norm)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in given]).float()  # type: ignore[misc]
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm
+
+
+def _clip_by_mesh(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Does the same where DTensors are among the gradients, perhaps of several meshes."""
+    groups = _by_mesh(parameters)
     norms = [torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups]  # type: ignore[misc]
     squares = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2 for norm in norms]
     norm = torch.stack(squares).sum().sqrt()
