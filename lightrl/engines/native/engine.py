@@ -340,9 +340,8 @@ class NativeEngine(InferenceEngine):
         self._cache.reserve(self._scheduler.num_running, min(positions, most), self.max_num_seqs, most)
 
     def _sampling_plan(self, first_row: int) -> SamplingPlan:
-        rows, running = self._scheduler.rows, slice(first_row, self._scheduler.num_running)
-        columns = (rows.temperature[running], rows.top_p[running], rows.top_k[running])
-        return plan_sampling(*columns, self.vocab_size, self._device)
+        asked = self._scheduler.rows.sampling[first_row : self._scheduler.num_running]
+        return plan_sampling(asked, self.vocab_size, self._device)
 
     def _put(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+SAMPLING = np.dtype([("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)])  # of a row
+_UNCHANGED = np.array((1, 1, 0), SAMPLING)  # draws from the model's own distribution
 _BLOCK = 256  # the distribution is searched block first, then within the block: only one block a row is accumulated
 
 
@@ -38,26 +40,13 @@ class SamplingPlan:
 PLAIN = SamplingPlan(temperature=None, is_greedy=None, all_greedy=False, filters=None)
 
 
-def plan_sampling(
-    temperature: NDArray[np.float32],
-    top_p: NDArray[np.float32],
-    top_k: NDArray[np.int64],
-    vocab_size: int,
-    device: torch.device,
-) -> SamplingPlan:
-    """Makes the plan for rows with these parameters, [n] each."""
-    if (temperature == 1).all() and (top_p == 1).all() and not top_k.any():
-        return PLAIN
-    return _plan_rows(temperature, top_p, top_k, vocab_size, device)
+def plan_sampling(asked: NDArray[np.void], vocab_size: int, device: torch.device) -> SamplingPlan:
+    """Makes the plan for rows of which each asks for this, [n] of SAMPLING."""
+    return PLAIN if (asked == _UNCHANGED).all() else _plan_rows(asked, vocab_size, device)
 
 
-def _plan_rows(
-    temperature: NDArray[np.float32],
-    top_p: NDArray[np.float32],
-    top_k: NDArray[np.int64],
-    vocab_size: int,
-    device: torch.device,
-) -> SamplingPlan:
+def _plan_rows(asked: NDArray[np.void], vocab_size: int, device: torch.device) -> SamplingPlan:
+    temperature, top_p, top_k = asked["temperature"], asked["top_p"], asked["top_k"]
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
     (filtered,) = np.nonzero(~greedy & ((top_p < 1) | (top_k > 0)))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.engines.native.sampler import SAMPLING
 from lightrl.records import FinishReason
 from lightrl.seeding import prefix_state
 
@@ -64,9 +65,7 @@ class Rows:
         self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # beyond the end tokens
         self.is_constrained = np.zeros(num_rows, np.bool_)  # asks for a minimum of tokens or for penalties
         self.seed_state = np.zeros(num_rows, np.uint64)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_p = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
+        self.sampling = np.zeros(num_rows, SAMPLING)
         self.outputs = np.zeros((num_rows, _FIRST_COLUMNS), _OUTPUT)
 
     def fill(self, rows: slice, request: Request) -> None:
@@ -84,9 +83,7 @@ class Rows:
         self.has_stop_tokens[rows] = bool(params.stop_token_ids)
         self.is_constrained[rows] = params.min_new_tokens > 0 or params.has_penalties
         self.seed_state[rows] = [prefix_state(params.seed or 0, sample) for sample in samples]
-        self.temperature[rows] = params.temperature
-        self.top_p[rows] = params.top_p
-        self.top_k[rows] = params.top_k
+        self.sampling[rows] = (params.temperature, params.top_p, params.top_k)
 
     def move(self, moves: Moves) -> None:
         """Copies every column."""

@@ -5,19 +5,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.engines.native.sampler import exact_running_sums, keep_top, plan_sampling, sample
+from lightrl.engines.native.sampler import SAMPLING, exact_running_sums, keep_top, plan_sampling, sample
 
 CPU = torch.device("cpu")
 LOG = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
 
 
 def plan(rows, temperature=1.0, top_p=1.0, top_k=0, vocab=4):
-    def column(value, dtype):
-        return np.broadcast_to(np.array(value, dtype), rows).copy()
-
-    return plan_sampling(
-        column(temperature, np.float32), column(top_p, np.float32), column(top_k, np.int64), vocab, CPU
-    )
+    asked = np.empty(rows, SAMPLING)
+    asked["temperature"], asked["top_p"], asked["top_k"] = temperature, top_p, top_k
+    return plan_sampling(asked, vocab, CPU)
 
 
 def test_the_draw_inverts_the_cumulative_distribution():
