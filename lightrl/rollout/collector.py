@@ -121,7 +121,7 @@ class Collector(Scorer):
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
         self._seed = seed
-        if not sampling.is_trainable:
+        if sampling != _PLAIN:
             _require_trainable(sampling, strategy)
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self._evaluation = evaluation or self._sampling

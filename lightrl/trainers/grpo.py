@@ -71,7 +71,7 @@ class GRPOTrainer(Trainer):
 
         with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
-        trained = self.strategy.prepare_trained(policy, schedule_length=config.policy_schedule_length)
+        trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
         self.model = self.policy = trained.model
         self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
