@@ -24,7 +24,7 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.stop_strings import check_stop, cut_after_stop, cut_to
 from lightrl.engines.weights.account import WeightProof
-from lightrl.engines.weights.fingerprint import Fingerprint
+from lightrl.engines.weights.fingerprint import KnownWeight
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class ColocatedEngine:
         weights: Iterable[tuple[str, torch.Tensor]],
         version: int,
         *,
-        expected: Mapping[str, Fingerprint] | None = None,
+        expected: Mapping[str, KnownWeight] | None = None,
         recompute_kv: bool = True,
     ) -> SyncReport:
         """Loads (HF name, full tensor) pairs and stamps what follows with the version.

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrl.comm import RankError
 from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams
 from lightrl.engines.peer_watch import PeerWatch
-from lightrl.engines.weights.fingerprint import Fingerprint
+from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, fingerprint_of
 from lightrl.process_group import link_group, store_of
 from lightrl.roles import Role
 
@@ -158,11 +158,12 @@ class Link:
     def send_weights(
         self,
         weights: Iterable[tuple[str, Tensor]],
-        expected: Mapping[str, Fingerprint] | None,
+        expected: Mapping[str, KnownWeight] | None,
         bucket_bytes: int,
     ) -> None:
         """Sends (name, tensor) pairs in buckets of about this size; the rollout ranks receive_weights()."""
-        self._send_text(None if expected is None else {name: [*values] for name, values in expected.items()})
+        fingerprints = {name: [*fingerprint_of(known)] for name, known in (expected or {}).items()}
+        self._send_text(None if expected is None else fingerprints)
         bucket: list[tuple[str, Tensor]] = []
         size = 0
         for name, tensor in weights:
@@ -242,7 +243,7 @@ class LinkEngine(InferenceEngine):
         """link: None on all trainer ranks but the first, which only take part in gathering the weights."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.expected: Mapping[str, Fingerprint] | None = None  # of the weights that come next
+        self.expected: Mapping[str, KnownWeight] | None = None  # of the weights that come next
         self._link = link
         self._bucket_bytes = bucket_bytes
 

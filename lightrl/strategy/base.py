@@ -27,7 +27,7 @@ from lightrl import comm as comm_module
 from lightrl.config import OptimConfig, RunConfig, StrategyOptions, check_own_options
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
-from lightrl.engines.weights.fingerprint import Fingerprint
+from lightrl.engines.weights.fingerprint import KnownWeight
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
@@ -123,7 +123,7 @@ class StrategyBase(ForeignNames, ABC):
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
         return foreign_steps.whole_parameters(self, model, dtype)
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None:
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight] | None:
         """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
         return None
 

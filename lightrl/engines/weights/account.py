@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.weights.fingerprint import Fingerprint, Sums, fingerprint
+from lightrl.engines.weights.fingerprint import KnownWeight, Sums, fingerprint_of
 
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
@@ -217,35 +217,9 @@ def _are_equal(held: Tensor, values: Tensor) -> bool:
 # ---- The proof that the tensors are the trainer's
 
 
-class OwnWeights(Mapping[str, Fingerprint]):
-    """The fingerprints of all the trainer's parameters, and the tensors that this rank holds whole.
-
-    A tensor that is sent by reference is proven by the memory that it lies in, and need not be read.
-    """
-
-    def __init__(self, sums: Mapping[str, Fingerprint | None], held: Mapping[str, Tensor]) -> None:
-        """sums: None for a parameter whose fingerprint is taken from the tensor held when somebody asks for it."""
-        self._sums = sums
-        self._held = held
-
-    def __getitem__(self, name: str) -> Fingerprint:
-        return self._sums[name] or fingerprint(self._held[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
-
-    def is_own(self, name: str, tensor: Tensor) -> bool:
-        """Returns whether a tensor is the trainer's own, in the same memory."""
-        own = self._held.get(name)
-        return own is not None and is_same_memory(own, tensor)
-
-
-def is_same_memory(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two tensors are views of the same elements in the same order."""
-    return _view_of(first) == _view_of(second)
+def is_same_memory(tensor: Tensor, known: KnownWeight) -> bool:
+    """Returns whether a tensor is a view of the same elements in the same order as one that is known."""
+    return isinstance(known, Tensor) and _view_of(tensor) == _view_of(known)
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -258,8 +232,8 @@ class WeightProof:
     The trainer takes a fingerprint of each parameter from its own shards, and the tensors travel on another path.
     """
 
-    def __init__(self, expected: Mapping[str, Fingerprint] | None) -> None:
-        """Takes the fingerprints of all the trainer's parameters; None counts bytes only."""
+    def __init__(self, expected: Mapping[str, KnownWeight] | None) -> None:
+        """Takes what is known of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
         self._account = WeightAccount(dict.fromkeys(expected or ()))
         self._sums: Sums | None = None  # read at the end, so that no device waits for each
@@ -269,10 +243,9 @@ class WeightProof:
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the pairs unchanged and takes a fingerprint of each that is not the trainer's own tensor."""
         accept, expected = self._account.accept, self._expected
-        is_own = expected.is_own if isinstance(expected, OwnWeights) else None
         for name, tensor in weights:
             self.num_bytes += tensor.nbytes
-            if expected is not None and accept(name, tensor) and not (is_own and is_own(name, tensor)):
+            if expected is not None and accept(name, tensor) and not is_same_memory(tensor, expected[name]):
                 self._add(name, tensor)
             yield name, tensor
 
@@ -287,8 +260,8 @@ class WeightProof:
             self._compare(self._sums, self._expected)
         raise_problems(self._account.problems(), f"Weight sync to version {version}")
 
-    def _compare(self, sums: Sums, expected: Mapping[str, Fingerprint]) -> None:
+    def _compare(self, sums: Sums, expected: Mapping[str, KnownWeight]) -> None:
         for (name, numel), total in zip(self._summed, sums.totals().tolist(), strict=True):
-            if (total, numel) != expected[name]:
+            if (total, numel) != fingerprint_of(expected[name]):
                 self._account.add_problem(f"{name} differs from the trainer's")
         self._sums, self._summed = None, []

@@ -35,6 +35,11 @@ class Fingerprint(NamedTuple):
     numel: int
 
 
+# What is known of a weight before it is sent: its fingerprint, or the trainer's own tensor where that is sent by
+# reference, since it is then proven by the memory that it lies in and need not be read.
+KnownWeight = Fingerprint | Tensor
+
+
 class Span(NamedTuple):
     """The places of a shard's elements in the flattened whole tensor: `width` in a row, then a step of `pitch`.
 
@@ -61,6 +66,11 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     sums = Sums()
     sums.add(tensor)
     return Fingerprint(int(sums.totals()), tensor.numel())
+
+
+def fingerprint_of(known: KnownWeight) -> Fingerprint:
+    """Returns the fingerprint of a weight, which is taken now from one that is a tensor."""
+    return fingerprint(known) if isinstance(known, Tensor) else known
 
 
 class Sums:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
-from lightrl.engines.weights.account import OwnWeights, is_same_memory
-from lightrl.engines.weights.fingerprint import Fingerprint, Span, Sums
+from lightrl.engines.weights.account import is_same_memory
+from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, Span, Sums
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -153,34 +153,34 @@ class PlainLayout:
     def finish_writing(self, model: nn.Module) -> None:
         """Is called when all parameters of a model were written: updates the copies that a back end keeps of them."""
 
-    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> Mapping[str, Fingerprint]:
+    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> Mapping[str, KnownWeight]:
         """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather.
 
-        What one process sends by reference needs no fingerprint, unless somebody asks for it.
+        What a process sends by reference stands for itself.
         """
-        held: dict[str, Tensor] = {}
+        known: dict[str, KnownWeight] = {}
         shares: list[_Share] = []
         sums: Sums | None = None
         for name, parameter, shard in shards:
             values = shard.to(dtype) if dtype and shard.is_floating_point() else shard
             if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
-                held[name] = values
+                known[name] = values
                 if self.comm.world == 1:
                     continue
             sums = sums or Sums()
             sums.add(values, self.span(parameter))
             shares.append(_Share(name, self.whole_shape(parameter).numel(), self.is_first_holder(parameter)))
-        return OwnWeights(dict.fromkeys(held), held) if sums is None else self._summed(shares, sums.totals(), held)
+        return known if sums is None else known | self._summed(shares, sums.totals(), known.keys())
 
-    def _summed(self, shares: Sequence[_Share], own: Tensor, held: dict[str, Tensor]) -> OwnWeights:
+    def _summed(self, shares: Sequence[_Share], own: Tensor, held: Set[str]) -> dict[str, Fingerprint]:
         """Adds up the shares of the first holders; a tensor in which this rank differs from them proves nothing."""
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
-        sums: dict[str, Fingerprint | None] = dict.fromkeys(held)
-        for share, total, mine in zip(shares, totals.tolist(), own.tolist(), strict=True):
-            sums[share.name] = Fingerprint(total, share.numel)
-            if mine != total:
-                held.pop(share.name, None)
-        return OwnWeights(sums, held)
+        triples = zip(shares, totals.tolist(), own.tolist(), strict=True)
+        return {
+            share.name: Fingerprint(total, share.numel)
+            for share, total, mine in triples
+            if mine != total or share.name not in held
+        }
 
     # ---- Optimizer states --------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightrl.engines.base import (
     create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
-from lightrl.engines.weights.fingerprint import Fingerprint
+from lightrl.engines.weights.fingerprint import KnownWeight
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Fingerprint] | None: ...
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight] | None: ...
 
 
 class ServedTrainer(WeightSource, Protocol):
@@ -164,7 +164,7 @@ class ColocatedServing:
         self.last_sync = report
         return report
 
-    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, Fingerprint] | None:
+    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, KnownWeight] | None:
         """Returns the fingerprints of the weights that are sent next, by which the engine's are proven."""
         return self.source.weight_fingerprints(model, dtype)
 

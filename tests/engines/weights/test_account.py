@@ -7,7 +7,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import WeightSyncError, skeleton
 from lightrl.engines.weights.account import (
-    OwnWeights,
     Place,
     WeightAccount,
     WeightProof,
@@ -171,19 +170,18 @@ def test_each_kind_of_sabotage_is_named() -> None:
 
 
 def test_a_tensor_in_the_trainers_own_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = OwnWeights(dict.fromkeys(WEIGHTS), WEIGHTS)
-    swapped = WeightProof(own)
+    swapped = WeightProof(WEIGHTS)
     list(swapped.watched([("a", WEIGHTS["b"]), *list(WEIGHTS.items())[1:]]))
     with pytest.raises(WeightSyncError, match="a differs from the trainer's.$"):
         swapped.finish(1)
-    copied = WeightProof(own)
+    copied = WeightProof(WEIGHTS)
     list(copied.watched([(name, tensor.clone()) for name, tensor in WEIGHTS.items()]))
     copied.finish(1)
     monkeypatch.setattr(Sums, "add", None)
-    proof = WeightProof(own)
+    proof = WeightProof(WEIGHTS)
     list(proof.watched((name, tensor.view(3, 4)) for name, tensor in WEIGHTS.items()))
     proof.finish(1)
-    view = WeightProof(own)
+    view = WeightProof(WEIGHTS)
     with pytest.raises(TypeError):
         list(view.watched([("a", WEIGHTS["a"].view(4, 3))]))  # of the same memory in another form: it is read
 
