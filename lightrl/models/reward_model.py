@@ -48,7 +48,7 @@ class RewardModel(nn.Module):
     def _score(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             scores: Tensor = self.hf.score(hidden.float())
-        return scores[:, 0]
+        return scores[:, 0].clone()  # a copy: FSDP warns of modules that give views
 
 
 def last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
