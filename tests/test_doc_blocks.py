@@ -19,9 +19,9 @@ from lightrl.programs import COMMANDS, TRAINERS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-SHELL = ("", "bash", "sh", "shell", "console")
+SHELL = ("", "bash", "sh", "shell", "console")  # what is no shell has another language, such as text
 PROGRAM = re.compile(
-    r"(?:lightrl\s+(?:train\s+)?|lightrl\.train\s+|scripts/(?:train_)?)(?P<name>grpo|ppo|sft|rm|dpo|evaluate)(?:\.py)?\s"
+    r"(?:lightrl\s+(?:train\s+)?|lightrl\.train\s+|scripts/(?:train_)?)(?P<name>grpo|ppo|sft|rm|dpo|evaluate)(?:\.py)?(?=\s|$)"
 )
 PLAN = re.compile(r"lightrl\s+plan\s+(?P<name>grpo|ppo|sft|rm|dpo)\s")
 CONFIGS = {**{name: run.config for name, run in TRAINERS.items()}, "evaluate": EvaluateConfig}
@@ -33,12 +33,26 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
             yield "\n".join(line.removeprefix(indent) for line in text.splitlines())
 
 
+def shell_lines(text: str) -> Iterator[str]:
+    """The commands of a shell block, joined where they continue or a quotation goes on; no comments."""
+    begun = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        begun += line
+        try:
+            is_command = bool(shlex.split(begun, comments=True))
+        except ValueError:  # a quotation is open
+            begun += "\n"
+            continue
+        if is_command:
+            yield begun.strip()
+        begun = ""
+    assert not begun, f"no end: {begun}"
+
+
 def commands(page: Path) -> Iterator[str]:
-    """Lines of shell blocks that start something of ours, joined where they continue."""
+    """Lines of shell blocks that start something of ours."""
     for text in blocks(page, *SHELL):
-        for line in text.replace("\\\n", " ").splitlines():
-            if PROGRAM.search(line) or PLAN.search(line):
-                yield line
+        yield from (line for line in shell_lines(text) if PROGRAM.search(line) or PLAN.search(line))
 
 
 def unknown_options(line: str) -> list[str]:

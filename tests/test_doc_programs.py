@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,25 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_hub import FakeHub, running_hub
+from test_doc_blocks import BLOCK, PAGES, ROOT, SHELL, blocks, shell_lines, words_of
 
 from lightrl.builtin.model import tiny_model
 from lightrl.testing import run_program, run_spmd
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"^(?:lightrl|python scripts/)\s*(?P<name>report|export|hash|replay|plan)(?:\.py)?\s")
-ELSEWHERE = ("--hub.push", "Qwen/")  # need a hub; test_hub_push.py has one of its own
+KNOWN_MODELS = {"Qwen/Qwen2.5-7B": "benchmarks/models/qwen2.5-7b.json"}  # what a plan would read from the hub
 SCRIPT = ROOT / "scripts" / "train_grpo.py"
 
 
+def lines(page: Path) -> Iterator[str]:
+    for text in blocks(page, *SHELL):
+        yield from (line for line in shell_lines(text) if PROGRAM.match(line))
+
+
 def commands(page: Path) -> Iterator[list[str]]:
-    for _, language, text in BLOCK.findall(page.read_text()):
-        if language in ("", "bash", "sh", "shell", "console"):
-            for line in text.replace("\\\n", " ").splitlines():
-                found = PROGRAM.match(line.strip())
-                if found and not any(part in line for part in ELSEWHERE):
-                    yield [found["name"], *shlex.split(line.strip()[found.end() :], comments=True)]
+    for line in lines(page):
+        found = PROGRAM.match(line)
+        assert found is not None
+        yield [found["name"], *words_of(line[found.end() :])]
 
 
 WITH_COMMANDS = [page for page in PAGES if list(commands(page))]
@@ -48,10 +50,16 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*made, "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every", "0"]
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with running_hub(monkeypatch) as server:
+        yield server
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
-def test_commands_that_read_a_run_do_what_they_say(page: Path, flags: list[str], tmp_path: Path) -> None:
+def test_commands_that_read_a_run_do_what_they_say(page: Path, flags: list[str], tmp_path: Path, hub: FakeHub) -> None:
     run = tmp_path / "made"
     if page.stem == "async":
         run_spmd(
@@ -77,6 +85,7 @@ def test_commands_that_read_a_run_do_what_they_say(page: Path, flags: list[str],
             [sys.executable, "-m", "lightrl", *words],
             input="continue\n" * 3,  # for --debug
             cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"},
             capture_output=True,
             text=True,
             timeout=200,
@@ -84,10 +93,12 @@ def test_commands_that_read_a_run_do_what_they_say(page: Path, flags: list[str],
         allowed = (0, 1) if words[0] == "plan" else (0,)  # 1: it does not fit
         assert done.returncode in allowed, f"{words}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
+        assert bool(hub.commits) == ("--hub.push" in words)
+        hub.commits.clear()
 
 
 def _here(word: str) -> str:
-    return "runs/it" if word == "RUN" else word
+    return "runs/it" if word == "RUN" else KNOWN_MODELS.get(word, word)
 
 
 def test_targets_of_make_and_extras_exist() -> None:
@@ -95,8 +106,8 @@ def test_targets_of_make_and_extras_exist() -> None:
     extras = set(re.findall(r"^([a-z0-9-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()
-        blocks = "\n".join(block for _, _, block in BLOCK.findall(text))
-        asked = set(re.findall(r"^make ([a-z_-]+)", blocks, re.MULTILINE)) | set(re.findall(r"`make ([a-z_-]+)", text))
+        code = "\n".join(block for _, _, block in BLOCK.findall(text))
+        asked = set(re.findall(r"^make ([a-z_-]+)", code, re.MULTILINE)) | set(re.findall(r"`make ([a-z_-]+)", text))
         assert asked <= targets, page
         for listed in re.findall(r"lightrl\[([a-z0-9,-]+)\]", text):
             assert set(listed.split(",")) <= extras, page
