@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import test_doc_programs
 import test_doc_runs
 import test_tutorial
-from test_doc_blocks import BLOCK, PLAN, PROGRAM, ROOT, SHELL, blocks, shell_lines, unknown_options, words_of
+from test_doc_blocks import BLOCK, CONFIGS, PLAN, PROGRAM, ROOT, SHELL, blocks, shell_lines, unknown_options, words_of
 from torch.distributed.run import get_args_parser
 
+from lightrl.config import option_names
+from lightrl.doctor.report import DoctorConfig
+from lightrl.plan.plan_program import PlanConfig
 from lightrl.programs import COMMANDS
 from lightrl.testing import run_spmd
 from lightrl.trainers import harness_run
@@ -197,3 +201,44 @@ def test_a_wrong_command_in_a_sentence_is_found() -> None:
     assert not_there("python benchmarks/decode.py --fast") == ["--fast"]
     assert not_there("train_grpo.py --modl final") == ["--modl"]
     assert not_there("lightrl train grpo --modl final") == ["--modl"]
+
+
+OPTION = re.compile(r"(?:^|(?<= ))--([A-Za-z][\w.-]*)")
+OF_OTHERS = {"collect-only", "logdir"}  # pytest, TensorBoard
+NAMES_OTHERS = ("docs/adr/", "docs/coming_from.md", "docs/log.md")  # what was, and options of other trainers
+
+
+@cache
+def known_options() -> set[str]:
+    """The options of all programs of the repository, and of torchrun; those of a section may be meant together."""
+    configs = [*CONFIGS.values(), PlanConfig, DoctorConfig]
+    known = {name for config in configs for name in option_names(config)} | {"help", "help-all"}
+    for folder, suffix, written in (
+        ("lightrl", "py", r'"--([a-z][\w-]*)"'),  # as argparse has them
+        ("benchmarks", "py", r'"--([a-z][\w-]*)"'),
+        ("scripts", "sh", r" --([a-z][\w-]*)"),
+    ):
+        for path in (ROOT / folder).rglob(f"*.{suffix}"):
+            known |= set(re.findall(written, path.read_text()))
+    known |= {word.lstrip("-") for action in get_args_parser()._actions for word in action.option_strings}
+    sections = {name[: place + 1] for name in known for place, letter in enumerate(name) if letter == "."}
+    return known | sections | {section[:-1] for section in sections} | OF_OTHERS
+
+
+def unknown_in_sentences(text: str) -> set[str]:
+    spans = (" ".join(span.split()) for span in INLINE.findall(BLOCK.sub("", text)))
+    return {name for span in spans for name in OPTION.findall(span)} - known_options()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if not page.relative_to(ROOT).as_posix().startswith(NAMES_OTHERS)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_options_in_sentences_exist(page: Path) -> None:
+    assert unknown_in_sentences(page.read_text()) == set()
+
+
+def test_a_wrong_option_in_a_sentence_is_found() -> None:
+    text = "`--eval.nn 8`, `--eval.n`, `--native.*`, `lightrl replay RUN --step 3`, `--stepp`\n```\n--code\n```\n"
+    assert unknown_in_sentences(text) == {"eval.nn", "stepp"}
