@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch.optim import Optimizer
 
@@ -65,14 +64,13 @@ class BackgroundSaver(TrainingStateSaver):
     The checkpoint counts after a later update, finish(), the next save or the end of the run.
     """
 
+    make_writer = DeferredWriter
+
     def __init__(self, trainer: SavedTrainer) -> None:
         super().__init__(trainer)
         self.pending: BackgroundSave | None = None  # a save under way; None on all ranks or on none
         trainer.trained.hooks = [hook for hook in trainer.trained.hooks if not isinstance(hook, _Polling)]
         trainer.trained.hooks.append(_Polling(self))
-
-    def _make_writer(self, folder: Path) -> StateWriter:
-        return DeferredWriter(folder, self._trainer.comm)
 
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         jobs = [job for writer in writers if isinstance(writer, DeferredWriter) for job in writer.jobs]

@@ -77,6 +77,8 @@ EVERYTHING = Wanted()
 class TrainingStateSaver:
     """Saves and loads models, optimizers, schedules, hooks, random states, the step and the caller's own state."""
 
+    make_writer: type[StateWriter] = StateWriter
+
     def __init__(self, trainer: SavedTrainer) -> None:
         self._trainer = trainer
 
@@ -116,9 +118,6 @@ class TrainingStateSaver:
 
         self._complete(writers, commit)
 
-    def _make_writer(self, folder: Path) -> StateWriter:
-        return StateWriter(folder, self._trainer.comm)
-
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         """Makes what was written a checkpoint, on rank 0."""
         with self._trainer.comm.phase("checkpoint", local=True):
@@ -134,7 +133,7 @@ class TrainingStateSaver:
         owner = model if trained is None else trained.model
         trainer.after_forward_only(owner)
         trainer.trained.require_on_device(owner, *([] if trained is None else [trained.optimizer]))
-        writer = self._make_writer(folder)
+        writer = self.make_writer(folder, comm)
         writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
         state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
