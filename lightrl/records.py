@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Sample:
     @property
     def oldest_version(self) -> int:
         """The oldest weights that chose a token of it; those that it was started under if it has no such token."""
-        chosen = (version for version, is_own in zip(self.versions, self.is_own, strict=True) if is_own)
+        chosen = compress(self.versions, self.own) if self.own else self.versions
         return min(chosen, default=self.start_version)
 
     def to(self, status: Status) -> Sample:

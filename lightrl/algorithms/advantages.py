@@ -304,9 +304,8 @@ class Groups:
 
     def sums(self, values: Tensor) -> Tensor:
         """Adds the values of each group, [G] float64: the sum must not depend on the order of the members."""
-        return torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device).index_add(
-            0, self.member_of, values.double()
-        )
+        zeros = torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, self.member_of, values.double())
 
     def means(self, values: Tensor) -> Tensor:
         """Gives each sample, [B] float64, the mean of its group."""
@@ -320,16 +319,14 @@ class Groups:
 
     def has_signal(self, values: Tensor) -> Tensor:
         """Returns [B] bool: False where all members of the sample's group have exactly the same value."""
-        lowest, highest = (self._extreme(values, how) for how in ("amin", "amax"))
+        unset = values.new_zeros(len(self.sizes))
+        lowest = unset.scatter_reduce(0, self.member_of, values, "amin", include_self=False)
+        highest = unset.scatter_reduce(0, self.member_of, values, "amax", include_self=False)
         return (lowest != highest)[self.member_of]
 
     def num_others(self) -> Tensor:
         """Counts the other members of each sample's group, [B] int64."""
         return self.sizes[self.member_of] - 1
-
-    def _extreme(self, values: Tensor, how: str) -> Tensor:
-        empty = values.new_zeros(len(self.sizes))
-        return empty.scatter_reduce(0, self.member_of, values, how, include_self=False)
 
 
 def groups_of(group_ids: Tensor) -> Groups:

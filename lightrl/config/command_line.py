@@ -37,7 +37,10 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
             _print_help(config_class, args, program)
         has_file = any(arg.partition("=")[0] == "--config" for arg in args)
         words = [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args
-        return _parse(config_class, words, program)
+        import tyro  # noqa: PLC0415  (only the command line needs it)
+
+        plain = (tyro.conf.FlagConversionOff,)
+        return tyro.cli(config_class, prog=program, args=words, config=plain, use_underscores=True)
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     except SystemExit as end:  # tyro has said what is wrong
@@ -52,12 +55,6 @@ def _own_name(arg: str) -> str:
     flag, equals, value = arg.partition("=")
     is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
     return f"{flag}_{equals}{value}" if is_keyword else arg
-
-
-def _parse(config_class: type[ConfigT], args: Sequence[str], program: str) -> ConfigT:
-    import tyro  # noqa: PLC0415  (only the command line needs it)
-
-    return tyro.cli(config_class, prog=program, args=args, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
 
 
 def _print_help(config_class: type[Any], args: Sequence[str], program: str) -> NoReturn:
