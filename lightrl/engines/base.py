@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from lightrl.imports import load_object
 from lightrl.records import FinishReason
 
 T = TypeVar("T")
+NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]  # whole tensors under their Hugging Face names
 BUILTIN_ENGINES = {
     "native": "lightrl.engines.native.engine:build_native_engine",
     "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
@@ -210,7 +211,7 @@ class InferenceEngine(ABC):
         """Stops the requests (None: all) and returns what each unfinished sample has so far, reason "abort"."""
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Consumes (HF name, full tensor) pairs to the end and drops every cache that older weights filled.
 
         Raises WeightSyncError that names any parameter that is missing, unknown, misshapen, or that the engine does not

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightrl.comm import RankError
-from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, SamplingParams
+from lightrl.engines.base import AnyPrompt, Completion, EnginePart, InferenceEngine, NamedTensors, SamplingParams
 from lightrl.engines.peer_watch import PeerWatch
-from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, fingerprint_of
+from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeights, fingerprint_of
 from lightrl.process_group import link_group, store_of
 from lightrl.roles import Role
 
@@ -157,8 +157,8 @@ class Link:
 
     def send_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
-        expected: Mapping[str, KnownWeight] | None,
+        weights: NamedTensors,
+        expected: KnownWeights | None,
         bucket_bytes: int,
     ) -> None:
         """Sends (name, tensor) pairs in buckets of about this size; the rollout ranks receive_weights()."""
@@ -243,11 +243,11 @@ class LinkEngine(InferenceEngine):
         """link: None on all trainer ranks but the first, which only take part in gathering the weights."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.expected: Mapping[str, KnownWeight] | None = None  # of the weights that come next
+        self.expected: KnownWeights | None = None  # of the weights that come next
         self._link = link
         self._bucket_bytes = bucket_bytes
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Sends the weights to the rollout ranks, with the fingerprints by which they prove them."""
         if self._link is None:
             for _ in weights:

@@ -10,7 +10,7 @@ import math
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -27,7 +27,7 @@ from lightrl import comm as comm_module
 from lightrl.config import OptimConfig, RunConfig, StrategyOptions, check_own_options
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams, check_engine_name
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
@@ -40,7 +40,15 @@ from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
-from lightrl.strategy.results import GroupBatches, LossFn, OptimizerStep, TrainBatchResult, TrainedModel
+from lightrl.strategy.results import (
+    Batches,
+    GroupBatches,
+    LossFn,
+    OptimizerStep,
+    TrainBatchResult,
+    TrainedModel,
+    WeightFn,
+)
 from lightrl.strategy.saving.background_save import BackgroundSaver
 from lightrl.strategy.saving.saver import TrainingStateSaver, persistent_buffers
 from lightrl.strategy.saving.state_files import write_folder_hash
@@ -123,7 +131,7 @@ class StrategyBase(ForeignNames, ABC):
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
         return foreign_steps.whole_parameters(self, model, dtype)
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight] | None:
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
         """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
         return None
 
@@ -251,12 +259,7 @@ class StrategyBase(ForeignNames, ABC):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def train_batch(
-        self,
-        data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: LossFn,
-        loss_weight_fn: Callable[[Any], float | Tensor],
-        *,
-        model: nn.Module | None = None,
+        self, data: Batches, loss_fn: LossFn, loss_weight_fn: WeightFn, *, model: nn.Module | None = None
     ) -> TrainBatchResult:
         """Takes one optimizer step over micro-batches of any number and size per rank.
 
@@ -315,7 +318,7 @@ class StrategyBase(ForeignNames, ABC):
         return loss_sum
 
     @torch.no_grad()
-    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
+    def forward(self, data: Batches, *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each micro-batch, without gradients, in order."""
         if isinstance(data, Mapping):
             return token_logprobs(self, data, model)

@@ -39,6 +39,7 @@ from lightrl.strategy.optim.grad_scaler import GradScaler
 from lightrl.strategy.optim.optimizers import build_lr_scheduler
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import freeze_all_but_value_head
+from lightrl.strategy.results import Batches, LossFn, WeightFn
 from lightrl.strategy.serving import foreign_inputs
 from lightrl.strategy.serving.foreign_media import build_multimodal_inputs
 from lightrl.strategy.stats import Stats
@@ -167,12 +168,7 @@ class ForeignNames(ForwardNames, ABC):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def eval_batch(
-        self: Native,
-        data: Sequence[Any] | Mapping[str, Any],
-        loss_fn: Callable[[Any, Any], Tensor],
-        loss_weight_fn: Callable[[Any], float | Tensor],
-        *,
-        model: nn.Module | None = None,
+        self: Native, data: Batches, loss_fn: LossFn, loss_weight_fn: WeightFn, *, model: nn.Module | None = None
     ) -> float:
         """Returns the loss that train_batch would report, without training."""
         return evaluate(self, data, loss_fn, loss_weight_fn, model)

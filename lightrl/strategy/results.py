@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+Batches: TypeAlias = Sequence[Any] | Mapping[str, Any]  # micro-batches, or one dictionary of tensors to cut into some
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]  # of a model's output and its micro-batch; a mean
+WeightFn: TypeAlias = Callable[[Any], float | Tensor]  # of a micro-batch: how many terms its loss is a mean of
 
 
 class OptimizerStep(NamedTuple):

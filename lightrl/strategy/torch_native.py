@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import known_world
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
@@ -166,7 +166,7 @@ class TorchStrategy(StrategyBase):
         """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
         return self.layout.gather_named(self.weights_of(model).tensors(), dtype)
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight]:
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights:
         """Returns a fingerprint of every tensor of full_parameters(), computed from shards and not from its gather."""
         return self.layout.fingerprints(self.weights_of(model).shards(), dtype)
 

@@ -6,7 +6,7 @@ model's forward, where a sharded output layer is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,12 +32,9 @@ from lightrl.data.token_dict import (
 )
 from lightrl.models.lazy_logits import Logits, gather_logprobs, gather_logprobs_entropy
 from lightrl.models.policy import Policy
-from lightrl.strategy.results import TrainBatchResult
+from lightrl.strategy.results import Batches, LossFn, TrainBatchResult, WeightFn
 
 __all__ = ["Logits", "UserBatch", "gather_logprobs", "gather_logprobs_entropy", "next_token"]
-
-LossFn = Callable[[Any, dict[str, Tensor]], Tensor]
-WeightFn = Callable[[dict[str, Tensor]], float | Tensor]
 
 
 Trainer = Any  # a StrategyBase, which imports this module
@@ -54,13 +51,7 @@ def train_on_dict(
         return result
 
 
-def evaluate(
-    strategy: Trainer,
-    data: Sequence[Any] | Mapping[str, Any],
-    loss_fn: Callable[[Any, Any], Tensor],
-    weight_fn: Callable[[Any], float | Tensor],
-    model: nn.Module | None,
-) -> float:
+def evaluate(strategy: Trainer, data: Batches, loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None) -> float:
     """Returns the loss that train_batch() would report, without training."""
     if isinstance(data, Mapping):
         return _evaluate_on_dict(strategy, data, loss_fn, weight_fn, model)

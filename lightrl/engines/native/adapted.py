@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner
 from lightrl.engines.native.products import PackedLinear
@@ -89,7 +90,7 @@ class AdaptedEngine(NativeEngine):
             layer = self.model.get_submodule(name)
             layer.forward = partial(_adapted, layer, layer.forward)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
         self._require_open("load_weights")
         arriving = ArrivingAdapters(self._sizes)

@@ -22,6 +22,7 @@ from lightrl.engines.base import (
     EnginePart,
     EnginePrompt,
     InferenceEngine,
+    NamedTensors,
     SamplingParams,
     as_prompt,
     eos_ids,
@@ -348,7 +349,7 @@ class NativeEngine(InferenceEngine):
 
     # ---- Weights and memory ------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Copies the weights in; requests under way keep their keys and values, and later tokens bear the version."""
         self._require_open("load_weights")
         if self._dropped:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrl.config import StrategyOptions, engine_arguments
@@ -28,6 +27,7 @@ from lightrl.engines.base import (
     EnginePart,
     EnginePrompt,
     InferenceEngine,
+    NamedTensors,
     SamplingParams,
     WeightSyncError,
     as_prompt,
@@ -303,7 +303,7 @@ class SGLangEngine(InferenceEngine):
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Sends the weights in buckets; requests under way pause meanwhile and keep their keys and values."""
         self._require_open("load_weights")
         if "weights" in self._released:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from lightrl.engines.base import skeleton
+from lightrl.engines.base import NamedTensors, skeleton
 from lightrl.engines.vllm.build import build_vllm_engine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.weights.account import raise_problems
@@ -42,7 +42,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         self._folder.mkdir()
         self._asked_for = {"lora_request": LoRARequest(_NAME, _ID, str(self._folder))}
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
         self._require_open("load_weights")
         if "weights" in self._asleep:
@@ -63,7 +63,7 @@ class AdaptedVLLMEngine(VLLMEngine):
             self._finish_load(version)
         raise_problems(arriving.account.problems(), f"Weight sync to version {version}")
 
-    def _deliver(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    def _deliver(self, model: nn.Module, weights: NamedTensors) -> list[str]:
         with unwrapped(model):
             return super()._deliver(model, weights)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import WeightAccount
 from lightrl.engines.weights.placement import Placement
-
-Pairs = Iterable[tuple[str, Tensor]]
 
 
 class Delivery:
@@ -17,7 +16,7 @@ class Delivery:
 
     def __init__(
         self,
-        load: Callable[[Pairs], Iterable[str] | None],
+        load: Callable[[NamedTensors], Iterable[str] | None],
         account: WeightAccount,
         placement: Placement,
         *,
@@ -34,7 +33,7 @@ class Delivery:
         self.loaded: set[str] = set()  # the engine's own names, as far as its loader reports them
         self.unread: list[str] = []  # tensors that are not compared, since their place is not known
 
-    def run(self, weights: Pairs) -> None:
+    def run(self, weights: NamedTensors) -> None:
         """Consumes all pairs even when one does not fit: on other ranks they may come out of collectives."""
         stream = iter(weights)
         while not self._is_over:

@@ -24,6 +24,7 @@ from lightrl.engines.base import (
     EnginePart,
     EnginePrompt,
     InferenceEngine,
+    NamedTensors,
     SamplingParams,
     as_prompt,
     skeleton,
@@ -269,7 +270,7 @@ class VLLMEngine(InferenceEngine):
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Loads whole tensors, of which each rank of a group keeps its slices."""
         self._require_open("load_weights")
         if "weights" in self._asleep:
@@ -285,7 +286,7 @@ class VLLMEngine(InferenceEngine):
         self._reset_caches()
         self._start_again()
 
-    def _deliver(self, model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    def _deliver(self, model: nn.Module, weights: NamedTensors) -> list[str]:
         packs = self._packs_experts
         rules = ServerRules(compares_experts=not packs)
         placement = Placement(model, rules, tp_rank=self._group.rank, tp_size=self._group.size)
@@ -308,7 +309,7 @@ class VLLMEngine(InferenceEngine):
             host.repack_experts(model)
         return problems
 
-    def _reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    def _reload(self, pairs: NamedTensors) -> None:
         """Loads the whole model at once; vLLM packs the experts again at the end."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightrl.engines.base import WeightSyncError
-from lightrl.engines.weights.fingerprint import KnownWeight, Sums, fingerprint_of
+from lightrl.engines.base import NamedTensors, WeightSyncError
+from lightrl.engines.weights.fingerprint import KnownWeight, KnownWeights, Sums, fingerprint_of
 
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
@@ -232,7 +232,7 @@ class WeightProof:
     The trainer takes a fingerprint of each parameter from its own shards, and the tensors travel on another path.
     """
 
-    def __init__(self, expected: Mapping[str, KnownWeight] | None) -> None:
+    def __init__(self, expected: KnownWeights | None) -> None:
         """Takes what is known of all the trainer's parameters; None counts bytes only."""
         self._expected = expected
         self._account = WeightAccount(dict.fromkeys(expected or ()))
@@ -240,7 +240,7 @@ class WeightProof:
         self._summed: list[tuple[str, int]] = []  # names and numbers of elements
         self.num_bytes = 0
 
-    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def watched(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the pairs unchanged and takes a fingerprint of each that is not the trainer's own tensor."""
         accept, expected = self._account.accept, self._expected
         for name, tensor in weights:
@@ -260,7 +260,7 @@ class WeightProof:
             self._compare(self._sums, self._expected)
         raise_problems(self._account.problems(), f"Weight sync to version {version}")
 
-    def _compare(self, sums: Sums, expected: Mapping[str, KnownWeight]) -> None:
+    def _compare(self, sums: Sums, expected: KnownWeights) -> None:
         for (name, numel), total in zip(self._summed, sums.totals().tolist(), strict=True):
             if (total, numel) != fingerprint_of(expected[name]):
                 self._account.add_problem(f"{name} differs from the trainer's")

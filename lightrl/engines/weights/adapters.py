@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import WeightAccount
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -33,7 +34,7 @@ class ArrivingAdapters:
         self.account = WeightAccount({name + part: None for name in self._layers for part in (DOWN, UP)})
         self._came: dict[str, Tensor] = {}
 
-    def taken_from(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def taken_from(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the pairs that belong to no adapter, and keeps the others."""
         for name, tensor in weights:
             if not name.endswith((DOWN, UP)):

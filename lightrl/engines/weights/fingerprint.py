@@ -12,8 +12,8 @@ of bytes times a matrix of small integers is what processors compute fastest, ab
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ class Fingerprint(NamedTuple):
 
 # What is known of a weight before it is sent: its fingerprint, or the trainer's own tensor where that is sent by
 # reference, since it is then proven by the memory that it lies in and need not be read.
-KnownWeight = Fingerprint | Tensor
+KnownWeight: TypeAlias = Fingerprint | Tensor
+KnownWeights: TypeAlias = Mapping[str, KnownWeight]  # by Hugging Face name
 
 
 class Span(NamedTuple):

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from lightrl.comm import Comm, all_gather_flat
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span, span_of
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, Rows, pieces_of_shards
+from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
 
 _HOST_BUCKET_BYTES = 16 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import is_same_memory
-from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, Span, Sums
-
-NamedTensors = Iterable[tuple[str, Tensor]]
+from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownWeights, Span, Sums
 
 
 class NamedShard(NamedTuple):
@@ -153,7 +152,7 @@ class PlainLayout:
     def finish_writing(self, model: nn.Module) -> None:
         """Is called when all parameters of a model were written: updates the copies that a back end keeps of them."""
 
-    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> Mapping[str, KnownWeight]:
+    def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> KnownWeights:
         """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather.
 
         What a process sends by reference stands for itself.

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import Comm
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, SavedTensors, pieces_of_shards
+from lightrl.strategy.layout.plain import Piece, PlainLayout, SavedTensors, pieces_of_shards
 
 ENGINE = "_deepspeed_engine"  # a key of the model's __dict__, so that the engine lives as long as the model
 

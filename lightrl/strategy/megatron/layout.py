@@ -17,9 +17,10 @@ from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.comm import Comm
+from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span, span_of
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.layout.plain import NamedTensors, Piece, PlainLayout, SavedTensors
+from lightrl.strategy.layout.plain import Piece, PlainLayout, SavedTensors
 from lightrl.strategy.megatron.main_copies import copies_of, is_emptied
 from lightrl.strategy.megatron.parts import Part
 from lightrl.strategy.optim.optimizers import refuse_without_main_copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightrl.config.adapters import sends_adapters
 from lightrl.engines.weights.adapters import DOWN, UP
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models import lora
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.layout.plain import NamedShard, has_adapters
@@ -52,7 +52,7 @@ class AdapterSource:
         self._strategy = strategy
         self._sends_all = True
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight] | None:
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
         """Returns a fingerprint of every tensor that full_parameters() sends next, and decides which those are."""
         layout, unwrapped = self._strategy.layout, self._strategy.unwrap_model(model)
         if not has_adapters(unwrapped):

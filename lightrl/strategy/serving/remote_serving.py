@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import check_engine_name
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link, LinkEngine
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.policy import stated_context
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedTrainer
 
@@ -47,7 +47,7 @@ class RemoteServing(ColocatedServing):
         self.sync_weights(model)
         return engine
 
-    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, KnownWeight] | None:
+    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> KnownWeights | None:
         """Has the fingerprints sent along, so that the rollout ranks prove what they receive."""
         engine = self.require_engine().engine
         assert isinstance(engine, LinkEngine), "start() makes no other"
