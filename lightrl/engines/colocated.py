@@ -19,12 +19,13 @@ from lightrl.engines.base import (
     EnginePart,
     EnginePrompt,
     InferenceEngine,
+    NamedTensors,
     SamplingParams,
     as_prompt,
 )
 from lightrl.engines.stop_strings import check_stop, cut_after_stop, cut_to
 from lightrl.engines.weights.account import WeightProof
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 
 logger = logging.getLogger(__name__)
 
@@ -229,12 +230,7 @@ class ColocatedEngine:
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def update_weights(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        *,
-        expected: Mapping[str, KnownWeight] | None = None,
-        recompute_kv: bool = True,
+        self, weights: NamedTensors, version: int, *, expected: KnownWeights | None = None, recompute_kv: bool = True
     ) -> SyncReport:
         """Loads (HF name, full tensor) pairs and stamps what follows with the version.
 
@@ -247,7 +243,7 @@ class ColocatedEngine:
             recompute_kv: False lets requests under way keep the keys and values of the older weights.
         """
         started = time.perf_counter()
-        self._wake_to(_Phase.WEIGHTS_AWAKE)
+        self._wake_weights()
         set_aside = self._set_aside() if recompute_kv and self._running else []
         self.version = None  # a sync that breaks half way leaves weights that must not generate
         proof = WeightProof(expected)
@@ -314,15 +310,15 @@ class ColocatedEngine:
 
     def wake(self) -> None:
         """Makes the engine ready to generate: first the weights wake up, then the KV cache."""
-        self._wake_to(_Phase.AWAKE)
-
-    def _wake_to(self, phase: _Phase) -> None:
-        if self._phase is _Phase.ASLEEP:
-            self._wake_part("weights", _Phase.WEIGHTS_AWAKE)
-        if phase is _Phase.AWAKE and self._phase is _Phase.WEIGHTS_AWAKE:
-            self._wake_part("kv_cache", phase)
+        self._wake_weights()
+        if self._phase is _Phase.WEIGHTS_AWAKE:
+            self._wake_part("kv_cache", _Phase.AWAKE)
             if self._parked:
                 self._go_on()
+
+    def _wake_weights(self) -> None:
+        if self._phase is _Phase.ASLEEP:
+            self._wake_part("weights", _Phase.WEIGHTS_AWAKE)
 
     def _go_on(self) -> None:
         parked, self._parked = self._parked, []

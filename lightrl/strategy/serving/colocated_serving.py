@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from lightrl.engines.base import (
     create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
-from lightrl.engines.weights.fingerprint import KnownWeight
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
 
-    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> Mapping[str, KnownWeight] | None: ...
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None: ...
 
 
 class ServedTrainer(WeightSource, Protocol):
@@ -107,6 +107,17 @@ class ColocatedServing:
         A rank may have no prompt. An error on one rank is raised on all. The engine sleeps afterwards unless
         sleep_engine is False, which lets the next call begin without another wake-up.
         """
+        if self.group.size > 1:
+            return self._generate_together(prompts, params, sleep_engine)
+        with self.session(sleep_engine=sleep_engine) as engine, self.group.comm.phase("generate", local=True):
+            completions = engine.generate(prompts, params)
+            self.canary.keep(prompts)
+        return completions
+
+    def _generate_together(
+        self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], sleep_engine: bool
+    ) -> list[Completion]:
+        """Does the same where ranks drive one engine: each gives it the prompts of all, and takes its own samples."""
         with self.session(sleep_engine=sleep_engine) as engine:
             parts = self.group.gather((prompts, params))
             with self.group.comm.phase("generate", local=True):
@@ -164,7 +175,7 @@ class ColocatedServing:
         self.last_sync = report
         return report
 
-    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> Mapping[str, KnownWeight] | None:
+    def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> KnownWeights | None:
         """Returns the fingerprints of the weights that are sent next, by which the engine's are proven."""
         return self.source.weight_fingerprints(model, dtype)
 
