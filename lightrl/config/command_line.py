@@ -15,6 +15,7 @@ from lightrl.config.options import nearest_name, option_names, option_types
 from lightrl.config.peer_names import own_names
 from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import read_yaml
+from lightrl.last_error import leave_error
 
 ConfigT = TypeVar("ConfigT")
 
@@ -44,6 +45,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     except SystemExit as end:  # tyro has said what is wrong
+        if end.code:
+            leave_error("The options are wrong: the first lines of the output say which, and what is allowed.")
         known = option_names(config_class)
         for reason in [*reasons_against(args, known), *own_names(args, known)] if end.code else ():
             print_user_error(ValueError(reason))
@@ -95,6 +98,7 @@ def print_user_error(error: BaseException) -> None:
     where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     sys.stderr.write(f"{where}error: {error}\n")
     sys.stderr.flush()
+    leave_error(f"error: {error}")
 
 
 def _config_path(args: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from torch import nn
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
+from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch, findings, memory_in_use
 from lightrl.records import Experience
 from lightrl.rewards.own_frames import explain
@@ -273,8 +274,10 @@ def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
         tell(error)
     elif isinstance(error, RewardError):
         sys.stderr.write(f"{explain(error)}\n")
+        leave_error(explain(error))
     else:
         traceback.print_exception(error)
+        leave_error("".join(traceback.format_exception(error)))
     end_process(1)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import RankError
+from lightrl.last_error import leave_error
 from lightrl.process_group import rank_name
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.run import RunFolder
@@ -238,6 +239,7 @@ def tell(error: RankError) -> None:
     """Prints which rank failed, and how, once for each error."""
     if error not in _told:
         _told.append(error)
+        leave_error(str(error))
         with suppress(OSError, ValueError):  # nobody may be listening any more
             sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
             sys.stderr.flush()
