@@ -82,6 +82,19 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
             parse_config(CONFIGS[started["name"]], words_of(line[started.end() :]))
 
 
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_commands_of_a_recipe_are_understood(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its comment says how to start it, and one with a model of its own how to make that."""
+    monkeypatch.chdir(ROOT)
+    comment = "\n".join(re.findall(r"^# {3,}(.*)", recipe.read_text(), re.MULTILINE))
+    lines = list(shell_lines(comment))
+    assert any(f"--config configs/{recipe.name}" in line for line in lines)
+    for line in lines:
+        if started := PROGRAM.search(line):
+            assert unknown_options(line) == []
+            parse_config(CONFIGS[started["name"]], words_of(line[started.end() :]))
+
+
 def words_of(text: str) -> list[str]:
     """The words of a command up to what is the shell's; ... stands for further options."""
     words = shlex.split(text, comments=True)
