@@ -155,7 +155,7 @@ _NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # NUL, and bytes of the command li
 
 
 def _check_type(name: str, hint: Any, value: object) -> None:
-    if get_origin(hint) is Literal and value not in get_args(hint):
+    if get_origin(hint) is Literal and not any(value == one and type(value) is type(one) for one in get_args(hint)):
         raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}.")
     if not isinstance(value, _ACCEPTED.get(hint, object)):
         raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, not {value!r}.")

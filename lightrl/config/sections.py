@@ -414,6 +414,7 @@ class SharingConfig:
 
     __slots__ = ()
 
-    share_prompts: bool = option(False, resume="free", check=check_sharing)
+    share_prompts: Literal["auto", True, False] = option("auto", resume="free", check=check_sharing)
     """Compute the tokens that samples begin with alike, such as the prompt of a group, once for all of a micro-batch.
-    It saves time and memory, and changes results by rounding alone (docs/shared_prompts.md)."""
+    It saves time and memory, and changes results by rounding alone (docs/shared_prompts.md). auto: on a CPU in float32,
+    where options and models allow it. True also puts groups into micro-batches together, or says why it cannot."""

@@ -19,7 +19,7 @@ def check_truncation(config: Any) -> None:
         ("tp_size", config.tp_size > 1, "its ranks split the vocabulary"),
         ("sp_size", config.sp_size > 1, "its ranks split the tokens of a response"),
         ("strategy", config.strategy == "megatron", "its ranks split the vocabulary"),
-        ("share_prompts", config.share_prompts, "its packs do not hold the tokens that were left"),
+        ("share_prompts", config.share_prompts is True, "its packs do not hold the tokens that were left"),
         ("routing.replay", config.routing.replay, "the engine that records experts does not report them"),
         ("rollout_ranks", config.rollout_ranks > 0, "ranks that only generate do not send them"),
         ("rollout.workflow", bool(config.rollout.workflow), "an episode does not keep them"),

@@ -7,7 +7,7 @@ gives each part the joined output and log-sum-exp: with these, its gradients are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -32,11 +32,13 @@ class TreeLayout(PackedLayout):
     branches: tuple[Branch, ...]
     order: Tensor  # [U] int64: the tokens of the segments sorted by length
     inverse: Tensor  # [U] int64: undoes it
+    copying: list[Scoring] = field(default_factory=list)  # the kinds of attention that had to copy keys
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention along the paths of the tree: [1, U, heads, dim]."""
         is_plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
         if not is_plain or query.device.type != "cpu" or query.shape[-1] != value.shape[-1]:
+            self.copying.append(scoring)
             return attend_by_paths(query, key, value, self, scoring)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))

@@ -1,44 +1,67 @@
-"""Makes a policy or a critic compute the common beginnings of a pack once, by hooks around its decoder."""
+"""Makes a policy or a critic compute the common beginnings of a pack once, by hooks around its decoder.
+
+share_by_itself() is --share_prompts auto: packs are as ever, and the models that can find what is common in each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightrl.metrics import Statistics
 from lightrl.models.critic import Critic
 from lightrl.models.multimodal import FAMILIES
-from lightrl.models.packed_attention import ATTENTION_NAME, CURRENT_LAYOUT, LAYOUT_KEYWORD
+from lightrl.models.packed_attention import ATTENTION_NAME, CURRENT_LAYOUT, LAYOUT_KEYWORD, Scoring
 from lightrl.models.per_sequence import RUNS_APART
 from lightrl.models.policy import Policy, response_batch
 from lightrl.records import PackedBatch
 from lightrl.sharing.attention import tree_layout
-from lightrl.sharing.tree import PrefixTree, SharedBatch, share
+from lightrl.sharing.tree import PrefixTree, SharedBatch, prefix_tree, share
 from lightrl.strategy import StrategyBase
 
+MODELS = ("model", "policy", "reference", "teacher", "critic")  # attributes of a trainer
+MOST_COMPUTED = 0.85  # of a pack's tokens: with more, the parts of a tree cost a small model what it saves
 _PROMPT, _RESPONSES = 24, (5, 3, 5)  # tokens of the check
 
 
 class PromptSharing:
     """Hooks on a model that scores packs, and on its decoder. A pack without a tree runs as ever."""
 
+    may_copy = True  # keys, for attention that has no kernel for trees
+
     def __init__(self, model: Policy | Critic) -> None:
         self._tree: PrefixTree | None = None  # of the pack in the model's forward
-        decoder: Any = _decoder_of(model)
-        decoder.prompt_sharing = self
-        model.register_forward_pre_hook(self._begin)
-        decoder.register_forward_pre_hook(self._keep, with_kwargs=True)
-        decoder.register_forward_hook(self._spread)
+        self.copying: Sequence[Scoring] = ()  # what copied keys for the last tree
+        self._decoder = _decoder_of(model)
+        self._decoder.prompt_sharing = self
+        self._hooks = (
+            model.register_forward_pre_hook(self._begin),
+            self._decoder.register_forward_pre_hook(self._keep, with_kwargs=True),
+            self._decoder.register_forward_hook(self._spread),
+        )
 
-    def _begin(self, model: nn.Module, args: tuple[PackedBatch]) -> None:
-        self._tree = args[0].tree if isinstance(args[0], SharedBatch) else None
+    def detach(self) -> None:
+        """Lets the model run as ever again."""
+        for hook in self._hooks:
+            hook.remove()
+        del self._decoder.prompt_sharing
+
+    def tree_of(self, batch: PackedBatch) -> PrefixTree | None:
+        """Returns the tree of a pack; None runs the pack whole."""
+        return batch.tree if isinstance(batch, SharedBatch) else None
+
+    def _begin(self, model: nn.Module, args: tuple[PackedBatch, ...]) -> None:
+        self._tree = self.tree_of(args[0]) if args else None
 
     def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gives the decoder the tokens that are computed, and their tree."""
         if self._tree is None:
             return None
         kept, layout = self._tree.kept, tree_layout(self._tree)
+        self.copying = layout.copying
         CURRENT_LAYOUT.set(layout)  # packed_hidden_states() resets it
         changed = {name: kwargs[name][..., kept] for name in ("input_ids", "position_ids")}
         if LAYOUT_KEYWORD in kwargs:
@@ -54,22 +77,71 @@ class PromptSharing:
         return (hidden.index_select(1, tree.source),)
 
 
+class OwnTrees(PromptSharing):
+    """Finds the tree of any pack, and runs a pack whole whose tree saves little."""
+
+    may_copy = False  # it takes longer than whole sequences where prompts are short
+    statistics: Statistics | None = None
+
+    def tree_of(self, batch: PackedBatch) -> PrefixTree | None:
+        """Returns the tree of a pack if it is worth it."""
+        tree, whole = prefix_tree(batch.input_ids.numpy(), batch.cu_seqlens, MOST_COMPUTED), batch.cu_seqlens[-1]
+        if self.statistics is not None:
+            self.statistics.mean("tokens/computed_share", whole if tree is None else len(tree.kept), whole)
+        return tree
+
+
+def share_by_itself(trainer: Any) -> None:
+    """Lets those models of a trainer share prompts that are on a CPU and score alike then; every rank calls it."""
+    strategy = trainer.strategy
+    if not strategy.comm.agree(strategy.device.type == "cpu"):
+        return
+    models = [getattr(trainer, name, None) for name in MODELS]
+    scorers = {scorer: model for model in models if model is not None and (scorer := _scorer_of(model)) is not None}
+    shared = [scorer for scorer, model in scorers.items() if not _attach(OwnTrees, scorer, model, strategy)]
+    for scorer in shared:
+        _decoder_of(scorer).prompt_sharing.statistics = trainer.statistics
+    if shared:
+        trainer.batches = "; ".join(filter(None, (trainer.batches, "common beginnings are computed once")))
+
+
 def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
     """Lets a placed model share prompts, once; raises ValueError for one that computes something else then.
 
     Every rank calls it: all score a few tokens with and without.
     """
-    inner = next((module for module in model.modules() if isinstance(module, Policy | Critic)), None)
-    if inner is None or hasattr(_decoder_of(inner), "prompt_sharing"):
+    scorer = _scorer_of(model)
+    if scorer is None or hasattr(_decoder_of(scorer), "prompt_sharing"):
         return
-    with strategy.comm.phase("set-up", local=True):
-        _check_kind(inner)
-    PromptSharing(inner)
-    plain = _trial(inner)
-    outputs = strategy.forward([pack.to(strategy.device) for pack in (plain, share(plain))], model=model)
+    refusal = _attach(PromptSharing, scorer, model, strategy)
+    if refusal:
+        raise ValueError(f"--share_prompts does not go with {refusal} Leave it out.")
+
+
+def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
+    """Returns why a model shares no prompts; empty if it does from now on. All ranks decide alike."""
+    name = f"model type {_body_of(scorer).config.model_type!r}"
+    refusal = _other_kind(scorer)
+    if not strategy.comm.agree(not refusal):
+        return f"{name}{refusal or ', which another rank refused.'}"
+    plain = _trial(scorer)
+    whole = _numbers(strategy.forward([plain.to(strategy.device)], model=model))
+    sharing = kind(scorer)
+    shared = _numbers(strategy.forward([share(plain).to(strategy.device)], model=model))
+    difference = ((whole - shared).abs().max() / whole.abs().max().clamp(min=1e-6)).item()
     allowed = 1e-3 if strategy.options.dtype == "float32" else 3e-2
-    with strategy.comm.phase("set-up", local=True):
-        _compare(_body_of(inner).config.model_type, _numbers(outputs[0]), _numbers(outputs[1]), allowed)
+    is_fast = kind.may_copy or not sharing.copying
+    if strategy.comm.agree(is_fast and difference <= allowed):  # no NaN is
+        return ""
+    sharing.detach()
+    return (
+        f"{name}: with it, scores of a few tokens differ by {difference:.2g} relative ({allowed:g} is allowed). Its "
+        "layers mix tokens in a way that lightrl does not know."
+    )
+
+
+def _scorer_of(model: nn.Module) -> Policy | Critic | None:
+    return next((module for module in model.modules() if isinstance(module, Policy | Critic)), None)
 
 
 def _decoder_of(model: Policy | Critic) -> Any:
@@ -80,20 +152,18 @@ def _body_of(model: Policy | Critic) -> Any:
     return model.hf if isinstance(model, Policy) else model.body
 
 
-def _check_kind(model: Policy | Critic) -> None:
-    """Raises ValueError unless attention alone, of a kind that knows trees, mixes the tokens of the model."""
-    decoder, model_type = _decoder_of(model), _body_of(model).config.model_type
-    if model_type in FAMILIES:
-        raise ValueError(
-            f"--share_prompts does not go with model type {model_type!r}, which takes images: tokens that are alike "
-            "may stand for different ones. Leave it out."
-        )
+def _other_kind(scorer: Policy | Critic) -> str:
+    """Returns what is said of a model unless attention alone, of a kind that knows trees, mixes its tokens."""
+    decoder = _decoder_of(scorer)
+    if _body_of(scorer).config.model_type in FAMILIES:
+        return ", which takes images: tokens that are alike may stand for different ones."
     runs_apart = any(module.__dict__.get(RUNS_APART) for module in decoder.modules())
     if runs_apart or decoder.config._attn_implementation != ATTENTION_NAME:
-        raise ValueError(
-            f"--share_prompts does not go with model type {model_type!r}: its layers carry a state from "
-            "token to token, or attend in a way of their own, so each sequence runs alone. Leave it out."
+        return (
+            ": its layers carry a state from token to token, or attend in a way of their own, so each sequence runs "
+            "alone."
         )
+    return ""
 
 
 def _trial(model: Policy | Critic) -> PackedBatch:
@@ -109,16 +179,7 @@ def _trial(model: Policy | Critic) -> PackedBatch:
     return response_batch([*pairs, (tokens(2), tokens(3))])
 
 
-def _numbers(output: Any) -> Tensor:
+def _numbers(outputs: Any) -> Tensor:
+    (output,) = outputs
     numbers: Tensor = output.logprobs if hasattr(output, "logprobs") else output.values
     return numbers.float()
-
-
-def _compare(model_type: str, plain: Tensor, shared: Tensor, allowed: float) -> None:
-    difference = ((plain - shared).abs().max() / plain.abs().max().clamp(min=1e-6)).item()
-    if not difference <= allowed:  # a NaN fails too
-        raise ValueError(
-            f"--share_prompts does not go with model type {model_type!r}: with it, scores of a few tokens differ by "
-            f"{difference:.2g} relative ({allowed:g} is allowed). Its layers mix tokens in a way that lightrl does not "
-            "know. Leave it out."
-        )

@@ -1,4 +1,4 @@
-"""The trainer of a run with --share_prompts, from the class of an ordinary one."""
+"""The trainer of a run with --share_prompts True, from the class of an ordinary one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 from torch import nn
 
 from lightrl.config import RolloutConfig
-from lightrl.sharing.model import attach_sharing
+from lightrl.sharing.model import MODELS, attach_sharing
 from lightrl.sharing.updates import SharedUpdates
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import PolicyUpdates
 from lightrl.trainers.run import RunContext
-
-_MODELS = ("policy", "reference", "teacher", "critic")
 
 
 def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
@@ -28,11 +26,11 @@ def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
 class SharingTrainer(Trainer):
     """Goes in front of a trainer's class: all its models compute a prompt once for the samples of a micro-batch."""
 
-    shares_prompts = True
+    sharing = ("auto", True)
 
     def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
         super().__init__(run, **parts)
-        for name in _MODELS:
+        for name in MODELS:
             model: nn.Module | None = getattr(self, name, None)
             if model is not None:
                 attach_sharing(model, self.strategy)

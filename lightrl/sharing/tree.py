@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightrl.records import PackedBatch
 
 LEAST_SAVED = 16  # tokens that a common beginning must save, since each one costs some calls in every layer
 
+_KEY, _WIDTH = ">i8", 8  # as bytes, big-endian integers sort like the integers
 Tokens = NDArray[np.int64]
 
 
@@ -56,7 +57,7 @@ class SharedBatch(PackedBatch):
 def share(batch: PackedBatch) -> PackedBatch:
     """Returns the pack with its tree; the pack itself if no beginning is worth sharing."""
     tree = prefix_tree(batch.input_ids.numpy(), batch.cu_seqlens)
-    if len(tree.kept) == len(tree.source):
+    if tree is None:
         return batch
     values: dict[str, Any] = {item.name: getattr(batch, item.name) for item in fields(batch)}
     return SharedBatch(**values, tree=tree)
@@ -64,47 +65,40 @@ def share(batch: PackedBatch) -> PackedBatch:
 
 def num_computed(sequences: Sequence[Sequence[int]]) -> int:
     """Returns the number of tokens that are computed for these sequences in one pack."""
-    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    return sum(stop - start for _, _, start, stop in _segments(arrays, _sorted(arrays)))
+    keys = sorted(np.asarray(sequence, dtype=_KEY).tobytes() for sequence in sequences)
+    return sum(stop - start for _, _, start, stop in _segments(keys))
 
 
-def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int]) -> PrefixTree:
-    """Returns the tree of sequences laid end to end."""
-    sequences = [tokens[start:end] for start, end in pairwise(cu_seqlens)]
-    order = _sorted(sequences)
+def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int], most: float = 1.0) -> PrefixTree | None:
+    """Returns the tree of sequences laid end to end; None if it saves nothing, or computes more than that share."""
+    keys = [tokens[start:end].astype(_KEY).tobytes() for start, end in pairwise(cu_seqlens)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    segments = list(_segments([keys[index] for index in order]))
+    bounds = [0, *accumulate(stop - start for _, _, start, stop in segments)]
+    if bounds[-1] == len(tokens) or bounds[-1] > most * len(tokens):
+        return None
     source, kept = np.empty(len(tokens), dtype=np.int64), []
-    bounds, spans, num_kept = [0], [], 0
-    for first, last, start, stop in _segments(sequences, order):
-        length = stop - start
+    for (first, last, start, stop), bound in zip(segments, bounds, strict=False):
+        places = np.arange(start, stop)
         for member in order[first:last]:
-            offset = cu_seqlens[member]
-            source[offset + start : offset + stop] = np.arange(num_kept, num_kept + length)
-        offset = cu_seqlens[order[first]]
-        kept.append(np.arange(offset + start, offset + stop))
-        num_kept += length
-        bounds.append(num_kept)
-        spans.append((first, last))
+            source[places + cu_seqlens[member]] = places + (bound - start)
+        kept.append(places + cu_seqlens[order[first]])
     return PrefixTree(
         kept=torch.from_numpy(np.concatenate(kept)),
         source=torch.from_numpy(source),
         cu_seqlens=tuple(bounds),
-        branches=tuple(_branches(bounds, spans)),
+        branches=tuple(_branches(bounds, [(first, last) for first, last, _, _ in segments])),
     )
 
 
-def _sorted(sequences: Sequence[Tokens]) -> list[int]:
-    """Returns the order of the tokens: as bytes, big-endian integers sort like the integers."""
-    return sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">i8").tobytes())
-
-
-def _segments(sequences: Sequence[Tokens], order: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first, last, start, stop), parents first: the sequences order[first:last] share tokens [start, stop)."""
-    common = [_common_length(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    pending = [(0, len(order), 0)]  # sequences that share all tokens before the third number
+def _segments(keys: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first, last, start, stop), parents first: sorted sequences [first, last) share tokens [start, stop)."""
+    common = [_common_length(one, other) for one, other in pairwise(keys)]
+    pending = [(0, len(keys), 0)]  # sequences that share all tokens before the third number
     while pending:
         first, last, start = pending.pop()
         if last - first == 1:
-            stop = len(sequences[order[first]])
+            stop = len(keys[first]) // _WIDTH
         else:
             stop = min(common[first : last - 1])
             cuts = [index + 1 for index in range(first, last - 1) if common[index] == stop]
@@ -115,10 +109,11 @@ def _segments(sequences: Sequence[Tokens], order: Sequence[int]) -> Iterator[tup
             yield first, last, start, stop
 
 
-def _common_length(one: Tokens, other: Tokens) -> int:
+def _common_length(one: bytes, other: bytes) -> int:
+    """Returns the number of tokens that two sequences begin with alike."""
     length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
+    differing = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return (length - (differing.bit_length() + 7) // 8) // _WIDTH
 
 
 def _branches(bounds: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[Branch]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
+from lightrl.config.sharing import may_share_prompts
 from lightrl.imports import load_object
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch, findings, memory_in_use
@@ -111,13 +112,13 @@ class Trainer(ABC):
     batches: str = ""  # the batch arithmetic in one line, printed at the start
     # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
     made_by: ClassVar[str | None] = ""
-    shares_prompts: ClassVar[bool] = False  # what made the class takes part in --share_prompts
+    sharing: ClassVar[tuple[str | bool, ...]] = ("auto", False)  # values of --share_prompts that the class can obey
     make_statistics: ClassVar[type[Statistics]] = Statistics
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
         config = run.config if isinstance(run, RunContext) else run
-        if self.made_by not in (None, _part_of(config)) or self.shares_prompts != _is_on("share_prompts", config):
+        if self.made_by not in (None, _part_of(config)) or getattr(config, "share_prompts", False) not in self.sharing:
             raise _unheard_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
@@ -209,10 +210,14 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """Returns the trainer of a run: one of the class, changed as the options say."""
-    parts = [_SHARING] if _is_on("share_prompts", config) else []
+    is_class = isinstance(trainer_class, type)
+    parts = [_SHARING] if getattr(config, "share_prompts", False) is True else []
     for part in filter(None, [*parts, _part_of(config)]):  # by name: these modules import this one
         trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
-    return trainer_class(config)
+    trainer = trainer_class(config)
+    if is_class and isinstance(trainer, Trainer) and may_share_prompts(config):
+        load_object("lightrl.sharing.model:share_by_itself", builtin={}, what="function", example="in_role")(trainer)
+    return trainer
 
 
 def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_error, parse_config
+from lightrl.config.sharing import may_share_prompts
 from lightrl.config.yaml_text import read_yaml
 from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
 from lightrl.rollout.replayed_episodes import ReplayedEpisodes
+from lightrl.sharing.model import share_by_itself
 from lightrl.trainers.fit import Trainer, build_trainer, run_program
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
@@ -71,9 +73,15 @@ def replay(arguments: Sequence[str]) -> int:
     config = read_options([])
     if not config.output_dir or Path(config.output_dir).resolve() == recorded.resolve():
         exit_with_user_error(ValueError("Give --output_dir: a folder for the repeated run, beside the recorded one."))
-    trainer: type[Any] = ReplayedPPO if is_ppo else ReplayedGRPO
-    run_program(lambda options: trainer(options, recorded), config)
+    run_program(partial(_repeating, ReplayedPPO if is_ppo else ReplayedGRPO, recorded), config)
     return 0
+
+
+def _repeating(kind: type[Replay], recorded: Path, config: RolloutConfig) -> Replay:
+    trainer = kind(config, recorded)
+    if may_share_prompts(config):  # as build_trainer() let the recorded run do
+        share_by_itself(trainer)
+    return trainer
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,6 +41,8 @@ def repeat_step(
     wanted = _metrics_of(run, step)
     before = [done for done in CheckpointDirectory(run / "checkpoints", keep=1).steps() if done < step]
     resumed = ["--resume", str(CheckpointDirectory(run / "checkpoints", keep=1).path(before[-1]))] if before else []
+    # A trainer that a program made itself shares no prompts, whatever its config.yaml says.
+    whole = [] if "tokens/computed_share" in wanted or not wanted else ["--share_prompts", "False"]
     different: list[str] = []
 
     def build_repeating(config: RolloutConfig) -> Any:
@@ -49,7 +51,7 @@ def repeat_step(
         return trainer
 
     with tempfile.TemporaryDirectory(prefix="lightrl-step-") as folder:
-        run_program(build_repeating, read_options(["--output_dir", str(Path(folder) / "run"), *resumed]))
+        run_program(build_repeating, read_options(["--output_dir", str(Path(folder) / "run"), *resumed, *whole]))
     return int(bool(different))
 
 

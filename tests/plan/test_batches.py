@@ -18,6 +18,12 @@ def test_sequences_are_dealt_to_ranks_and_micro_batches() -> None:
     assert "16 sequences an update in 3 micro-batch(es)" in batches.describe()
 
 
+def test_prompts_that_a_run_shares_by_itself_leave_its_micro_batches_as_they_are() -> None:
+    sizes = {"ranks": 2, "prompt_tokens": 200, "response_tokens": 0}
+    planned = [batches_of(GRPOConfig(share_prompts=shares), **sizes) for shares in ("auto", False)]
+    assert planned[0] == planned[1]
+
+
 def test_pairs_stay_together() -> None:
     batches = batches_of(
         DPOConfig(batch_size=8, max_tokens_per_microbatch=50), ranks=1, prompt_tokens=4, response_tokens=8

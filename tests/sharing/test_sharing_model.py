@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from tiny_hybrids import SHAPE as HYBRID_SHAPE
 from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, LoraConfig
+from lightrl.metrics import Statistics
 from lightrl.models.critic import ActorCritic, Critic, ValueHead
 from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.policy import Policy, response_batch
 from lightrl.records import PackedBatch
 from lightrl.sharing import model as sharing_model
-from lightrl.sharing.model import attach_sharing
+from lightrl.sharing.model import attach_sharing, share_by_itself
 from lightrl.sharing.tree import SharedBatch, share
 from lightrl.strategy import create_strategy
 
@@ -154,3 +156,99 @@ def test_a_model_that_computes_something_else_then_is_refused(monkeypatch: pytes
     monkeypatch.setattr(sharing_model, "tree_layout", lambda tree: replace(layout_of(tree), branches=()))
     with pytest.raises(ValueError, match="scores of a few tokens differ by"):
         attach_sharing(Policy(hf_model("qwen3")), STRATEGY)
+
+
+# ---- By itself: --share_prompts auto
+
+
+def trainer_of(batches: str = "2 prompts", **models: Any) -> Any:
+    return SimpleNamespace(**models, strategy=STRATEGY, statistics=Statistics(), batches=batches)
+
+
+def computed_share(trainer: Any) -> float:
+    """Returns the share of tokens that the policy computed, by what the statistics say of it."""
+    return trainer.statistics.reduce(STRATEGY.comm).get("tokens/computed_share", 1.0)
+
+
+def bytes_kept(policy: Policy) -> int:
+    """Returns the size of the storages that a forward keeps for its backward."""
+    weights = {value.untyped_storage().data_ptr() for value in policy.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = policy.train()(batches()[0])
+    del scores
+    return sum(sizes.values())
+
+
+def test_models_that_can_find_what_is_common_in_any_pack() -> None:
+    policy, reference = Policy(hf_model("qwen3")), Policy(hf_model("qwen3_moe"))
+    trainer = trainer_of(model=policy, policy=policy, reference=reference, teacher=None, critic=torch.nn.Linear(1, 1))
+    share_by_itself(trainer)
+    assert trainer.batches == "2 prompts; common beginnings are computed once"
+    whole, _ = batches()
+    plain = scored(Policy(hf_model("qwen3")), whole)
+    assert computed_share(trainer) == 1.0  # the check is no part of a step
+    for one, other in zip(plain, scored(policy, whole), strict=True):
+        assert_close(other, one, atol=2e-6 * max(1.0, one.abs().max().item()), rtol=0)
+    assert computed_share(trainer) == 75 / 168  # as in test_it_is_computed_once
+    scored(reference, whole)
+    assert computed_share(trainer) == 75 / 168
+
+
+def test_a_pack_whose_tree_saves_little_runs_whole() -> None:
+    trainer = trainer_of(policy=Policy(hf_model("qwen3")))
+    share_by_itself(trainer)
+    prompt = tuple(range(20, 36))
+    # Of 2 x (16 + length) tokens, 16 are saved: a seventh is left alone, more than that is shared.
+    for length, wanted in ((40, 1.0), (30, 1 - 16 / 92)):
+        responses = (tuple(range(length)), tuple(range(1, length + 1)))
+        trainer.policy(response_batch([(prompt, response) for response in responses]))
+        assert computed_share(trainer) == pytest.approx(wanted)
+
+
+def test_a_pack_keeps_less_for_its_backward_than_whole() -> None:
+    """So lightrl plan, which counts whole sequences, never says too little."""
+    shared, whole = Policy(hf_model("qwen3")), Policy(hf_model("qwen3"))
+    share_by_itself(trainer_of(policy=shared))
+    assert bytes_kept(shared) < 0.8 * bytes_kept(whole)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral_window"])
+def test_a_model_whose_attention_would_copy_keys_runs_whole(name: str) -> None:
+    policy = Policy(hf_model(name))
+    trainer = trainer_of(policy=policy)
+    share_by_itself(trainer)
+    assert (trainer.batches, computed_share(trainer)) == ("2 prompts", 1.0)
+    assert not hasattr(policy.hf.model, "prompt_sharing")
+    for one, other in zip(scored(policy, batches()[0]), scored(Policy(hf_model(name)), batches()[0]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_that_cannot_runs_whole_beside_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_images = Policy(tiny_vlm.tiny_model("qwen2_5_vl"))
+    policy = Policy(hf_model("qwen3"))
+    trainer = trainer_of(policy=policy, teacher=takes_images)
+    share_by_itself(trainer)
+    assert not hasattr(takes_images.hf.get_decoder(), "prompt_sharing")
+    policy(batches()[0])
+    assert computed_share(trainer) < 0.5
+    layout_of = sharing_model.tree_layout
+    monkeypatch.setattr(sharing_model, "tree_layout", lambda tree: replace(layout_of(tree), branches=()))
+    other = trainer_of(batches="", policy=Policy(hf_model("qwen3")))
+    share_by_itself(other)  # its check fails
+    other.policy(batches()[0])
+    assert (other.batches, computed_share(other)) == ("", 1.0)
+
+
+def test_a_model_elsewhere_than_on_a_cpu_runs_whole() -> None:
+    trainer = trainer_of(policy=Policy(hf_model("qwen3")))
+    trainer.strategy = SimpleNamespace(comm=STRATEGY.comm, device=torch.device("cuda"))
+    share_by_itself(trainer)
+    assert not hasattr(trainer.policy.hf.model, "prompt_sharing")

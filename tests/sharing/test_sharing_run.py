@@ -24,7 +24,9 @@ COMPARED = ("loss", "grad_norm", "entropy", "kl", "ratio/mean", "critic/loss", "
 EPS = 1e-4  # at Adam's own 1e-8 the rounding errors of gradients near 0 become whole steps
 # Half a step of GRPO with a reference, cut in every way; the first is what the others are compared with.
 GRPO: dict[str, dict[str, Any]] = {
-    "whole": {},
+    "whole": {"share_prompts": False},
+    "by itself": {},
+    "by itself, three samples at a time": {"micro_batch_size": 3},
     "shared": {"share_prompts": True},
     "three samples at a time": {"share_prompts": True, "micro_batch_size": 3},
     "few tokens at a time": {"share_prompts": True, "max_tokens_per_microbatch": 48},
@@ -104,25 +106,41 @@ def test_grpo_with_a_reference_learns_the_same_in_any_micro_batches(toy: Path, t
 
 def test_adapters_and_their_reference_learn_the_same(toy: Path, tmp_path: Path) -> None:
     adapters = {"lora": LoraConfig(rank=2), "algorithm": AlgorithmConfig(kl_coef=0.1)}
-    assert_alike(GRPOTrainer, GRPOConfig, toy, tmp_path, {name: GRPO[name] | adapters for name in ("whole", "shared")})
+    assert_alike(
+        GRPOTrainer,
+        GRPOConfig,
+        toy,
+        tmp_path,
+        {name: GRPO[name] | adapters for name in ("whole", "by itself", "shared")},
+    )
 
 
 def test_ppo_with_a_critic_learns_the_same(toy: Path, tmp_path: Path) -> None:
-    assert_alike(PPOTrainer, PPOConfig, toy, tmp_path, {name: GRPO[name] for name in ("whole", "few tokens at a time")})
+    assert_alike(
+        PPOTrainer,
+        PPOConfig,
+        toy,
+        tmp_path,
+        {name: GRPO[name] for name in ("whole", "by itself", "few tokens at a time")},
+    )
 
 
-def test_ranks_that_split_a_group_learn_the_same(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sharing_flags", [("--share_prompts", "True", "--micro_batch_size", "3"), ()], ids=["asked for", "by itself"]
+)
+def test_ranks_that_split_a_group_learn_the_same(toy: Path, tmp_path: Path, sharing_flags: tuple[str, ...]) -> None:
     """There is one prompt for two ranks, so that its group is split."""
-    given = options(toy, tmp_path / "whole") | {"num_prompts": 1, "num_minibatches": 1}
+    given = options(toy, tmp_path / "whole") | {"num_prompts": 1, "num_minibatches": 1, "share_prompts": False}
     whole, _ = stepped(GRPOTrainer, GRPOConfig(**given, algorithm=AlgorithmConfig(kl_coef=0.1)))
     folder = tmp_path / "shared"
     flags = [
         *("--model", str(toy / "model"), "--train_data", str(toy / "train.jsonl"), "--lr", "1e-3"),
         *("--reward", f"{toy / 'reward.py'}:odd_digits", "--num_prompts", "1", "--group_size", "6"),
         *("--algorithm.kl_coef", "0.1", "--optim.eps", str(EPS), "--max_steps", "1", "--checkpoint.every", "0"),
-        *("--share_prompts", "True", "--micro_batch_size", "3", "--eval.every", "0", "--output_dir", str(folder)),
+        *(*sharing_flags, "--eval.every", "0", "--output_dir", str(folder)),
     ]
-    run_spmd(SCRIPT, *flags, world_size=2, timeout_s=240)
+    output = run_spmd(SCRIPT, *flags, world_size=2, timeout_s=240)
+    assert ("common beginnings are computed once" in output) == (not sharing_flags)
     (shared,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert shared["tokens/computed_share"] < 0.9
     assert shared["balance/max_over_mean"] < 1.3
@@ -139,3 +157,11 @@ def test_a_trainer_by_itself_takes_no_part(toy: Path, tmp_path: Path) -> None:
     config = GRPOConfig(**options(toy, tmp_path / "run"), share_prompts=True)
     with pytest.raises(ValueError, match=r"takes no part in --exact, in --share_prompts"):
         GRPOTrainer(config)
+
+
+@pytest.mark.parametrize("make", ["by itself", "by a function"])
+def test_only_a_class_that_build_trainer_makes_shares_by_itself(make: str, toy: Path, tmp_path: Path) -> None:
+    config = GRPOConfig(**options(toy, tmp_path / "run"))
+    trainer = GRPOTrainer(config) if make == "by itself" else build_trainer(lambda config: GRPOTrainer(config), config)
+    assert "tokens/computed_share" not in trainer.step().metrics
+    trainer.close()

@@ -49,6 +49,9 @@ def test_tokens_are_chosen_alike_on_two_ranks(
         *("--algorithm.entropy_fraction", "0.5", "--num_minibatches", "2", "--num_epochs", "2"),
         *("--teacher_model", str(teacher), "--distillation.kind", "loss", "--distillation.coef", "0.1"),
         *("--overlong.buffer", "8", "--overlong.penalty", "0.5", "--overlong.mask_truncated", "True"),
+        # Two ranks share other beginnings than one. Adam makes whole steps of that rounding where gradients are near 0,
+        # and a mean reverse KL of -0.0048 was 8e-8 off, above the 1e-5 below that whole sequences keep within.
+        *("--share_prompts", "False"),
     ]
     run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(tmp_path / "one")], timeout_s=280)
     two = ["--strategy", "fsdp", "--micro_batch_size", "3", "--output_dir", str(tmp_path / "two")]
