@@ -252,16 +252,12 @@ class TrainingStateSaver:
         self._trainer.layout.load_optimizer_states(model, optimizer, reader)
 
 
-def _is_buffer(item: Any) -> bool:
-    """Tells buffers from parameters and from the extra state that a module may have, which is no tensor."""
-    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
-
-
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
     state = model.state_dict(keep_vars=True)
-    buffers = [(name, item) for name, item in state.items() if _is_buffer(item)]
-    return sorted(buffers, key=lambda item: item[0])
+    # A module may have extra state too, which is no tensor.
+    tensors = [(name, item) for name, item in state.items() if isinstance(item, Tensor)]
+    return sorted((name, item) for name, item in tensors if not isinstance(item, nn.Parameter))
 
 
 def _is_plain(value: Any) -> bool:

@@ -149,15 +149,14 @@ def digest_of_rows(rows: Rows) -> int:
     """Returns what the rows add to their tensor's digest."""
     head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
     values = rows.tensor.detach().cpu().contiguous()
-    num_rows = values.shape[0] if values.dim() else 1
     if not values.numel():
         return 0
-    content = values.reshape(-1).view(torch.uint8).numpy().data
-    size, total = len(content) // num_rows, 0
-    for index in range(num_rows):
+    content = values.reshape(len(values) if values.dim() else 1, -1).view(torch.uint8).numpy()
+    total = 0
+    for index, row in enumerate(content, start=rows.first):
         digest = head.copy()
-        digest.update((rows.first + index).to_bytes(8, "little"))
-        digest.update(content[index * size : (index + 1) * size])
+        digest.update(index.to_bytes(8, "little"))
+        digest.update(row)
         total += int.from_bytes(digest.digest(), "little")
     return total % _MODULUS
 
