@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -58,9 +59,7 @@ def _problem(left: int, right: int) -> dict[str, str]:
 def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Splits all pairs of terms into (train, held out). 37+48 and 48+37 fall on the same side: no answer leaks."""
     terms = range(_SMALLEST, _LARGEST + 1)
-    shuffled = sorted(
-        ((left, right) for left in terms for right in terms), key=lambda pair: mix_seed(_SPLIT_SEED, *pair)
-    )
+    shuffled = sorted(product(terms, terms), key=lambda pair: mix_seed(_SPLIT_SEED, *pair))
     rising = [(left, right) for left, right in shuffled if left < right][: NUM_HELDOUT // 2]
     heldout = set(rising) | {(right, left) for left, right in rising}
     return [pair for pair in shuffled if pair not in heldout], [pair for pair in shuffled if pair in heldout]
