@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.engines.native.sampler import SAMPLING, exact_running_sums, keep_top, plan_sampling, sample
+from lightrl.engines.native.sampler import PLAIN, SAMPLING, exact_running_sums, keep_top, plan_sampling, sample
 
 CPU = torch.device("cpu")
 LOG = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
@@ -15,6 +15,14 @@ def plan(rows, temperature=1.0, top_p=1.0, top_k=0, vocab=4):
     asked = np.empty(rows, SAMPLING)
     asked["temperature"], asked["top_p"], asked["top_k"] = temperature, top_p, top_k
     return plan_sampling(asked, vocab, CPU)
+
+
+def test_one_row_that_asks_for_something_makes_a_plan():
+    asked = np.array([(1, 1, 0), (1, 1, 2), (0.5, 1, 0)], SAMPLING)
+    made = plan_sampling(asked, 4, CPU)
+    assert made.filters.rows.tolist() == [1]
+    assert made.temperature.tolist() == [[1.0], [1.0], [0.5]]
+    assert plan_sampling(asked[:1], 4, CPU) is PLAIN
 
 
 def test_the_draw_inverts_the_cumulative_distribution():
