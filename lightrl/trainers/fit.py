@@ -48,8 +48,6 @@ from lightrl.trainers.lifetime import (
 )
 from lightrl.trainers.run import RunContext, TrainerConfig, disown, open_run, remove_empty_runs
 
-logger = logging.getLogger(__name__)
-
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
 _OBSERVERS = {  # functions of the trainer that look on while it trains, by the options that ask for them
@@ -308,7 +306,10 @@ def fit(trainer: Trainer) -> dict[str, float]:
     for part in observers(config):
         load_object(part, builtin={}, what="function", example="profile")(trainer)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
-    with console.progress, closing(_open_log(trainer)) as log, ended_by_signals(trainer) as goes_on:
+    log: Log = RunLog(trainer)
+    if config.checkpoint.on_disk_error == "continue":
+        log = forgive_disk_errors(trainer, log)
+    with console.progress, closing(log), ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}")
         console.say(trainer.batches)
         metrics: dict[str, float] = {}
@@ -333,11 +334,6 @@ def fit(trainer: Trainer) -> dict[str, float]:
         console.final_table(folder.metrics())
         console.say(f"model: {folder.final}")
     return metrics
-
-
-def _open_log(trainer: Trainer) -> Log:
-    log = RunLog(trainer)
-    return forgive_disk_errors(trainer, log) if trainer.config.checkpoint.on_disk_error == "continue" else log
 
 
 def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
