@@ -7,8 +7,8 @@ python benchmarks/grpo_step.py --task equal --steps 4 --rounds 2 --threads 1
 addition: the built-in task and model, 16 prompts x 16 samples of at most 8 tokens. equal: a random model of 42 million
 parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
 The settings are in trl_side.py. A step is the time from its start to the start of the next, from the second on. Of
-lightrl it includes the weight sync to its engine and its metrics and samples files. "shared" is lightrl with
---share_prompts True, an option that TRL has no counterpart of.
+lightrl it includes the weight sync to its engine and its metrics and samples files. "whole" is lightrl with
+--share_prompts False; by default it computes prompts once on a CPU, which TRL has no counterpart of.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def score(text: str, answer: str) -> float:
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
-def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = False) -> dict[str, Any]:
+def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True) -> dict[str, Any]:
     from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
-    from lightrl.sharing.run import sharing
+    from lightrl.sharing.model import share_by_itself
     from lightrl.trainers.grpo import GRPOTrainer
 
     clock = Clock()
@@ -122,11 +122,11 @@ def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = Fals
         output_dir=str(folder / "run"),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
-        share_prompts=shares,
+        share_prompts="auto" if shares else False,
     )
-    trainer: Any = (sharing(Timed) if shares else Timed)(
-        config, reward=lambda sample: score(sample.text, sample.prompt.answer)
-    )
+    trainer = Timed(config, reward=lambda sample: score(sample.text, sample.prompt.answer))
+    if shares:
+        share_by_itself(trainer)  # as build_trainer(), which takes a trainer without further arguments
     trainer.fit()
     clock.start_step()
     rows = trainer.folder.metrics()
@@ -166,7 +166,7 @@ def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
 
 SYSTEMS: dict[str, Callable[[Task, int, Path], dict[str, Any]]] = {
     "lightrl": run_lightrl,
-    "shared": partial(run_lightrl, shares=True),
+    "whole": partial(run_lightrl, shares=False),
     "trl": run_trl,
 }
 
@@ -218,7 +218,7 @@ def main() -> None:
                 flush=True,
             )
     print(f"{args.task}, {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps, TRL {trl_version}")
-    for system in ("lightrl", "shared"):
+    for system in ("lightrl", "whole"):
         time_, cpu, memory = (
             statistics.median(
                 theirs[unit] / ours[unit] for ours, theirs in zip(found[system], found["trl"], strict=True)
