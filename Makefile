@@ -56,7 +56,7 @@ stalls:  ## stop, hold, delay or fail one rank of two in each phase, and read wh
 resumes:  ## continue runs on the same and on other layouts of ranks, and compare them with undisturbed ones
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/resumes.py
 
-recipes:  ## run every recipe of configs/ and compare it with the result that its file expects; about 10 minutes
+recipes:  ## run every recipe of configs/ and compare it with the result that its file expects; about an hour
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/recipes.py
 
 records:  ## time how long tasks take to a given accuracy, with TRL beside it (pip install trl==1.16.0)

@@ -3,16 +3,18 @@
     make recipes
     python benchmarks/recipes.py [--recipes grpo dapo ...] [--seed 0]
 
-A recipe whose warmed-up model has not been made yet is left out; the comment in its file has the commands that make it.
-Prints the table of docs/recipes.md.
+A recipe with a model of its own has it made first, once, in runs/, by the commands in the comment of its file. A recipe
+whose packages are not installed is left out, and the output says so. Prints the table of docs/recipes.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -48,10 +50,35 @@ def expected_of(recipe: str) -> Expected | None:
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes with an expected result whose model is there."""
-    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    models = {name: OWN_MODEL.search(text_of(name)) for name in names}
-    return [name for name in names if expected_of(name) and ((made := models[name]) is None or Path(made[1]).exists())]
+    """Names of the recipes with an expected result."""
+    return [name for path in sorted((ROOT / "configs").glob("*.yaml")) if expected_of(name := path.stem)]
+
+
+def commands_before(recipe: str) -> list[list[str]]:
+    """Returns the commands of the file's comment up to the one that trains by the recipe."""
+    lines = re.findall(r"^#   (.*)$", text_of(recipe).replace("\\\n#", ""), re.MULTILINE)
+    words = [shlex.split(line) for line in lines]
+    return [command for command in words if f"configs/{recipe}.yaml" not in command]
+
+
+def missing_packages(recipe: str) -> list[str]:
+    """Returns what the comment asks to be installed and is not."""
+    wanted = [word for command in commands_before(recipe) if command[0] == "pip" for word in command[2:]]
+    return [word for word in wanted if importlib.util.find_spec(word.partition("[")[0]) is None]
+
+
+def make_model(recipe: str) -> None:
+    """Makes the model that the recipe starts from, unless it is there or the recipe has none of its own."""
+    model = OWN_MODEL.search(text_of(recipe))
+    if model is None or (ROOT / model[1]).exists():
+        return
+    for python, *words in commands_before(recipe):
+        if python == "python":
+            run_program([sys.executable, *words], timeout_s=1800, env=environment(), cwd=ROOT)
+
+
+def environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
@@ -60,8 +87,7 @@ def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         flags = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--output_dir", f"{name}/run"]
         flags += ["--seed", str(seed), "--checkpoint.every", "0", "--log.tensorboard", "False"]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        run_program([sys.executable, str(script), *flags], timeout_s=1800, env={"PYTHONPATH": path})
+        run_program([sys.executable, str(script), *flags], timeout_s=3600, env=environment(), cwd=ROOT)
         return [json.loads(line) for line in (Path(name) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -74,10 +100,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     missed = []
     for recipe in arguments.recipes:
-        rows = rows_of(recipe, arguments.seed)
         expected = expected_of(recipe)
         if expected is None:
             raise SystemExit(f"configs/{recipe}.yaml expects no result, so there is nothing to compare with.")
+        if packages := missing_packages(recipe):
+            print(f"{recipe} is left out: pip install {' '.join(packages)}", file=sys.stderr, flush=True)
+            continue
+        make_model(recipe)
+        rows = rows_of(recipe, arguments.seed)
         values = {row["step"]: row[expected.metric] for row in rows if expected.metric in row}
         steps = [row for row in rows if row["step"]]
         half = max((step for step in values if step <= len(steps) / 2), default=min(values))

@@ -1,5 +1,6 @@
 """Every recipe of configs/ for the built-in task learns it: a short part of each, in one process."""
 
+import importlib
 import json
 import re
 import runpy
@@ -36,6 +37,28 @@ def test_a_recipe_says_what_to_expect(recipe: str) -> None:
     """`make recipes` runs them to their ends and compares."""
     (line,) = re.findall(r"^# Expected: .*$", (ROOT / "configs" / f"{recipe}.yaml").read_text(), re.MULTILINE)
     assert re.fullmatch(r"# Expected: (nothing yet, .+|\S+/\S+ 0\.\d+ \+- 0\.\d+ at the last step)", line)
+
+
+def test_make_recipes_makes_the_models_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recipes = importlib.import_module("recipes")
+    assert set(recipes.recipe_names()) == {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"gsm8k_8gpu"}
+    for name in WARMED_UP:
+        scripts = [command[1] for command in recipes.commands_before(name)]
+        assert scripts == ["examples/small_models.py", "scripts/train_sft.py"]
+    assert recipes.commands_before("grpo") == []
+    monkeypatch.setattr(recipes, "text_of", lambda _: "#   pip install no_such_package 'torch[cpu]'\n#   make it\n")
+    assert recipes.missing_packages("made up") == ["no_such_package"]
+    ran: list[list[str]] = []
+    monkeypatch.setattr(recipes, "run_program", lambda command, **_: ran.append(command))
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+    text = "#   python a.py \\\n#     --b c\n#   torchrun d.py --config configs/it.yaml\nmodel: runs/it/model\n"
+    monkeypatch.setattr(recipes, "text_of", lambda _: text)
+    recipes.make_model("it")
+    assert ran == [[sys.executable, "a.py", "--b", "c"]]
+    (tmp_path / "runs" / "it" / "model").mkdir(parents=True)
+    recipes.make_model("it")
+    assert len(ran) == 1
 
 
 @pytest.mark.slow
