@@ -41,7 +41,7 @@ REWARD = """
 def odd_digits(sample):
     return sum(character in "13579" for character in sample.text) / 8
 """
-MEASURED = ("time/", "memory/", "tokens/per_second", "sync/", "mismatch/", "canary/", "balance/")
+MEASURED = ("time/", "memory/", "tokens/per_second", "sync/", "mismatch/", "canary/", "balance/", "tokens/computed")
 UPDATES = ["--num_minibatches", "2", "--num_epochs", "2", "--algorithm.kl_coef", "0.1"]
 KINDS = {
     "grpo": [*UPDATES, "--optim.schedule", "cosine", "--optim.warmup_steps", "2", "--dynamic_sampling.enabled", "True"],

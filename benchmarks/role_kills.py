@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT, REPLAY = ROOT / "scripts/train_grpo.py", ROOT / "scripts/replay.py"
 OPTIONS = ["--num_prompts", "8", "--group_size", "4", "--eval.every", "4", "--eval.max_prompts", "16"]
 # Names of metrics that other runs of the same numbers do not share.
-UNLIKE = ("time/", "memory/", "tokens/per_second", "sync/gb", "mismatch/")
+UNLIKE = ("time/", "memory/", "tokens/per_second", "sync/gb", "mismatch/", "tokens/computed_share")
 MAX_END_S = 30.0
 
 
