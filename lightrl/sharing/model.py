@@ -1,6 +1,6 @@
 """Makes a policy or a critic compute the common beginnings of a pack once, by hooks around its decoder.
 
-share_by_itself() is --share_prompts auto: packs are as ever, and the models that can find what is common in each.
+share_by_itself() is --share_prompts auto: it changes no pack, and each model finds what the sequences of one share.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OwnTrees(PromptSharing):
 
 
 def share_by_itself(trainer: Any) -> None:
-    """Lets those models of a trainer share prompts that are on a CPU and score alike then; every rank calls it."""
+    """Attaches sharing to the models of a trainer on a CPU whose scores it does not change; every rank calls it."""
     strategy = trainer.strategy
     if not strategy.comm.agree(strategy.device.type == "cpu"):
         return

@@ -41,7 +41,7 @@ PLAIN = SamplingPlan(temperature=None, is_greedy=None, all_greedy=False, filters
 
 
 def plan_sampling(asked: NDArray[np.void], vocab_size: int, device: torch.device) -> SamplingPlan:
-    """Makes the plan for rows of which each asks for this, [n] of SAMPLING."""
+    """Makes the plan for rows that ask for these settings, [n] of SAMPLING."""
     return PLAIN if (asked == _UNCHANGED).all() else _plan_rows(asked, vocab_size, device)
 
 
@@ -150,7 +150,7 @@ def _running_sums(weights: Tensor) -> Tensor:
 
 
 def exact_running_sums(weights: Tensor) -> Tensor:
-    """Does the same by integers, multiples of 2^-62, whose sums do not depend on their order."""
+    """Returns the cumulative weights by sums of integers, multiples of 2^-62, which have the same bits in any order."""
     return (weights.double() * 2.0**62).long().cumsum(-1).double() / 2.0**62
 
 
