@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -16,9 +17,11 @@ from lightrl.engines.base import NamedTensors, skeleton
 from lightrl.engines.vllm.build import build_vllm_engine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.weights.account import raise_problems
-from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, fits, layer_sizes
+from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, cut_like, fits, layer_sizes
 from lightrl.engines.weights.placement import Placement, ServerRules
 from lightrl.models.lora import largest_rank, lora_layers
+
+logger = logging.getLogger(__name__)
 
 _NAME, _ID = "policy", 1
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
@@ -40,6 +43,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         super().__init__({"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **arguments}, **settings)
         self._folder = Path(self._scratch.name) / "adapter"
         self._folder.mkdir()
+        self._has_told = False  # which adapters are not read back
         self._asked_for = {"lora_request": LoRARequest(_NAME, _ID, str(self._folder))}
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
@@ -86,15 +90,33 @@ class AdaptedVLLMEngine(VLLMEngine):
         self._engine.add_lora(self._asked_for["lora_request"])
 
     def _read_back(self, arriving: ArrivingAdapters, given: Mapping[str, Factors]) -> None:
-        """Compares the adapters in the memory that vLLM's kernels read; slices of tensor parallelism are left out."""
-        (held,) = self._llm.apply_model(lambda model: list(_held(model, given)))
-        for name, pair in held:
+        """Compares the adapters in the memory that vLLM's kernels read, and of those it has cut this rank's slices."""
+        (held,) = self._llm.apply_model(lambda model: list(self._held(model, given)))
+        unread = []
+        for name, wanted, pair in held:
             if pair is None:
                 arriving.account.add_problem(
                     f"vLLM has no place for the adapter of {name}: use --lora.engine merged, or leave the layer out"
                 )
-            elif self._group.size == 1:
-                arriving.compare(name, given[name], pair)
+            elif wanted is None:
+                unread.append(name)
+            else:
+                arriving.compare(name, wanted, pair)
+        if unread and not self._has_told:
+            logger.info("vLLM cuts %d adapters in a way that is not read back: %s", len(unread), unread)
+            self._has_told = True
+
+    def _held(self, model: Any, given: Mapping[str, Factors]) -> Iterator[tuple[str, Factors | None, Factors | None]]:
+        """Yields what this rank should hold of each adapter, None if not known, and what it does, None if nothing."""
+        with unwrapped(model):  # the weights have their own names
+            placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
+        for name, pair in given.items():
+            inputs, outputs = self._sizes[name]
+            places = placement.places(f"{name}.weight", (outputs, inputs))
+            is_whole = self._group.size == 1
+            wanted = pair if is_whole else cut_like(pair, places) if places else None
+            slot = _slot(model, placement.own_name(f"{name}.weight").removesuffix(".weight"))
+            yield name, wanted, None if slot is None else _filled(slot, wanted or pair)
 
 
 @contextmanager
@@ -110,23 +132,23 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
             model.set_submodule(name, module)
 
 
-def _held(model: Any, given: Mapping[str, Factors]) -> Iterator[tuple[str, Factors | None]]:
-    """Yields the adapters as vLLM holds them, by the trainer's names; None for a layer that it has no adapter of."""
+def _slot(model: Any, own: str) -> Factors | None:
+    """Returns the memory for the adapter of a layer, padded; None for a layer that vLLM has none of."""
     manager = model.lora_manager
-    slot = manager.lora_index_to_id.index(_ID)
     parts = {part: (fused, i) for fused, each in manager.packed_modules_mapping.items() for i, part in enumerate(each)}
-    own_name = Placement(model, ServerRules(), tp_rank=0, tp_size=1).own_name
-    for name, (down, up) in given.items():
-        own = own_name(f"{name}.weight").removesuffix(".weight")
-        parent, _, last = own.rpartition(".")
-        fused, index = parts.get(last, (last, 0))
-        layer = manager.modules.get(own) or manager.modules.get(f"{parent}.{fused}")
-        if layer is None or index >= len(layer.lora_a_stacked):
-            yield name, None
-            continue
-        held_down, held_up = layer.lora_a_stacked[index][slot, 0], layer.lora_b_stacked[index][slot, 0]
-        rank = down.shape[0]
-        yield name, Factors(held_down[:rank, : down.shape[1]], held_up[: up.shape[0], :rank])
+    parent, _, last = own.rpartition(".")
+    fused, index = parts.get(last, (last, 0))
+    layer = manager.modules.get(own) or manager.modules.get(f"{parent}.{fused}")
+    if layer is None or index >= len(layer.lora_a_stacked):
+        return None
+    slot = manager.lora_index_to_id.index(_ID)
+    return Factors(layer.lora_a_stacked[index][slot, 0], layer.lora_b_stacked[index][slot, 0])
+
+
+def _filled(slot: Factors, wanted: Factors) -> Factors:
+    """Returns the part of a slot that an adapter fills."""
+    rank, inputs = wanted.down.shape
+    return Factors(slot.down[:rank, :inputs], slot.up[: wanted.up.shape[0], :rank])
 
 
 def build_adapted_engine(**parts: Any) -> VLLMEngine:

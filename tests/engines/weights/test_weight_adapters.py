@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
+from lightrl.engines.weights.account import Place
+from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, cut_like, fits, layer_sizes
 
 DOWN, UP = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)  # rank 2, 3 inputs, 4 outputs
 
@@ -37,3 +38,14 @@ def test_an_adapter_fits_a_layer_of_its_size() -> None:
     assert fits(Factors(DOWN, UP), *size)
     assert not fits(Factors(DOWN, UP[:3]), *size)
     assert not fits(Factors(DOWN[:1], UP), *size)
+
+
+def test_an_adapter_is_cut_as_the_weight_beside_it() -> None:
+    whole = Factors(DOWN, UP)
+    assert cut_like(whole, [Place("w")]) == whole
+    by_rows = cut_like(whole, [Place("w", ((0, 0, 1),), ((0, 1, 1),)), Place("w", ((0, 1, 1),), ((0, 3, 1),))])
+    assert by_rows.down.equal(DOWN)
+    assert by_rows.up.equal(UP[[1, 3]])
+    by_columns = cut_like(whole, [Place("w", (), ((1, 2, 1),))])
+    assert by_columns.down.equal(DOWN[:, 2:])
+    assert by_columns.up.equal(UP)

@@ -1,0 +1,89 @@
+"""Two ranks share one vLLM that applies adapters unmerged: each rank proves its slices, and a fault on one is named.
+
+usage: vllm_adapters_program.py MODEL_FOLDER
+"""
+
+import sys
+
+import torch
+from tiny_engine_models import load_tiny_model
+
+from lightrl.comm import RankError
+from lightrl.config import LoraConfig, StrategyOptions
+from lightrl.engines.base import WeightSyncError
+from lightrl.models import lora
+from lightrl.models.policy import Policy
+from lightrl.strategy.fsdp import FSDPStrategy
+from lightrl.strategy.serving.adapter_source import serve_adapters
+
+ROWS = "model.layers.0.mlp.gate_proj.lora_B.weight"  # cut by rows, beside those of up_proj
+COLUMNS = "model.layers.1.self_attn.o_proj.lora_A.weight"  # cut by columns
+
+
+def move(policy, seed):
+    """The same step on every rank, wherever its shards lie."""
+    with torch.no_grad():
+        for i, adapter in enumerate(lora.adapters_of(policy.hf).values()):
+            up = adapter.up.to_local()
+            draw = torch.Generator().manual_seed(100 * seed + i)
+            up.add_(torch.randn(up.shape, generator=draw) * 0.05)
+
+
+def sync(strategy, policy):
+    strategy.update_engine_weights(policy)
+    assert strategy.serving.last_sync.canary < 1e-5, strategy.serving.last_sync
+
+
+def held_factor(engine, name):
+    """The memory that vLLM's kernels read an adapter's factor from, on this rank."""
+    (manager,) = engine._llm.apply_model(lambda model: model.lora_manager)
+    layer = manager.modules[name.rsplit(".", 2)[0].replace("gate_proj", "gate_up_proj")]
+    return (layer.lora_a_stacked if "lora_A" in name else layer.lora_b_stacked)[0]
+
+
+def check_fault(strategy, policy, name, damage):
+    """Damages a factor on the last rank alone, after vLLM has read it."""
+    engine = strategy.engine.engine
+    honest = engine._give
+
+    def give(adapters):
+        held = held_factor(engine, name)
+        before = held.clone()
+        honest(adapters)
+        if strategy.comm.rank == 1:
+            held.copy_(damage(held, before))
+
+    engine._give = give
+    move(policy, 7)
+    try:
+        strategy.update_engine_weights(policy)
+    except (WeightSyncError, RankError) as error:
+        assert f"does not hold {name} as it was given" in str(error), error
+        assert str(error).count("as it was given") == 1, error
+    else:
+        raise AssertionError(f"nobody noticed {name}")
+    del engine._give
+    sync(strategy, policy)
+
+
+if __name__ == "__main__":
+    strategy = FSDPStrategy(0, 1.0, 1, 1, StrategyOptions(engine_tp_size=2, canary_every=1, exact_batches=True))
+    strategy.setup_distributed()
+    model = load_tiny_model("tied", sys.argv[1])
+    lora.add_adapters(model, LoraConfig(rank=4), seed=0)
+    serve_adapters(strategy)
+    policy = strategy.prepare_model(Policy(model))
+    move(policy, 1)
+    strategy.setup_inference_engine(None, "vllm", actor=policy)
+    first = strategy.serving.last_sync
+    assert first.canary < 1e-5, first
+    move(policy, 2)
+    sync(strategy, policy)
+    size = sum(4 * (item.down.numel() + item.up.numel()) for item in lora.adapters_of(policy.hf).values())
+    assert strategy.serving.last_sync.num_bytes == size < first.num_bytes
+    check_fault(strategy, policy, ROWS, lambda held, before: before)  # not delivered
+    check_fault(strategy, policy, COLUMNS, lambda held, before: 2 * held)  # scaled twice
+    strategy.engine.sleep(2)
+    sync(strategy, policy)
+    strategy.close()
+    print("all checked", flush=True)
