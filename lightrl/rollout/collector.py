@@ -6,7 +6,7 @@ Failures of rewards are counted over all ranks, and stop all ranks or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightrl.comm import Comm
@@ -170,11 +170,13 @@ class Collector(Scorer):
         n: int = 1,
         ks: Sequence[int] = (),
         source_field: str = "",
+        keep: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> dict[str, float]:
         """Samples each prompt n times, over all ranks; the same draws at every evaluation make steps comparable.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
         if no sample has a reward; without prompts there are no metrics. ks and source_field: as in metrics.evaluate().
+        keep gets this rank's samples with their rewards.
         """
         if not prompts:
             return {}
@@ -183,6 +185,8 @@ class Collector(Scorer):
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
         samples = self._generate(mine, seeds, n, replace(self._evaluation, temperature=temperature))
         scored = self.score(samples, statistics, prefix="eval/")
+        if keep is not None:
+            keep(samples, scored)
         rewards = [reward for reward in scored if has_reward(reward)]
         if n > 1 or ks or source_field:
             groups = grouped(samples, scored, n, step=0)

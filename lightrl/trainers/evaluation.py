@@ -11,13 +11,12 @@ from typing import Any, NoReturn
 
 from lightrl.config import EvaluateConfig
 from lightrl.data.prompts import HELD_OUT, shorten
-from lightrl.metrics import Statistics
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import Trainer
-from lightrl.trainers.policy_step import PromptData, evaluate, start_engine
+from lightrl.trainers.policy_step import PromptData, start_engine
 from lightrl.trainers.run import RunContext, load_start_policy
 
 _NUM_SHOWN = 3  # responses on the terminal
@@ -44,7 +43,6 @@ class Evaluator(Trainer):
             policy = load_start_policy(self.run, is_reference=True)
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
-        self._score, self.collector.score = self.collector.score, self._score_and_keep  # type: ignore[method-assign]
         self.responses: list[dict[str, Any]] = []  # of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:
@@ -53,7 +51,15 @@ class Evaluator(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics over all ranks."""
-        return evaluate(self.collector, self.prompts, self.config.eval)
+        config = self.config.eval
+        return self.collector.evaluate(
+            self.prompts.evaluation,
+            temperature=config.temperature,
+            n=config.n,
+            ks=config.k,
+            source_field=config.source_field,
+            keep=self._keep,
+        )
 
     def fit(self) -> dict[str, float]:
         """Evaluates, prints the result, and writes it and all responses to the folder of the run."""
@@ -74,13 +80,6 @@ class Evaluator(Trainer):
             sys.stderr.write(f"All {len(lines)} responses: {root / 'responses.jsonl'}\n")
             sys.stdout.write(f"{text}\n")
         return metrics
-
-    def _score_and_keep(
-        self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
-    ) -> list[float]:
-        rewards = self._score(samples, statistics, prefix=prefix)
-        self._keep(samples, rewards)
-        return rewards
 
     def _keep(self, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
         mine = [

@@ -108,6 +108,21 @@ def test_an_evaluation_only_reads(strategy: StrategyBase, prompts: list[tuple[in
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
 
 
+def test_an_evaluation_shows_its_samples_with_their_rewards(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    kept: list[tuple[Sample, float]] = []
+    found = collector(strategy).evaluate(
+        [prompt for _, prompt in prompts],
+        temperature=1.0,
+        n=2,
+        keep=lambda samples, rewards: kept.extend(zip(samples, rewards, strict=True)),
+    )
+    assert [sample.position for sample, _ in kept] == [0, 0, 1, 1, 2, 2]
+    assert [reward for _, reward in kept] == [length_reward(sample) for sample, _ in kept]
+    assert found["eval/reward"] == pytest.approx(sum(reward for _, reward in kept) / 6)
+
+
 def test_an_evaluation_without_rewards_tells_no_accuracy(
     strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
 ) -> None:
