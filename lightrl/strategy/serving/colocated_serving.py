@@ -76,6 +76,7 @@ class ColocatedServing:
         self._trainer = trainer
         self._options = options
         self._model: nn.Module | None = None  # whose weights the engine has
+        self._is_kept_awake = False
 
     def start(
         self, engine_type: str, *, model: nn.Module | None, tokenizer: Any, options: StrategyOptions
@@ -140,19 +141,18 @@ class ColocatedServing:
                 self.wake()
             yield engine
         finally:
-            if sleep_engine:
+            if sleep_engine and not self._is_kept_awake:
                 self.sleep()
 
     @contextmanager
     def kept_awake(self) -> Iterator[None]:
         """Leaves the engine awake between the calls of the body, and puts it to sleep after them."""
-        sleep = self.sleep
-        self.sleep = lambda: None  # type: ignore[method-assign]
+        self._is_kept_awake = True
         try:
             yield
         finally:
-            self.sleep = sleep  # type: ignore[method-assign]
-            sleep()
+            self._is_kept_awake = False
+            self.sleep()
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.

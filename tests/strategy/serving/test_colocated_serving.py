@@ -176,6 +176,22 @@ def test_two_rollouts_can_share_one_wake_up() -> None:
     assert engine.calls == ["sleep 1", "wake weights", "wake kv_cache", "sleep 1"]
 
 
+def test_rollouts_of_one_context_share_one_wake_up_even_if_one_fails() -> None:
+    trainer = Trainer()
+    serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))
+    engine = started(trainer, serving)
+    with serving.kept_awake():
+        serving.generate(PROMPTS, PARAMS)
+        serving.generate(PROMPTS, PARAMS)
+        assert engine.calls == []
+    assert engine.calls == ["sleep 1"]
+    with pytest.raises(ValueError, match="prompt 0 is empty"), serving.kept_awake():
+        serving.generate([EnginePrompt(token_ids=())], PARAMS[:1])
+    assert engine.calls == ["sleep 1", "wake weights", "wake kv_cache", "sleep 1"]
+    serving.generate(PROMPTS, PARAMS)
+    assert engine.calls[4:] == ["wake weights", "wake kv_cache", "sleep 1"]
+
+
 def test_an_error_puts_the_engine_to_sleep() -> None:
     trainer = Trainer()
     serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))
