@@ -21,7 +21,7 @@ from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
 
-DrawGroups = Callable[[int, int], list[ScoredGroup]]
+DrawGroups = Callable[[int, int], list[ScoredGroup]]  # of a count and the first position
 
 
 class DynamicSampling:
@@ -50,14 +50,14 @@ class DynamicSampling:
 
         Args:
             step: the number of the step, from 0.
-            draw: draw(first, count) samples and scores prompts first to first + count - 1 of the step over all ranks,
+            draw: draw(count, first) samples and scores prompts first to first + count - 1 of the step over all ranks,
                 and returns this rank's groups. Every rank calls it with the same arguments.
         """
         kept = self._young_spares(step)
         num_kept, num_drawn, num_rounds = self._count(kept), 0, 0
         while num_kept < self._num_prompts and num_rounds < self._config.max_rounds:
             count = math.ceil((self._num_prompts - num_kept) * self._config.oversample)
-            drawn = draw(num_drawn, count)
+            drawn = draw(count, num_drawn)
             self._count_dropped(drawn)
             kept += [group for group in drawn if group.has_signal]
             num_kept, num_drawn, num_rounds = self._count(kept), num_drawn + count, num_rounds + 1

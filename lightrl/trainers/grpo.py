@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +77,9 @@ class GRPOTrainer(Trainer):
         self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
         self.teacher = self._load_teacher() if config.teacher_model else None
+        self.draw: Callable[[], list[ScoredGroup]] = partial(self.roll_out, config.num_prompts)
         if config.dynamic_sampling.enabled:
-            self._fill_batches()
+            self.draw = self._draw_until_full()
         if self.objective.needs_greedy_baseline:
             GreedyBaseline(self).attach()
         self.resume()
@@ -87,7 +89,7 @@ class GRPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Samples and scores groups, learns from them, syncs the engine, reports."""
-        groups = self.roll_out(self.config.num_prompts)
+        groups = self.draw()
         experience = self.learn_from(groups)
         sync_engine(self)
         return self.report(experience)
@@ -209,9 +211,8 @@ class GRPOTrainer(Trainer):
             fix_for_run(self.run, teacher)
         return self.strategy.prepare_frozen(teacher)
 
-    def _fill_batches(self) -> None:
-        """Has a step roll out prompts until enough groups have a signal."""
-        roll_out = self.roll_out
+    def _draw_until_full(self) -> Callable[[], list[ScoredGroup]]:
+        """Returns what rolls out prompts until enough groups have a signal."""
         sampling = DynamicSampling(
             self.config.dynamic_sampling,
             prompts=self.prompts.train,
@@ -220,12 +221,7 @@ class GRPOTrainer(Trainer):
             statistics=self.statistics,
         )
         self.saved["dynamic_sampling"] = sampling
-
-        def roll_out_enough(count: int, first: int = 0) -> list[ScoredGroup]:
-            del count, first  # the options say how many
-            return sampling.fill(self.step_index, lambda first, count: roll_out(count, first))
-
-        self.roll_out = roll_out_enough  # type: ignore[method-assign]
+        return lambda: sampling.fill(self.step_index, self.roll_out)
 
     def _without_overlong(self, experience: list[Experience]) -> list[Experience]:
         """Lowers the rewards of long responses, and trains no response that was cut off, as the options ask."""

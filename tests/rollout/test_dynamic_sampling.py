@@ -46,7 +46,7 @@ def script(kinds: str, step: int, asked: list[tuple[int, int]]) -> Callable[[int
     """Groups in their order, by the first letters of their kinds; asked collects (first, count)."""
     names = {"h": "hard", "e": "easy", "g": "good"}
 
-    def draw(first: int, count: int) -> list[ScoredGroup]:
+    def draw(count: int, first: int) -> list[ScoredGroup]:
         asked.append((first, count))
         return [group(names[kinds[place]], place, step) for place in range(first, first + count)]
 
@@ -88,7 +88,7 @@ def test_what_is_missing_is_drawn_until_the_batch_is_full() -> None:
 def test_a_group_whose_baseline_failed_takes_no_place() -> None:
     made, metrics = sampling(num_prompts=1, oversample=1.0)
     without = replace(group("good", 0, 0), baseline=NO_REWARD)
-    chosen = made.fill(0, lambda first, count: [without] if first == 0 else [group("good", first, 0)])
+    chosen = made.fill(0, lambda count, first: [without] if first == 0 else [group("good", first, 0)])
     assert prompts_of(chosen) == [1]
     assert metrics()["rounds"] == 2
 
