@@ -64,8 +64,6 @@ def load_records(source: str, *, stream: bool = False) -> Sequence[LocatedRecord
         source: whatever --train_data and --eval_data accept.
         stream: leaves the records of files on disk, and reads one when it is asked for.
     """
-    if not source.strip():
-        raise ValueError(f"The name of the data set is empty. A data set is {_ACCEPTED_SOURCES}.")
     return _load_sum(source, stream) if "+" in source or "*" in source else _load_one(source, stream)
 
 
@@ -96,6 +94,8 @@ def _load_one(source: str, stream: bool) -> Sequence[LocatedRecord]:
 
 
 def _load_elsewhere(source: str, stream: bool) -> Sequence[LocatedRecord]:
+    if not source.strip():
+        raise ValueError(f"The name of the data set is empty. A data set is {_ACCEPTED_SOURCES}.")
     if source.startswith("builtin:"):
         names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
         raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")

@@ -158,9 +158,7 @@ class NativeEngine(InferenceEngine):
         """
         config = model.config.get_text_config()
         positions = stated_context(config)
-        if max_model_len is not None and max_model_len > positions:
-            raise ValueError(_describe_bad_length(max_model_len, positions))
-        self.max_model_len = max_model_len or positions
+        self.max_model_len = _checked_length(max_model_len, positions) if max_model_len else positions
         self.vocab_size = int(config.vocab_size)
         self.max_num_seqs = max_num_seqs
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
@@ -438,5 +436,7 @@ def _describe_unfinished(scheduler: Scheduler) -> str:
     )
 
 
-def _describe_bad_length(asked: int, positions: int) -> str:
-    return f"max_model_len is {asked}: the model has {positions} positions, give at most that."
+def _checked_length(asked: int, positions: int) -> int:
+    if asked > positions:
+        raise ValueError(f"max_model_len is {asked}: the model has {positions} positions, give at most that.")
+    return asked

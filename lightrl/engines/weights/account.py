@@ -102,16 +102,16 @@ class WeightAccount:
             self._copies.append((name, values.to(parameter.device, parameter.dtype, copy=True), parameter))
 
     def _lost_copies(self) -> list[str]:
-        if not self._copies:
-            return []
         held = [few_values(parameter) for _, _, parameter in self._copies]
         found = [values for values in held if values is not None]  # None: emptied meanwhile
-        if len(found) == len(held) and torch.equal(
-            torch.cat(found), torch.cat([given for _, given, _ in self._copies])
-        ):
+        given = [values for _, values, _ in self._copies]
+        if not given or (len(found) == len(given) and torch.equal(torch.cat(found), torch.cat(given))):
             return []
+        return self._names_of_lost(held)
+
+    def _names_of_lost(self, held: list[Tensor | None]) -> list[str]:
         pairs = zip(self._copies, held, strict=True)
-        return [name for (name, wanted, _), values in pairs if values is None or not _are_equal(values, wanted)]
+        return [name for (name, given, _), values in pairs if values is None or not _are_equal(values, given)]
 
     def problems(self) -> list[str]:
         """Returns a line for each refused, missing or lost tensor."""
