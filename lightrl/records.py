@@ -319,6 +319,11 @@ class PackedBatch:
     routing: Tensor | None = None  # [T, layers, k] int16: the experts to use for each token, -1 for the router's own
     allowed: Tensor | None = None  # [m, 2] int32, (n, token) that the n-th response token was drawn from; see Sample
 
+    @property
+    def last_tokens(self) -> tuple[int, ...]:
+        """S positions in the pack: the last token of each sequence."""
+        return tuple(end - 1 for end in self.cu_seqlens[1:])
+
     def to(self, device: torch.device) -> PackedBatch:
         """Copies the tensors to a device."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -109,7 +109,7 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
     The state that chooses a token is the position that predicts it; a final state is a sequence's last token. One call
     of the head serves both, since each call of a sharded head gathers it.
     """
-    last_tokens = torch.tensor(batch.cu_seqlens[1:], device=hidden.device) - 1
+    last_tokens = torch.tensor(batch.last_tokens, device=hidden.device)
     positions = torch.cat([batch.score_index, last_tokens])
     if group is None:
         values = head(hidden[positions])

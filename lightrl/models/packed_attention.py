@@ -77,6 +77,7 @@ class SplitLayout(PackedLayout):
     """The boundaries of a pack whose tokens a group of ranks splits; in attention they split the heads instead."""
 
     group: SequenceGroup
+    whole: PackedLayout  # along which a rank's heads of all tokens attend
 
     @property
     def num_tokens(self) -> int:
@@ -84,9 +85,9 @@ class SplitLayout(PackedLayout):
         return self.cu_seqlens[-1] // self.group.size
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Computes causal attention within each sequence: [1, T / size, heads, dim]."""
+        """Computes the attention of the whole: [1, T / size, heads, dim]."""
         query, key, value, sinks = _to_heads(self.group, query, key, value, scoring.sinks)
-        return self.group.to_tokens(PackedLayout.attend(self, query, key, value, replace(scoring, sinks=sinks)))
+        return self.group.to_tokens(self.whole.attend(query, key, value, replace(scoring, sinks=sinks)))
 
 
 CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
@@ -107,7 +108,7 @@ def _split(tokens: Tokens, group: SequenceGroup) -> tuple[Tokens, SplitLayout]:
     mine = split_tokens(tokens, group)
     whole = packed_layout(mine.cu_seqlens, mine.input_ids.device)
     parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    return mine, SplitLayout(**parts, group=group)
+    return mine, SplitLayout(**parts, group=group, whole=whole)
 
 
 def use_packed_attention(decoder: PreTrainedModel) -> bool:

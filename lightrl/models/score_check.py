@@ -35,8 +35,8 @@ def check_scores(policy: Policy, device: torch.device) -> None:
     Call it before the policy is sharded.
     """
     model, was_training = policy.hf, policy.training
-    prompts = [_random_tokens(model, length, seed) for seed, (length, _) in enumerate(_LENGTHS)]
-    responses = [_random_tokens(model, length, -1 - seed) for seed, (_, length) in enumerate(_LENGTHS)]
+    prompts = [random_tokens(model, length, seed) for seed, (length, _) in enumerate(_LENGTHS)]
+    responses = [random_tokens(model, length, -1 - seed) for seed, (_, length) in enumerate(_LENGTHS)]
     encoded = _with_random_image(model.config, prompts) if policy.takes_images else None
     if encoded is not None:
         prompts = [prompt.token_ids for prompt in encoded]
@@ -78,7 +78,7 @@ def _unknown_output(model_type: str, difference: float, allowed: float) -> Value
     )
 
 
-def _random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
+def random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, ...]:
     """Draws token ids, never the placeholder of an image or video."""
     placeholders = {getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")}
     generator = torch.Generator().manual_seed(seed)
@@ -117,9 +117,6 @@ def _image_inputs(prompt: EncodedPrompt, num_tokens: int, device: torch.device) 
 
 def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[EncodedPrompt]:
     """Encodes prompts of text, the last with an image in its middle."""
-    grid = torch.tensor([_GRID])
-    num_patches = int(grid.prod())
-    num_features = num_patches // config.vision_config.spatial_merge_size**2
     texts = [
         EncodedPrompt(
             token_ids=tuple(ids),
@@ -129,18 +126,25 @@ def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[En
         )
         for ids in prompts[:-1]
     ]
-    middle = len(prompts[-1]) // 2
-    ids = (*prompts[-1][:middle], *[config.image_token_id] * num_features, *prompts[-1][middle:])
+    return [*texts, random_image_in(config, prompts[-1], seed=0)]
+
+
+def random_image_in(config: Any, text: Sequence[int], seed: int) -> EncodedPrompt:
+    """Encodes a prompt with an image of random pixels in the middle of its text."""
+    grid = torch.tensor([_GRID])
+    num_patches = int(grid.prod())
+    num_features = num_patches // config.vision_config.spatial_merge_size**2
+    middle = len(text) // 2
+    ids = (*text[:middle], *[config.image_token_id] * num_features, *text[middle:])
     positions, rope_delta = rope_positions(config, ids, grid)
-    with_image = EncodedPrompt(
+    return EncodedPrompt(
         token_ids=ids,
         positions=positions,
         rope_delta=rope_delta,
         feature_positions=torch.arange(middle, middle + num_features),
-        pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(0)),
+        pixel_values=torch.randn(num_patches, patch_dim(config), generator=torch.Generator().manual_seed(seed)),
         grid_thw=grid,
     )
-    return [*texts, with_image]
 
 
 # ---- Thresholds --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ share_by_itself() is --share_prompts auto: it changes no pack, and each model fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,33 +15,39 @@ from torch import Tensor, nn
 from lightrl.metrics import Statistics
 from lightrl.models.critic import Critic
 from lightrl.models.multimodal import FAMILIES
-from lightrl.models.packed_attention import ATTENTION_NAME, CURRENT_LAYOUT, LAYOUT_KEYWORD, Scoring
+from lightrl.models.packed_attention import ATTENTION_NAME, CURRENT_LAYOUT, LAYOUT_KEYWORD, Scoring, SplitLayout
 from lightrl.models.per_sequence import RUNS_APART
 from lightrl.models.policy import Policy, response_batch
 from lightrl.records import PackedBatch
 from lightrl.sharing.attention import tree_layout
-from lightrl.sharing.tree import PrefixTree, SharedBatch, prefix_tree, share
+from lightrl.sharing.images import trial_with_images
+from lightrl.sharing.tree import PrefixTree, SharedBatch, kept_tokens, share
 from lightrl.strategy import StrategyBase
 
 MODELS = ("model", "policy", "reference", "teacher", "critic")  # attributes of a trainer
 MOST_COMPUTED = 0.85  # of a pack's tokens: with more, the parts of a tree cost a small model what it saves
 _PROMPT, _RESPONSES = 24, (5, 3, 5)  # tokens of the check
+_RUNS_ALONE = (
+    ": its layers carry a state from token to token, or attend in a way of their own, so each sequence runs alone."
+)
 
 
 class PromptSharing:
-    """Hooks on a model that scores packs, and on its decoder. A pack without a tree runs as ever."""
+    """Hooks on a model that scores packs, and on its decoder. A pack without a tree runs as ever.
+
+    The model gets the tokens that are computed as its pack, and scores by their states what the whole pack scores.
+    """
 
     may_copy = True  # keys, for attention that has no kernel for trees
 
     def __init__(self, model: Policy | Critic) -> None:
-        self._tree: PrefixTree | None = None  # of the pack in the model's forward
+        self._tree: PrefixTree | None = None  # of the pack in the model's forward, until its decoder begins
         self.copying: Sequence[Scoring] = ()  # what copied keys for the last tree
         self._decoder = _decoder_of(model)
         self._decoder.prompt_sharing = self
         self._hooks = (
-            model.register_forward_pre_hook(self._begin),
-            self._decoder.register_forward_pre_hook(self._keep, with_kwargs=True),
-            self._decoder.register_forward_hook(self._spread),
+            model.register_forward_pre_hook(self._keep),
+            self._decoder.register_forward_pre_hook(self._branch, with_kwargs=True),
         )
 
     def detach(self) -> None:
@@ -49,32 +56,31 @@ class PromptSharing:
             hook.remove()
         del self._decoder.prompt_sharing
 
-    def tree_of(self, batch: PackedBatch) -> PrefixTree | None:
-        """Returns the tree of a pack; None runs the pack whole."""
-        return batch.tree if isinstance(batch, SharedBatch) else None
+    def with_tree(self, batch: PackedBatch) -> PackedBatch:
+        """Returns a pack with its tree; one without runs whole."""
+        return batch
 
-    def _begin(self, model: nn.Module, args: tuple[PackedBatch, ...]) -> None:
-        self._tree = self.tree_of(args[0]) if args else None
-
-    def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Gives the decoder the tokens that are computed, and their tree."""
-        if self._tree is None:
+    def _keep(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[PackedBatch] | None:
+        """Gives the model the tokens that are computed."""
+        self._tree = None
+        if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary wants the states of all tokens
             return None
-        kept, layout = self._tree.kept, tree_layout(self._tree)
-        self.copying = layout.copying
-        CURRENT_LAYOUT.set(layout)  # packed_hidden_states() resets it
-        changed = {name: kwargs[name][..., kept] for name in ("input_ids", "position_ids")}
-        if LAYOUT_KEYWORD in kwargs:
-            changed[LAYOUT_KEYWORD] = layout
-        return args, kwargs | changed
+        batch = self.with_tree(args[0])
+        if isinstance(batch, SharedBatch):
+            self._tree, batch = batch.tree, kept_tokens(batch)
+        return (batch,)
 
-    def _spread(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        """Gives each token of the pack the state that was computed for it."""
+    def _branch(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Lets the tokens attend along their tree; ranks that split them (--sp_size) have padded its segments."""
         tree, self._tree = self._tree, None
         if tree is None:
             return None
-        hidden: Tensor = output[0]
-        return (hidden.index_select(1, tree.source),)
+        given: Any = CURRENT_LAYOUT.get()
+        layout = tree_layout(replace(tree, cu_seqlens=given.cu_seqlens))
+        self.copying = layout.copying
+        used = replace(given, whole=layout) if isinstance(given, SplitLayout) else layout
+        CURRENT_LAYOUT.set(used)  # packed_hidden_states() resets it
+        return args, kwargs | ({LAYOUT_KEYWORD: used} if LAYOUT_KEYWORD in kwargs else {})
 
 
 class OwnTrees(PromptSharing):
@@ -83,12 +89,13 @@ class OwnTrees(PromptSharing):
     may_copy = False  # it takes longer than whole sequences where prompts are short
     statistics: Statistics | None = None
 
-    def tree_of(self, batch: PackedBatch) -> PrefixTree | None:
-        """Returns the tree of a pack if it is worth it."""
-        tree, whole = prefix_tree(batch.input_ids.numpy(), batch.cu_seqlens, MOST_COMPUTED), batch.cu_seqlens[-1]
+    def with_tree(self, batch: PackedBatch) -> PackedBatch:
+        """Returns the pack with its tree if that is worth it."""
+        batch, whole = share(batch, MOST_COMPUTED), batch.cu_seqlens[-1]
         if self.statistics is not None:
-            self.statistics.mean("tokens/computed_share", whole if tree is None else len(tree.kept), whole)
-        return tree
+            computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else whole
+            self.statistics.mean("tokens/computed_share", computed, whole)
+        return batch
 
 
 def share_by_itself(trainer: Any) -> None:
@@ -120,11 +127,11 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
 
 def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
     """Returns why a model shares no prompts; empty if it does from now on. All ranks decide alike."""
-    name = f"model type {_body_of(scorer).config.model_type!r}"
+    model_type: str = _body_of(scorer).config.model_type
     refusal = _other_kind(scorer)
     if not strategy.comm.agree(not refusal):
-        return f"{name}{refusal or ', which another rank refused.'}"
-    plain = _trial(scorer)
+        return f"model type {model_type!r}{refusal or ', which another rank refused.'}"
+    plain = trial_with_images(_body_of(scorer)) if model_type in FAMILIES else _trial(scorer)
     whole = _numbers(strategy.forward([plain.to(strategy.device)], model=model))
     sharing = kind(scorer)
     shared = _numbers(strategy.forward([share(plain).to(strategy.device)], model=model))
@@ -134,9 +141,13 @@ def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module
     if strategy.comm.agree(is_fast and difference <= allowed):  # no NaN is
         return ""
     sharing.detach()
+    return _mixes_otherwise(model_type, difference, allowed)
+
+
+def _mixes_otherwise(model_type: str, difference: float, allowed: float) -> str:
     return (
-        f"{name}: with it, scores of a few tokens differ by {difference:.2g} relative ({allowed:g} is allowed). Its "
-        "layers mix tokens in a way that lightrl does not know."
+        f"model type {model_type!r}: with it, scores of a few tokens differ by {difference:.2g} relative "
+        f"({allowed:g} is allowed). Its layers mix tokens in a way that lightrl does not know."
     )
 
 
@@ -155,15 +166,8 @@ def _body_of(model: Policy | Critic) -> Any:
 def _other_kind(scorer: Policy | Critic) -> str:
     """Returns what is said of a model unless attention alone, of a kind that knows trees, mixes its tokens."""
     decoder = _decoder_of(scorer)
-    if _body_of(scorer).config.model_type in FAMILIES:
-        return ", which takes images: tokens that are alike may stand for different ones."
     runs_apart = any(module.__dict__.get(RUNS_APART) for module in decoder.modules())
-    if runs_apart or decoder.config._attn_implementation != ATTENTION_NAME:
-        return (
-            ": its layers carry a state from token to token, or attend in a way of their own, so each sequence runs "
-            "alone."
-        )
-    return ""
+    return _RUNS_ALONE if runs_apart or decoder.config._attn_implementation != ATTENTION_NAME else ""
 
 
 def _trial(model: Policy | Critic) -> PackedBatch:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrl.records import PackedBatch
+from lightrl.sharing.images import identified, kept_features
 
 LEAST_SAVED = 16  # tokens that a common beginning must save, since each one costs some calls in every layer
 
@@ -41,6 +42,7 @@ class PrefixTree:
     source: Tensor  # [T] int64 in [0, U)
     cu_seqlens: tuple[int, ...]  # boundaries of the segments, from 0 to U
     branches: tuple[Branch, ...]  # parents before their descendants
+    last: tuple[int, ...]  # S in [0, U): of the last token of each sequence
 
     def to(self, device: torch.device) -> PrefixTree:
         """Copies the tensors to a device."""
@@ -54,13 +56,45 @@ class SharedBatch(PackedBatch):
     tree: PrefixTree
 
 
-def share(batch: PackedBatch) -> PackedBatch:
-    """Returns the pack with its tree; the pack itself if no beginning is worth sharing."""
-    tree = prefix_tree(batch.input_ids.numpy(), batch.cu_seqlens)
-    if tree is None:
-        return batch
-    values: dict[str, Any] = {item.name: getattr(batch, item.name) for item in fields(batch)}
-    return SharedBatch(**values, tree=tree)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBatch(PackedBatch):
+    """The tokens of a pack that are computed, with segments for sequences. What it scores is what the pack scores."""
+
+    last: tuple[int, ...]
+
+    @property
+    def last_tokens(self) -> tuple[int, ...]:
+        """S positions: the last token of each sequence of the whole pack."""
+        return self.last
+
+
+def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
+    """Returns the pack with its tree, and with each image once; without if no beginning is worth sharing.
+
+    Args:
+        batch: a pack on the CPU.
+        most: the largest share of its tokens that the tree may compute.
+    """
+    batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
+    tree = prefix_tree(keys, batch.cu_seqlens, most)
+    return batch if tree is None else SharedBatch(**_columns(batch), tree=tree)
+
+
+def kept_tokens(batch: SharedBatch) -> KeptBatch:
+    """Returns the tokens of a pack that are computed."""
+    tree, vision = batch.tree, batch.vision
+    changed: dict[str, Any] = {
+        "input_ids": batch.input_ids[tree.kept],
+        "position_ids": batch.position_ids[..., tree.kept],
+        "cu_seqlens": tree.cu_seqlens,
+        "score_index": tree.source[batch.score_index],
+        "vision": None if vision is None else kept_features(vision, tree.kept, len(tree.source)),
+    }
+    return KeptBatch(**(_columns(batch) | changed), last=tree.last)
+
+
+def _columns(batch: PackedBatch) -> dict[str, Any]:
+    return {item.name: getattr(batch, item.name) for item in fields(PackedBatch)}
 
 
 def num_computed(sequences: Sequence[Sequence[int]]) -> int:
@@ -88,6 +122,7 @@ def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int], most: float = 1.0) ->
         source=torch.from_numpy(source),
         cu_seqlens=tuple(bounds),
         branches=tuple(_branches(bounds, [(first, last) for first, last, _, _ in segments])),
+        last=tuple(int(source[end - 1]) for end in cu_seqlens[1:]),
     )
 
 

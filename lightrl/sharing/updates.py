@@ -125,14 +125,14 @@ class SharedUpdates(PolicyUpdates):
 
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
         """Packs families into micro-batches, the same number on every rank; a rank without samples gets dummies."""
-        temperature, comm = self._config.temperature, self._strategy.comm
+        comm, temperature, encode = self._strategy.comm, self._config.temperature, self._encoder
         with comm.phase("micro-batches", local=True):
             parts = self._parts(experience)
         count = comm.max_int(max(1, len(parts)))
         if len(parts) < count:
             parts = self._parts(experience, count)
         with comm.phase("packing", local=True):
-            packs = [share(pack(part, temperature=temperature, **per_token)) for part in parts if part]
+            packs = [share(pack(part, temperature=temperature, encode=encode, **per_token)) for part in parts if part]
             for batch in packs:
                 computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else batch.cu_seqlens[-1]
                 self._statistics.mean("tokens/computed_share", computed, batch.cu_seqlens[-1])

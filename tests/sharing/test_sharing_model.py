@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_vlm
 import torch
 import transformers
 from tiny_hybrids import SHAPE as HYBRID_SHAPE
@@ -46,6 +45,7 @@ CONFIGS: dict[str, Any] = {
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
 }
+MAMBA = transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
 STRATEGY = create_strategy(GRPOConfig(strategy="single"))
 
 
@@ -127,7 +127,7 @@ def test_critics_adapters_and_checkpointing_go_with_it() -> None:
     assert_close(shared, whole, atol=2e-6, rtol=0)
 
 
-def test_models_with_images_or_a_state_are_refused() -> None:
+def test_models_with_a_state_are_refused() -> None:
     config = transformers.Qwen3NextConfig(
         **HYBRID_SHAPE,
         layer_types=["linear_attention", "full_attention"],
@@ -141,10 +141,7 @@ def test_models_with_images_or_a_state_are_refused() -> None:
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
     )
-    takes_images = Policy(tiny_vlm.tiny_model("qwen2_5_vl"))
-    with pytest.raises(ValueError, match="which takes images"):
-        attach_sharing(takes_images, STRATEGY)
-    for hybrid in (config, transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)):
+    for hybrid in (config, MAMBA):
         policy = Policy(transformers.AutoModelForCausalLM.from_config(hybrid))
         with pytest.raises(ValueError, match=rf"--share_prompts does not go with model type '{hybrid.model_type}'"):
             attach_sharing(policy, STRATEGY)
@@ -232,11 +229,11 @@ def test_a_model_whose_attention_would_copy_keys_runs_whole(name: str) -> None:
 
 
 def test_a_model_that_cannot_runs_whole_beside_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes_images = Policy(tiny_vlm.tiny_model("qwen2_5_vl"))
+    has_state = Policy(transformers.AutoModelForCausalLM.from_config(MAMBA))
     policy = Policy(hf_model("qwen3"))
-    trainer = trainer_of(policy=policy, teacher=takes_images)
+    trainer = trainer_of(policy=policy, teacher=has_state)
     share_by_itself(trainer)
-    assert not hasattr(takes_images.hf.get_decoder(), "prompt_sharing")
+    assert not hasattr(has_state.hf.get_decoder(), "prompt_sharing")
     policy(batches()[0])
     assert computed_share(trainer) < 0.5
     layout_of = sharing_model.tree_layout
@@ -245,6 +242,18 @@ def test_a_model_that_cannot_runs_whole_beside_one_that_can(monkeypatch: pytest.
     share_by_itself(other)  # its check fails
     other.policy(batches()[0])
     assert (other.batches, computed_share(other)) == ("", 1.0)
+
+
+def test_a_dictionary_of_a_user_runs_whole() -> None:
+    """Its loss function sees the logits of every token."""
+    policy, plain = Policy(hf_model("qwen3")), Policy(hf_model("qwen3"))
+    share_by_itself(trainer_of(policy=policy))
+    sizes = []
+    policy.hf.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    rows = {"input_ids": torch.arange(40).expand(3, -1), "attention_mask": torch.ones(3, 40, dtype=torch.int64)}
+    shared, whole = (STRATEGY.forward(rows, model=model) for model in (policy, plain))
+    assert torch.equal(shared, whole)
+    assert sum(sizes) == 3 * 40
 
 
 def test_a_model_elsewhere_than_on_a_cpu_runs_whole() -> None:
