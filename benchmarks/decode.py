@@ -1,7 +1,11 @@
 """Compares the native engine's tokens per second with transformers' own `generate`, interleaved in one process.
 
 python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
+python benchmarks/decode.py --dtype bfloat16
 python benchmarks/decode.py --exact            # the engine of --exact in place of `generate`: the ratio is its cost
+
+After the equal lengths stands the floor of both sides: the matrix products of all tokens alone, of 64 rows each, by the
+faster of the engine's two ways. No engine can be faster than "HF ms" divided by it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.products import PackedWeight
 from lightrl.exact.engine import ExactEngine
 from lightrl.exact.environment import fix_arithmetic
 
@@ -123,13 +128,51 @@ def report(label: str, num_tokens: int, native: list[tuple[float, float]], their
     )
 
 
-def compare(name: str, rounds: int) -> None:
-    model, vocab_size = random_model(name), int(SHAPES[name]["vocab_size"])
-    engine = NativeEngine(random_model(name), eos_token_ids=(), device=torch.device("cpu"))
+@torch.inference_mode()
+def seconds_of_products(name: str, dtype: torch.dtype) -> float:
+    """Returns the CPU seconds of the products alone of EQUAL_LENGTH tokens in each of NUM_REQUESTS rows."""
+    shape = SHAPES[name]
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    of_a_layer = [(hidden, (heads + 2 * kv_heads) * dim), (heads * dim, hidden), (hidden, 2 * inner), (inner, hidden)]
+    layers = shape["num_hidden_layers"] * sum(_seconds_of_product(*sizes, dtype) for sizes in of_a_layer)
+    return EQUAL_LENGTH * (layers + _seconds_of_product(hidden, shape["vocab_size"], dtype))
+
+
+def _seconds_of_product(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> float:
+    rows = torch.randn(NUM_REQUESTS, num_inputs, dtype=dtype)
+    weight, packed = torch.randn(num_outputs, num_inputs, dtype=dtype), PackedWeight()
+    turned = weight.t().contiguous()
+    ways: list[Callable[[], object]] = [lambda: rows.mm(turned)]
+    if packed.product(rows, weight) is not None:
+        ways.append(lambda: packed.product(rows, weight))
+    return min(_seconds_of_call(way) for way in ways)
+
+
+def _seconds_of_call(call: Callable[[], object], count: int = 20) -> float:
+    """Returns the least of the mean CPU seconds of some calls, over several turns."""
+    means = []
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(count):
+            call()
+        means.append((time.process_time() - start) / count)
+    return min(means)
+
+
+def compare(name: str, rounds: int, dtype: torch.dtype) -> None:
+    model, vocab_size = random_model(name).to(dtype), int(SHAPES[name]["vocab_size"])
+    engine = NativeEngine(random_model(name).to(dtype), eos_token_ids=(), device=torch.device("cpu"))
     prompts = random_prompts(NUM_REQUESTS, PROMPT_LENGTH, vocab_size)
     for label, lengths in (("equal lengths", [EQUAL_LENGTH] * NUM_REQUESTS), ("long tail", long_tailed_lengths())):
         times = interleave(rounds, native_round(engine, prompts, lengths), generate_round(model, prompts, max(lengths)))
         report(f"{name}: {label}, 64 requests", sum(lengths), *times)
+        if label == "equal lengths":
+            floor = seconds_of_products(name, dtype)
+            native, theirs = (statistics.median(processor for _, processor in side) for side in times)
+            print(
+                f"    products alone {floor * 1e3:.1f} ms: {floor / native:.0%} of native, {floor / theirs:.0%} of HF"
+            )
     if name == "toy":
         few, short = random_prompts(16, 10, vocab_size), [8] * 16
         times = interleave(3 * rounds, native_round(engine, few, short, n=16), generate_round(model, few, 8, n=16))
@@ -151,12 +194,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--exact", action="store_true", help="compare with the engine of --exact instead")
     args = parser.parse_args()
     if args.exact:
         fix_arithmetic()
     torch.set_num_threads(args.threads)
-    print(f"fp32, {args.threads} thread(s), median of {args.rounds} rounds")
+    print(f"{args.dtype}, {args.threads} thread(s), median of {args.rounds} rounds")
     columns = (
         ("tokens", 7),
         ("native ms", 10),
@@ -168,7 +212,10 @@ def main() -> None:
     )
     print(f"{'workload':34s} " + " ".join(f"{title:>{width}s}" for title, width in columns))
     for name in args.models:
-        (compare_exact if args.exact else compare)(name, args.rounds)
+        if args.exact:
+            compare_exact(name, args.rounds)
+        else:
+            compare(name, args.rounds, getattr(torch, args.dtype))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares engines and transformers' own `generate` on 64 requests x 64 tokens: tokens/s, weight sync, memory.
 
-python benchmarks/engines.py --engines native vllm hf
+python benchmarks/engines.py --engines native vllm hf --model mid
 python benchmarks/engines.py --engines native hf sglang=.venv-sglang/bin/python
 
 Each engine has its own process (name=PYTHON starts it with another interpreter) and all take turns, so that a busy
@@ -25,27 +25,14 @@ PROMPT_LENGTH = 16
 NUM_TOKENS = 64
 
 
-def save_model(folder: str) -> None:
-    """Builds a random Qwen3 of 0.7 M parameters with a head size that every engine supports on a CPU."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def save_model(name: str, folder: str) -> None:
+    """Saves one of decode.py's random models; their head sizes are supported by every engine on a CPU."""
+    from decode import random_model
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=98,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = random_model(name)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.bos_token_id, config.pad_token_id = 1, None, 0
+    model.save_pretrained(folder)
 
 
 def prompts() -> list[list[int]]:
@@ -185,6 +172,7 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["native", "vllm", "hf"])
+    parser.add_argument("--model", choices=["toy", "mid"], default="toy", help="0.8 or 42 million parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -192,7 +180,7 @@ def main() -> None:
         work(*args.worker)
         return
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder)
+        save_model(args.model, folder)
         workers = [Worker(spec, folder) for spec in args.engines]
         seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
         for _ in range(args.rounds):

@@ -3,12 +3,15 @@
 pip install trl==1.16.0     (and once more with 1.14.2: since 1.15 TRL scores prompts and padding too on a CPU)
 python benchmarks/grpo_step.py --steps 40 --rounds 3 --threads 1
 python benchmarks/grpo_step.py --task equal --steps 4 --rounds 2 --threads 1
+python benchmarks/grpo_step.py --task tail --steps 6 --rounds 2 --threads 1
 
 addition: the built-in task and model, 16 prompts x 16 samples of at most 8 tokens. equal: a random model of 42 million
 parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
-The settings are in trl_side.py. A step is the time from its start to the start of the next, from the second on. Of
-lightrl it includes the weight sync to its engine and its metrics and samples files. "whole" is lightrl with
---share_prompts False; by default it computes prompts once on a CPU, which TRL has no counterpart of.
+tail: a random model of 0.8 million parameters with a vocabulary of 64, 8 prompts of 64 tokens x 8 samples of at most
+512; each token ends a sample with a probability of about 1 in 64, so lengths are geometric. tail_mid: the same with the
+layers of "equal". The settings are in trl_side.py. A step is the time from its start to the start of the next, from the
+second on. Of lightrl it includes the weight sync to its engine and its metrics and samples files. "whole" is lightrl
+with --share_prompts False; by default it computes prompts once on a CPU, which TRL has no counterpart of.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LEARNING_RATE = 1e-4
-EQUAL_LENGTH, VOCAB_SIZE = 64, 32_000
+PROMPT_LENGTH = 64  # words, of the random models
+RANDOM = {"equal": ("mid", 32_000, 64), "tail": ("toy", 64, 512), "tail_mid": ("mid", 64, 512)}  # shape, words, longest
 
 
 class Task(NamedTuple):
@@ -65,25 +69,26 @@ def make_task(name: str, folder: Path) -> Task:
         from lightrl.builtin.task import train_problems
 
         return Task(str(builtin_model_path()), train_problems(), 16, 16, 8)
-    return Task(*random_model_and_prompts(folder), 8, 8, EQUAL_LENGTH)
+    shape, num_words, longest = RANDOM[name]
+    return Task(*random_model_and_prompts(folder, shape, num_words), 8, 8, longest)
 
 
-def random_model_and_prompts(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Makes a model whose tokens are words such as w17, and prompts of EQUAL_LENGTH words."""
+def random_model_and_prompts(folder: Path, shape: str, num_words: int) -> tuple[str, list[dict[str, Any]]]:
+    """Makes a model whose tokens are words such as w17, and prompts of PROMPT_LENGTH words."""
     import torch
     from decode import random_model
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(num_words)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model = random_model("mid", vocab_size=VOCAB_SIZE)
+    model = random_model(shape, vocab_size=num_words)
     model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
-    drawn = torch.randint(2, VOCAB_SIZE, (256, EQUAL_LENGTH), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(2, num_words, (256, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
     prompts = [" ".join(f"w{token}" for token in row) for row in drawn.tolist()]
     return str(folder), [{"prompt": prompt, "answer": ""} for prompt in prompts]
 
@@ -191,7 +196,7 @@ def in_a_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=["addition", "equal"], default="addition")
+    parser.add_argument("--task", choices=["addition", *RANDOM], default="addition")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
