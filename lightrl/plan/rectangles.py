@@ -19,6 +19,7 @@ from lightrl.strategy.megatron.parts import (
     Sizes,
     padded_rows,
     part_of,
+    sizes_of,
     slot_of,
 )
 
@@ -34,19 +35,6 @@ class StageBytes:
     main: float  # float32 copies of them, which the optimizer steps where they compute in bfloat16
     trained: float  # as float32
     states: float  # AdamW's two moments
-
-
-def sizes_of(config: RunConfig) -> Sizes:
-    """Returns the sizes that the options ask for."""
-    chosen = config.megatron
-    return Sizes(
-        tp=config.tp_size,
-        pp=chosen.pp_size,
-        vpp=chosen.vpp_size,
-        cp=chosen.cp_size,
-        ep=chosen.ep_size,
-        etp=chosen.etp_size,
-    )
 
 
 def stage_bytes(model: Model, config: RunConfig, world: int, stage: int | None = None) -> StageBytes:

@@ -16,10 +16,10 @@ from lightrl.plan.activations import PackShape, needs_of_few, tiles_of, to_half
 from lightrl.plan.meter import StorageMeter
 from lightrl.plan.models import Model, fake, faked
 from lightrl.plan.paper_stage import PaperStage, RankShape
-from lightrl.plan.rectangles import is_tied, sizes_of
+from lightrl.plan.rectangles import is_tied
 from lightrl.strategy.megatron import deepseek
 from lightrl.strategy.megatron.checks import num_experts
-from lightrl.strategy.megatron.parts import padded_rows
+from lightrl.strategy.megatron.parts import padded_rows, sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightrl.config import StrategyOptions
+
 ROWS, COLUMNS, WHOLE, PER_HEAD, EXPERT_ROWS, EXPERT_COLUMNS = "rows", "columns", "whole", "per head", "er", "ec"
 
 # A parameter of a layer under its Hugging Face name: where it is in a layer of megatron-core, and how it is cut.
@@ -53,6 +55,19 @@ class Sizes(NamedTuple):
     cp: int = 1  # the tokens of each sequence
     ep: int = 1  # experts
     etp: int = 1  # the matrices of an expert
+
+
+def sizes_of(options: StrategyOptions) -> Sizes:
+    """Returns the sizes that the options ask for."""
+    chosen = options.megatron
+    return Sizes(
+        tp=options.tp_size,
+        pp=chosen.pp_size,
+        vpp=chosen.vpp_size,
+        cp=chosen.cp_size,
+        ep=chosen.ep_size,
+        etp=chosen.etp_size,
+    )
 
 
 class Place(NamedTuple):

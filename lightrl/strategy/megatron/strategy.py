@@ -22,7 +22,7 @@ from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.plain import Weights
 from lightrl.strategy.megatron import checks, deepseek, main_copies, updates
 from lightrl.strategy.megatron.layout import MegatronLayout
-from lightrl.strategy.megatron.parts import Sizes
+from lightrl.strategy.megatron.parts import Sizes, sizes_of
 from lightrl.strategy.megatron.placing import Placed, place, placed_of
 from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
 from lightrl.strategy.megatron.schedule import forward_step, run_schedule
@@ -52,15 +52,7 @@ class MegatronStrategy(TorchStrategy):
     @property
     def sizes(self) -> Sizes:
         """The sizes that the options ask for."""
-        chosen = self.options.megatron
-        return Sizes(
-            tp=self.options.tp_size,
-            pp=chosen.pp_size,
-            vpp=chosen.vpp_size,
-            cp=chosen.cp_size,
-            ep=chosen.ep_size,
-            etp=chosen.etp_size,
-        )
+        return sizes_of(self.options)
 
     def _accumulation_steps(self, world: int) -> int:
         sizes = self.sizes

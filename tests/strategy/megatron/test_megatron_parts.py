@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from lightrl.config import MegatronConfig, StrategyOptions
 from lightrl.strategy.megatron.parts import (
     COLUMNS,
     EXPERT_COLUMNS,
@@ -18,8 +19,14 @@ from lightrl.strategy.megatron.parts import (
     Sizes,
     padded_rows,
     part_of,
+    sizes_of,
     slot_of,
 )
+
+
+def test_the_options_name_every_size() -> None:
+    megatron = MegatronConfig(pp_size=2, vpp_size=3, cp_size=4, ep_size=5, etp_size=6)
+    assert sizes_of(StrategyOptions(tp_size=7, megatron=megatron)) == Sizes(tp=7, pp=2, vpp=3, cp=4, ep=5, etp=6)
 
 
 def test_a_vocabulary_that_does_not_divide() -> None:
