@@ -41,12 +41,23 @@ def test_a_name_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.
 
 
 def test_what_can_be_had_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    connect = socket.create_connection
+
+    def noted(address: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(address)
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        address = server.getsockname()
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{address[1]}")
         hub.require_reachable("nobody/nothing", "--model")
+    assert asked == [address]
     monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
-    hub.require_reachable("nobody/nothing", "--model")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+        hub.require_reachable("nobody/nothing", "--model")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")  # which may reach it
     hub.require_reachable("nobody/nothing", "--model")
+    assert asked == [address]  # nothing more

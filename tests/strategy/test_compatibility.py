@@ -250,7 +250,7 @@ def _(served: Any, _: Path) -> None:
 @row("`init_model_context()`")
 def _(_: Any, __: Path) -> None:
     with fresh().init_model_context():
-        nn.Linear(1, 1)
+        assert nn.Linear(1, 1).weight.device.type == "cpu"
 
 
 @row('`setup_inference_engine(args, engine_type="vllm", actor=None)`')
@@ -447,6 +447,8 @@ def _(_: Any, __: Path) -> None:
     model, optimizer = trained(strategy)
     with strategy.before_micro_batch(model, is_last_micro_batch=True):
         strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 @row("`optimizer_step`")

@@ -188,7 +188,12 @@ def test_a_group_that_is_too_small_is_refused(name: str, group_size: int, text: 
 )
 def test_a_group_of_one_is_enough_for_what_compares_nothing(name: str) -> None:
     path = name if name in ("reinforce", "remax") or ":" in name else HERE + name
-    PolicyObjective(AlgorithmConfig(advantage=path), group_size=1)
+    objective = PolicyObjective(AlgorithmConfig(advantage=path), group_size=1)
+    (alone,) = samples_of(1)
+    experience = objective.advantages([Experience(sample=alone, reward=3.0, advantage=0.0)], Comm(), [1.0])
+    # Whitened, a sample by itself is at the mean; over_greedy gives 3 / (1 + 1), remax 3 - 1.
+    wanted = {"whitened": 0.0, "over_greedy": 1.5, "remax": 2.0}.get(name, 3.0)
+    assert [item.advantage for item in experience] == [wanted]
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus", "remax", "gpg", "pass_at_k"])

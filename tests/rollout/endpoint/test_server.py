@@ -180,6 +180,7 @@ def test_a_client_that_hangs_up_gives_its_request_up(endpoint: Endpoint) -> None
 
     play(endpoint, script, driver)
     gc.collect()
+    assert (driver.num_asked, driver.num_given_up) == (3, 3)
 
 
 def test_the_end_of_an_episode_ends_its_requests(endpoint: Endpoint) -> None:

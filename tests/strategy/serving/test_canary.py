@@ -1,6 +1,7 @@
 """Weight syncs that are spoilt, over whole strategies; see the program."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_the_built_in_model_runs_in_bfloat16(tmp_path: Path) -> None:
     script = str(PROGRAM.parents[2] / "scripts" / "train_grpo.py")
     options = ["--dtype", "bfloat16", "--max_steps", "2", "--canary_every", "1", "--eval.every", "0"]
     run_program([sys.executable, script, *options, "--output_dir", str(tmp_path / "run")], timeout_s=120)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [0 < row["sync/canary_max_abs"] < 0.25 for row in rows] == [True] * 2
 
 
 def test_a_nan_is_the_largest_difference() -> None:
