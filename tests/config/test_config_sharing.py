@@ -15,7 +15,6 @@ from lightrl.config.strategy import DistributedConfig, RoutingConfig
 
 WHOLE = [  # options that need whole sequences, and the name in the error of True
     ({"exact": True}, "--exact"),
-    ({"sp_size": 2}, "--sp_size"),
     ({"routing": RoutingConfig(replay=True)}, "--routing.replay"),
     ({"routing": RoutingConfig(balance_coef=0.1)}, "--routing.balance_coef"),
 ]
@@ -25,6 +24,7 @@ def test_a_run_shares_by_itself_where_that_has_been_timed() -> None:
     assert GRPOConfig().share_prompts == "auto"
     assert may_share_prompts(GRPOConfig())
     assert may_share_prompts(PPOConfig(strategy="fsdp", rollout_ranks=1))
+    assert may_share_prompts(GRPOConfig(strategy="fsdp", sp_size=2))
     assert not may_share_prompts(SFTConfig())
 
 
