@@ -4,6 +4,7 @@ pip install trl==1.16.0     (and once more with 1.14.2: since 1.15 TRL scores pr
 python benchmarks/grpo_step.py --steps 40 --rounds 3 --threads 1
 python benchmarks/grpo_step.py --task equal --steps 4 --rounds 2 --threads 1
 python benchmarks/grpo_step.py --task tail --steps 6 --rounds 2 --threads 1
+python benchmarks/grpo_step.py --ranks 2 --threads 1      (ddp on both sides; the figures are those of rank 0)
 
 addition: the built-in task and model, 16 prompts x 16 samples of at most 8 tokens. equal: a random model of 42 million
 parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LEARNING_RATE = 1e-4
+OUTPUT = "GRPO_STEP_OUTPUT"  # the folder of lightrl's run, which all ranks have to share
 PROMPT_LENGTH = 64  # words, of the random models
 RANDOM = {"equal": ("mid", 32_000, 64), "tail": ("toy", 64, 512), "tail_mid": ("mid", 64, 512)}  # shape, words, longest
 
@@ -113,10 +115,10 @@ def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True
             clock.start_step()
             return super().step()
 
-    data = folder / "data.jsonl"
+    data = folder / f"data{os.environ.get('RANK', 0)}.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in task.records))
     config = GRPOConfig(
-        strategy="single",
+        strategy="ddp" if num_ranks() > 1 else "single",
         model=task.model,
         train_data=str(data),
         max_steps=num_steps,
@@ -124,7 +126,7 @@ def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True
         group_size=task.group_size,
         max_new_tokens=task.max_new_tokens,
         lr=LEARNING_RATE,
-        output_dir=str(folder / "run"),
+        output_dir=os.environ[OUTPUT],
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
         share_prompts="auto" if shares else False,
@@ -138,6 +140,11 @@ def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True
     phases = [{k: v for k, v in row.items() if k.startswith("time/")} for row in rows[1:]]
     middle = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
     return {**clock.steps(), "rewards": [row["reward/mean"] for row in rows], "phases": middle}
+
+
+def num_ranks() -> int:
+    """Returns the number of ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
@@ -160,6 +167,7 @@ def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
         Timer(),
         num_steps=num_steps,
         num_prompts=task.num_prompts,
+        num_ranks=num_ranks(),
         group_size=task.group_size,
         max_new_tokens=task.max_new_tokens,
         lr=LEARNING_RATE,
@@ -185,12 +193,16 @@ def run_child(system: str, task: str, num_steps: int) -> dict[str, Any]:
 
 
 def in_a_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", system, "--steps", str(args.steps), "--task", args.task]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    options = ["--child", system, "--steps", str(args.steps), "--task", args.task]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+    command = [sys.executable, *(launcher if args.ranks > 1 else []), __file__, *options]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), OUTPUT: f"{folder}/run"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (found,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+    result: dict[str, Any] = json.loads(found)
     return result
 
 
@@ -199,11 +211,14 @@ def main() -> None:
     parser.add_argument("--task", choices=["addition", *RANDOM], default="addition")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--child", choices=list(SYSTEMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(run_child(args.child, args.task, args.steps)))
+        result = run_child(args.child, args.task, args.steps)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(result))
         return
     if importlib.util.find_spec("trl") is None:
         raise SystemExit("This compares with TRL: pip install trl==1.16.0 first.")
@@ -222,7 +237,8 @@ def main() -> None:
                 *(f"{name[5:]} {seconds * 1e3:.1f}" for name, seconds in result.get("phases", {}).items()),
                 flush=True,
             )
-    print(f"{args.task}, {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps, TRL {trl_version}")
+    setting = f"{args.ranks} rank(s) x {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps"
+    print(f"{args.task}, {setting}, TRL {trl_version}")
     for system in ("lightrl", "whole"):
         time_, cpu, memory = (
             statistics.median(

@@ -28,6 +28,7 @@ def trl_trainer(
     group_size: int,
     max_new_tokens: int,
     lr: float,
+    num_ranks: int = 1,
     seed: int = 0,
 ) -> Any:
     """Returns a trainer that takes the records in lightrl's order; reward gets lists named as the records' fields."""
@@ -41,7 +42,7 @@ def trl_trainer(
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "per_device_train_batch_size": num_prompts * group_size,
+        "per_device_train_batch_size": num_prompts * group_size // num_ranks,
         "num_generations": group_size,
         "max_completion_length": max_new_tokens,
         "temperature": 1.0,
