@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
 from lightrl.comm import RankError
-from lightrl.config import RolloutConfig, check_own_options
+from lightrl.config import GRPOConfig, RolloutConfig, check_own_options
 from lightrl.config.rollout_sections import ScheduleConfig
 from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
@@ -68,7 +69,6 @@ class Learner(Trainer):
         self._role = role
         try:
             super().__init__(config, strategy=self._make_strategy(config))
-            self._check_needs()
             self.collector = self._make_collector()
         except Exception as error:
             self._report(error)
@@ -161,10 +161,6 @@ class Learner(Trainer):
         self._link.meet()
         return self._link
 
-    def _check_needs(self) -> None:
-        if getattr(getattr(self, "objective", None), "needs_greedy_baseline", False):
-            raise _refused("an advantage that compares with greedy responses", "Choose another --algorithm.advantage")
-
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
@@ -185,8 +181,13 @@ def check_split(config: RolloutConfig) -> None:
     check_own_options(config, strategy_class(config.strategy))  # here, since rollout ranks make another strategy
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
-    if getattr(getattr(config, "algorithm", None), "advantage", "") == "remax":
-        raise _refused("--algorithm.advantage remax, which needs greedy responses", "Choose another advantage")
+    if isinstance(config, GRPOConfig):
+        _check_advantage(config.algorithm.advantage)
+
+
+def _check_advantage(name: str) -> None:
+    if "greedy_baseline" in traits_of(find("advantage", name), AdvantageTraits).needs:
+        raise _refused(f"--algorithm.advantage {name}, which needs greedy responses", "Choose another advantage")
 
 
 def _check_schedule(config: RolloutConfig) -> None:

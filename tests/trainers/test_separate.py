@@ -1,5 +1,6 @@
 import pytest
 
+from lightrl.algorithms.registry import advantage
 from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.separate import check_split, in_role
@@ -20,10 +21,16 @@ def test_what_separate_ranks_do_not_have_is_refused_by_name(options, message):
         check_split(GRPOConfig(rollout_ranks=1, **options))
 
 
-def test_greedy_baselines_are_refused():
+@advantage(needs="greedy_baseline")
+def over_greedy(samples):
+    return samples.rewards - samples.baselines
+
+
+@pytest.mark.parametrize("name", ["remax", f"{__name__}:over_greedy"])
+def test_greedy_baselines_are_refused(name):
     config = GRPOConfig(rollout_ranks=1)
-    config.algorithm.advantage = "remax"
-    with pytest.raises(ValueError, match="--algorithm.advantage remax, which needs greedy responses"):
+    config.algorithm.advantage = name
+    with pytest.raises(ValueError, match=f"--algorithm.advantage {name}, which needs greedy responses"):
         check_split(config)
 
 
