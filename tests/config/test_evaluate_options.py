@@ -3,6 +3,8 @@
 import pytest
 
 from lightrl.config import EvaluateConfig, parse_config
+from lightrl.config.evaluate import OF_STEPS
+from lightrl.trainers.fit import _PARTS
 
 
 def test_the_data_to_evaluate_on_are_the_only_ones_read() -> None:
@@ -17,3 +19,22 @@ def test_a_k_beyond_the_samples_is_told(capsys: pytest.CaptureFixture[str]) -> N
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert "--eval.k 8 needs as many samples" in captured.out + captured.err
+
+
+def test_what_changes_the_steps_of_a_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {*OF_STEPS} == {*_PARTS}
+    options = [
+        ["--exact", "True"],
+        ["--rollout_ranks", "1"],
+        ["--rollout.record", "folder"],
+        ["--rollout.from", "folder"],
+        ["--data.curriculum", "half_solved"],
+        ["--rollout.over_issue", "0.5", "--rollout.max_staleness", "1"],
+        ["--rollout.max_staleness", "1"],
+        ["--rollout.filter", "unequal_rewards"],
+    ]
+    for words in options:
+        with pytest.raises(SystemExit):
+            parse_config(EvaluateConfig, words)
+        told = capsys.readouterr().err.replace("\u2502", "").split()
+        assert f"{words[0]} is of training: an evaluation takes no steps. Leave it out." in " ".join(told)
