@@ -27,7 +27,7 @@ _SAME_SHAPE = {
 _OVER_ROWS = {"gather", "sum", "mean", "logsumexp", "argmax", "amax", "max"}
 _NEEDS_DIM = _OVER_ROWS | {"log_softmax", "softmax"}
 
-Rows = Callable[[Tensor, Any], Tensor]  # turns logits of the chosen rows, and which they are, into a result
+RowFunction = Callable[[Tensor, Any], Tensor]  # turns logits of the chosen rows, and which they are, into a result
 
 
 class LanguageModel(Protocol):
@@ -67,7 +67,7 @@ class Logits:
 
     hidden: Tensor  # [T, H]
     head: Head
-    change: Rows | None = None  # what was done to each row so far
+    change: RowFunction | None = None  # what was done to each row so far
 
     @classmethod
     def of(cls, policy: LanguageModel, hidden: Tensor) -> Logits:
@@ -229,7 +229,7 @@ class Logits:
     def _changed(self, rows: Tensor, which: Any) -> Tensor:
         return rows if self.change is None else self.change(rows, which)
 
-    def _chunked(self, function: Rows) -> Any:
+    def _chunked(self, function: RowFunction) -> Any:
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, which: slice) -> Any:
             return function(self.head.logits(hidden, weight, bias), which)
 

@@ -67,7 +67,7 @@ class ForwardNames:
         """
         if position_ids is not None:
             check_positions(position_ids, attention_mask)
-        rows = Rows(
+        rows = PackedRows(
             input_ids,
             attention_mask,
             processor=logits_processor,
@@ -88,7 +88,7 @@ def check_positions(position_ids: Tensor, attention_mask: Tensor) -> None:
         )
 
 
-class Rows:
+class PackedRows:
     """Padded rows as a pack, with what is made of its logits."""
 
     def __init__(
@@ -161,7 +161,7 @@ def forward_step(temperature: float, loss_fn: LossFn | None) -> Step:
     return step
 
 
-def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> Rows:
+def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> PackedRows:
     """Returns rows of which each token's successor is scored; 0 for what has none."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     is_followed = torch.cat([mask[:, :-1] * mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1).bool()
@@ -171,7 +171,7 @@ def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> Rows:
         return {"log_probs": log_probs * is_followed, "entropy": entropy * is_followed}
 
     arguments = {"label": ids.roll(-1, 1), "is_followed": is_followed}
-    return Rows(ids, mask, processor=score, arguments=arguments)
+    return PackedRows(ids, mask, processor=score, arguments=arguments)
 
 
 def temperature_of(options: StrategyOptions) -> float:

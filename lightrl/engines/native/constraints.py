@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrl.engines.base import SamplingParams
-from lightrl.engines.native.scheduler import Rows
+from lightrl.engines.native.scheduler import RunningSamples
 
 
-def constrain(logits: Tensor, rows: Rows, first_row: int, eos_table: NDArray[np.bool_]) -> Tensor:
+def constrain(logits: Tensor, rows: RunningSamples, first_row: int, eos_table: NDArray[np.bool_]) -> Tensor:
     """Returns the logits [n, vocab] of the rows from first_row on, changed where a row asks for it."""
     logits = logits.float().clone()
     for index in np.nonzero(rows.is_constrained[first_row : first_row + len(logits)])[0]:

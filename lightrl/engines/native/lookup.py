@@ -20,7 +20,7 @@ from lightrl.engines.native.cache import RowCache, additive_mask
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState, _Layer
 from lightrl.engines.native.sampler import plan_sampling
-from lightrl.engines.native.scheduler import Rows
+from lightrl.engines.native.scheduler import RunningSamples
 from lightrl.seeding import uniform_array
 
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens at the end of a text that are looked for earlier in it
@@ -107,7 +107,7 @@ class LookupEngine(NativeEngine):
     def _may_guess(self, num_rows: int) -> bool:
         return self._runner.uses_fused_forward and not self._scheduler.rows.is_constrained[:num_rows].any()
 
-    def _guess(self, rows: Rows, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _guess(self, rows: RunningSamples, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns guesses [n, num_guesses] and how many each row has, [n]; no row gets more than it may produce."""
         guesses = np.zeros((num_rows, self._num_guesses), np.int64)
         counts = np.zeros(num_rows, np.int64)

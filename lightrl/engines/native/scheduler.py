@@ -50,7 +50,7 @@ class Moves:
     targets: NDArray[np.int64]
 
 
-class Rows:
+class RunningSamples:
     """The running samples as columns: entry r of every column describes the sample in row r of the cache."""
 
     def __init__(self, num_rows: int) -> None:
@@ -116,7 +116,7 @@ class Scheduler:
 
     def __init__(self, num_rows: int, eos_table: NDArray[np.bool_]) -> None:
         """eos_table: [vocab], True for tokens that end a sample."""
-        self.rows = Rows(num_rows)
+        self.rows = RunningSamples(num_rows)
         self.num_running = 0
         self._num_rows = num_rows
         self.eos_table = eos_table

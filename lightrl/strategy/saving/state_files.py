@@ -111,7 +111,7 @@ def _save_with_checksums(path: Path, pieces: Sequence[Piece], index: dict[str, d
         checksums = {"crc_rows": num_rows, "crc32s": block_checksums(tensor, num_rows)}
         index[name] = {**_index_entry(piece), "file": path.name, **checksums}
         if path.name.startswith("model-"):  # the weights also count for the hash of the checkpoint
-            rows = Rows(name, tensor, tuple(index[name]["shape"]), piece.rows[0] if piece.rows else 0)
+            rows = NamedRows(name, tensor, tuple(index[name]["shape"]), piece.rows[0] if piece.rows else 0)
             index[name]["digest"] = f"{digest_of_rows(rows):x}"
     save_tensors(path, {piece.name: piece.tensor for piece in pieces})
 
@@ -136,7 +136,7 @@ def _index_entry(piece: Piece) -> dict[str, Any]:
 # line "NAME DTYPE SHAPE DIGEST" for each tensor, sorted. weights.sha256 holds the hash and, below it, these lines.
 
 
-class Rows(NamedTuple):
+class NamedRows(NamedTuple):
     """Some rows of a tensor, by name: those from `first` on of a tensor of `shape`."""
 
     name: str
@@ -145,7 +145,7 @@ class Rows(NamedTuple):
     first: int = 0
 
 
-def digest_of_rows(rows: Rows) -> int:
+def digest_of_rows(rows: NamedRows) -> int:
     """Returns what the rows add to their tensor's digest."""
     head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
     values = rows.tensor.detach().cpu().contiguous()
@@ -199,21 +199,21 @@ def recompute(folder: Path) -> str:
     return _hash_of(rows)
 
 
-def _hash_of(parts: Iterable[Rows]) -> str:
+def _hash_of(parts: Iterable[NamedRows]) -> str:
     return hash_text((_described(part.name, part.tensor.dtype, part.shape), digest_of_rows(part)) for part in parts)
 
 
-def _folder_rows(folder: Path, in_memory: Mapping[str, Tensor | None]) -> Iterator[Rows]:
+def _folder_rows(folder: Path, in_memory: Mapping[str, Tensor | None]) -> Iterator[NamedRows]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no dictionary: it has no iteration of its own
                 shape, known = tuple(opened.get_slice(name).get_shape()), in_memory.get(name)
                 tensor = known if known is not None and known.shape == shape else opened.get_tensor(name)
-                yield Rows(name, tensor, shape)
+                yield NamedRows(name, tensor, shape)
 
 
-def _state_rows(folder: Path) -> Iterator[Rows]:
+def _state_rows(folder: Path) -> Iterator[NamedRows]:
     for path in sorted(folder.glob("model-rank*.json")):
         for name, entry in load_json(path).items():
             with safe_open(folder / entry["file"], framework="pt") as opened:
-                yield Rows(name, opened.get_tensor(name), tuple(entry["shape"]), entry.get("rows", [0])[0])
+                yield NamedRows(name, opened.get_tensor(name), tuple(entry["shape"]), entry.get("rows", [0])[0])

@@ -11,7 +11,7 @@ from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import Piece
 from lightrl.strategy.saving.state_files import (
     HASH_FILE,
-    Rows,
+    NamedRows,
     StateWriter,
     digest_of_rows,
     hash_text,
@@ -33,11 +33,11 @@ def sha(content: bytes) -> int:
 
 def test_the_hash_is_the_documented_one() -> None:
     row_0 = sha(b"b float32 5x2\n" + bytes(8) + bytes.fromhex("00000000 0000803f"))  # 0.0 and 1.0, little end first
-    assert digest_of_rows(Rows("b", WEIGHTS["b"][:1], (5, 2))) == row_0
+    assert digest_of_rows(NamedRows("b", WEIGHTS["b"][:1], (5, 2))) == row_0
     row_4 = sha(b"b float32 5x2\n" + b"\4" + bytes(7) + bytes.fromhex("00000041 00001041"))  # 8.0 and 9.0
-    assert digest_of_rows(Rows("b", WEIGHTS["b"][4:], (5, 2), 4)) == row_4
+    assert digest_of_rows(NamedRows("b", WEIGHTS["b"][4:], (5, 2), 4)) == row_4
     scalar = sha(b"a.scale bfloat16 scalar\n" + bytes(8) + bytes.fromhex("4040"))
-    assert digest_of_rows(Rows("a.scale", WEIGHTS["a.scale"], ())) == scalar
+    assert digest_of_rows(NamedRows("a.scale", WEIGHTS["a.scale"], ())) == scalar
     total = (row_0 + row_4) % 2**256
     text = hash_text([("b float32 5x2", row_4), ("a.none float32 0x4", 0), ("b float32 5x2", row_0)])
     lines = f"a.none float32 0x4 {0:064x}\nb float32 5x2 {total:064x}\n"
