@@ -46,11 +46,15 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
         exit_with_user_error(error)
     except SystemExit as end:  # tyro has said what is wrong
         if end.code:
-            leave_error("The options are wrong: the first lines of the output say which, and what is allowed.")
-        known = option_names(config_class)
-        for reason in [*reasons_against(args, known), *own_names(args, known)] if end.code else ():
-            print_user_error(ValueError(reason))
+            _say_more(args, option_names(config_class))
         raise
+
+
+def _say_more(args: Sequence[str], known: list[str]) -> None:
+    """Says why training has no option of a name, or how it is called here."""
+    leave_error("The options are wrong: the first lines of the output say which, and what is allowed.")
+    for reason in [*reasons_against(args, known), *own_names(args, known)]:
+        print_user_error(ValueError(reason))
 
 
 def _own_name(arg: str) -> str:

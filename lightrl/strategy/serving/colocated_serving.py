@@ -134,15 +134,19 @@ class ColocatedServing:
         """Lends the engine, awake and with the trainer's weights; a collective. Unless told not to, it sleeps after."""
         engine, comm = self.require_engine(), self.group.comm
         try:
-            if engine.needs_weights and self._model is not None:  # after sleep level 2; the same on every rank
-                with comm.phase("generate"):
-                    self.sync_weights(self._model, is_new=False)
+            if engine.needs_weights:  # after sleep level 2; the same on every rank
+                self._send_again()
             with comm.phase("generate", local=True):
                 self.wake()
             yield engine
         finally:
             if sleep_engine and not self._is_kept_awake:
                 self.sleep()
+
+    def _send_again(self) -> None:
+        if self._model is not None:
+            with self.group.comm.phase("generate"):
+                self.sync_weights(self._model, is_new=False)
 
     @contextmanager
     def kept_awake(self) -> Iterator[None]:
