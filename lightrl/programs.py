@@ -67,7 +67,7 @@ COMMANDS: dict[str, Run | Command] = {
         "Write the model of a run, or of a checkpoint, as a Hugging Face folder.", "lightrl.trainers.export_run:main"
     ),
     "completion": Command(
-        "Print a script for bash or zsh that completes commands and options.", "lightrl.completion:main"
+        "Print a script for bash or zsh that completes commands and options.", "lightrl.shell_completion:main"
     ),
 }
 

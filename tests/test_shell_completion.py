@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from lightrl.completion import main
+from lightrl.shell_completion import main
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
