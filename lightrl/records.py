@@ -194,6 +194,10 @@ class ScoredGroup:
         """Rewards that did not fail."""
         return [reward for reward in self.rewards if not math.isnan(reward)]
 
+    def at(self, position: int) -> ScoredGroup:
+        """Returns the group at another position of its batch."""
+        return replace(self, samples=tuple(replace(sample, position=position) for sample in self.samples))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:

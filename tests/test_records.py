@@ -84,3 +84,10 @@ def test_the_oldest_version_is_of_a_token_that_the_policy_chose() -> None:
     assert nothing.oldest_version == 2
     group = ScoredGroup(samples=(sample, nothing), rewards=(0.0, 0.0), step=4)
     assert (group.ticket, group.start_version, group.oldest_version) == (7, 2, 2)
+
+
+def test_a_group_moves_as_a_whole() -> None:
+    group = ScoredGroup(samples=(SAMPLE, dataclasses.replace(SAMPLE, sample_index=1)), rewards=(0.0, 1.0), step=4)
+    moved = group.at(SAMPLE.position + 3)
+    assert [sample.position for sample in moved.samples] == [SAMPLE.position + 3] * 2
+    assert moved.at(SAMPLE.position) == group

@@ -26,7 +26,7 @@ from lightrl.strategy import StrategyBase
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
-ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
 
 _PLAIN = SamplingParams()
 
@@ -128,7 +128,7 @@ class Collector(Scorer):
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
-        seeds = [mix_seed(ROLLOUT_STREAM, self._seed, step, position) for position, _ in prompts]
+        seeds = [seed_of_prompt(self._seed, step, position) for position, _ in prompts]
         sampling = replace(self._sampling, temperature=temperature)
         return self._generate(prompts, seeds, group_size, sampling)
 
@@ -196,6 +196,11 @@ class Collector(Scorer):
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
         return statistics.reduce(comm)
+
+
+def seed_of_prompt(seed: int, step: int, position: int) -> int:
+    """Returns the seed of a prompt's samples in a training with this seed, whatever rank makes them, and when."""
+    return mix_seed(_ROLLOUT_STREAM, seed, step, position)
 
 
 def grouped(samples: Sequence[Sample], rewards: Sequence[float], size: int, step: int) -> list[ScoredGroup]:

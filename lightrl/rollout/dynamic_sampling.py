@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightrl.comm import Comm
@@ -83,7 +82,7 @@ class DynamicSampling:
         positions = {name: position for position, name in enumerate(names[: self._num_prompts])}
         kept = sorted(kept, key=_name)
         self._spares = [group for group in kept if _name(group) not in positions] if self._config.carry_over else []
-        return [_at_position(group, positions[_name(group)]) for group in kept if _name(group) in positions]
+        return [group.at(positions[_name(group)]) for group in kept if _name(group) in positions]
 
     def _count_dropped(self, drawn: Sequence[ScoredGroup]) -> None:
         dropped = [group for group in drawn if not group.has_signal]
@@ -119,7 +118,3 @@ class DynamicSampling:
 def _name(group: ScoredGroup) -> tuple[int, int]:
     """Names a group alike on every rank: the step that sampled it, and its position in that step."""
     return (group.step, group.samples[0].position)
-
-
-def _at_position(group: ScoredGroup, position: int) -> ScoredGroup:
-    return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))

@@ -22,12 +22,11 @@ from lightrl.engines.link import Command, Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Scorer, engine_prompt, sampling_of
+from lightrl.rollout.collector import Collector, Scorer, engine_prompt, sampling_of, seed_of_prompt
 from lightrl.rollout.fresh_share import bounded_rules, num_steps_started
 from lightrl.rollout.journal import completion_from, completion_state
 from lightrl.rollout.sample_messages import from_bytes, to_bytes
 from lightrl.rollout.saved_groups import group_state
-from lightrl.seeding import mix_seed
 
 CLAIMS = "claims"  # counter of the groups that were started since the run began or was resumed
 FINISHED = "finished"
@@ -220,7 +219,7 @@ class Production:
         return self._prompts[self._sampler.index_at(ticket) if self._named is None else self._named[number]]
 
     def _seed(self, ticket: int) -> int:
-        return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
+        return seed_of_prompt(self._config.seed, *divmod(ticket, self._config.num_prompts))
 
     def _scored_group(self, made: Made) -> bytes:
         """Scores a group by itself; the trainer adds the failures of a step's groups up."""

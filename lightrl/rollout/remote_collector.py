@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightrl.comm import Comm
@@ -38,7 +37,7 @@ class RemoteCollector:
                 groups = self.take(self._link, step)
         outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
         for position, group in enumerate(groups):
-            outgoing[position % self._comm.world].append(at_position(group, position))
+            outgoing[position % self._comm.world].append(group.at(position))
         mine = self._comm.exchange(outgoing)
         self._rewards = {
             sample.key: reward for group in mine for sample, reward in zip(group.samples, group.rewards, strict=True)
@@ -81,8 +80,3 @@ class RemoteCollector:
                 self._link.post({"do": "evaluate", "settings": settings})
                 metrics = json.loads(self._link.answers()[0])
         return self._comm.broadcast_object(metrics)
-
-
-def at_position(group: ScoredGroup, position: int) -> ScoredGroup:
-    """Returns the group as the one at this position of its batch."""
-    return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))

@@ -13,9 +13,8 @@ from lightrl.engines.base import Completion
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rollout.collector import ROLLOUT_STREAM, Collector, Prompts, engine_prompt, sampling_of
+from lightrl.rollout.collector import Collector, Prompts, engine_prompt, sampling_of, seed_of_prompt
 from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample, digest_of
-from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 
 _Name = tuple[int, int]  # ticket and sample
@@ -94,7 +93,7 @@ class ReplayedCollector:
                 self._made[names[completion.request_id]] = completion
 
     def _seed(self, ticket: int) -> int:
-        return mix_seed(ROLLOUT_STREAM, self._config.seed, *divmod(ticket, self._config.num_prompts))
+        return seed_of_prompt(self._config.seed, *divmod(ticket, self._config.num_prompts))
 
     def _prompt(self, group: RecordedGroup) -> Prompt:
         return self._prompts[self._sampler.index_at(group.ticket) if group.prompt is None else group.prompt]

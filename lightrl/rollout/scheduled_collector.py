@@ -14,14 +14,13 @@ from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup, Status
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient
-from lightrl.rollout.collector import ROLLOUT_STREAM, Prompts, sampling_of
+from lightrl.rollout.collector import Prompts, sampling_of, seed_of_prompt
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, episode_limits
 from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.workflow import Workflow
-from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class ScheduledCollector(EpisodeCollector):
         self.schedule.scheduler.take(batch)
         self._describe_step(step)
         positions = {ticket: position for position, ticket in enumerate(batch)}
-        self._taken = [at_position(group, positions[group.ticket]) for group in groups]
+        self._taken = [group.at(positions[group.ticket]) for group in groups]
         return [sample for group in self._taken for sample in group.samples]
 
     def score(
@@ -153,7 +152,7 @@ class ScheduledCollector(EpisodeCollector):
 
     def _job(self, journal: Journal, sampling: SamplingParams) -> EpisodeJob:
         step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
-        seed = mix_seed(ROLLOUT_STREAM, self._seed, step, position)  # the draws of a run that is not scheduled
+        seed = seed_of_prompt(self._seed, step, position)  # the draws of a run that is not scheduled
         siblings = sum(key[0] == journal.ticket and key not in self._ended for key in self.schedule.journals)
         prompt = self.schedule.prompt(journal.ticket)
         return EpisodeJob(journal.ticket, prompt, journal.sample_index, seed, sampling, siblings)
@@ -219,11 +218,6 @@ class ScheduledCollector(EpisodeCollector):
         if scheduler.rules.tail_batch > 0:
             statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
         self._num_lost = 0
-
-
-def at_position(group: ScoredGroup, position: int) -> ScoredGroup:
-    """Returns the group at a position of a batch."""
-    return replace(group, samples=tuple(replace(sample, position=position) for sample in group.samples))
 
 
 def scheduled_collector(

@@ -6,7 +6,7 @@ from lightrl.comm import Comm
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rollout.remote_collector import RemoteCollector, at_position
+from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
 
@@ -76,7 +76,3 @@ def test_the_rollout_ranks_evaluate():
 def test_there_are_no_greedy_responses():
     with pytest.raises(RuntimeError, match="no greedy responses"):
         RemoteCollector(Comm(), None, PROMPTS, PromptSampler(4, 1, seed=0)).sample_greedily([])
-
-
-def test_a_group_moves_as_a_whole():
-    assert [sample.position for sample in at_position(group(0, 5, 1.0), 1).samples] == [1]

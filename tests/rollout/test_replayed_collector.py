@@ -13,7 +13,6 @@ from lightrl.engines.base import EngineGroup, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import build_native_engine
 from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rollout.collector import ROLLOUT_STREAM
 from lightrl.rollout.production import segments
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
@@ -55,7 +54,7 @@ def sample_of(position, prompt, completion):
 
 def recorded(engine, model):
     """One group, whose samples have tokens of both versions."""
-    params = SamplingParams(max_new_tokens=6, n=2, seed=mix_seed(ROLLOUT_STREAM, CONFIG.seed, 0, 0), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=6, n=2, seed=mix_seed(1, CONFIG.seed, 0, 0), ignore_eos=True)
     engine.submit(PROMPTS[0].token_ids, params)
     done = [*engine.step(), *engine.step()]
     engine.update_weights(weights(model, 1), 1)

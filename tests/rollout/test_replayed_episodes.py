@@ -17,7 +17,6 @@ from lightrl.records import Prompt, ScoredGroup
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EpisodeLimits
-from lightrl.rollout.collector import ROLLOUT_STREAM
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeJob
 from lightrl.rollout.journal import Journal
@@ -82,7 +81,7 @@ def recorded(engine, model, tmp_path):
     collector, _ = collector_of(engine, 3)
     driver = PhasedDriver(engine, EngineGroup())
     jobs = [
-        EpisodeJob(0, PROMPT, index, mix_seed(ROLLOUT_STREAM, CONFIG.seed, 0, 0), SamplingParams(max_new_tokens=5), 2)
+        EpisodeJob(0, PROMPT, index, mix_seed(1, CONFIG.seed, 0, 0), SamplingParams(max_new_tokens=5), 2)
         for index in range(2)
     ]
     journals = [Journal(0, index, 0) for index in range(2)]
