@@ -217,8 +217,10 @@ def ungrouped(groups: Sequence[ScoredGroup]) -> list[Experience]:
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:
     """Returns the engine's input for a prompt, its images read from their files."""
-    if not prompt.images and not prompt.videos:
-        return EnginePrompt(token_ids=prompt.token_ids)
+    return _with_media(prompt) if prompt.images or prompt.videos else EnginePrompt(token_ids=prompt.token_ids)
+
+
+def _with_media(prompt: Prompt) -> EnginePrompt:
     images, videos = read_media(prompt)
     return EnginePrompt(token_ids=prompt.token_ids, images=tuple(images), videos=tuple(videos))
 
