@@ -40,6 +40,18 @@ class PackShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a rank computes a pass."""
+
+    computation: Computation = "float32"
+    checkpointing: bool = False
+    trains: bool = True  # with a backward
+    tp_size: int = 1
+    sp_size: int = 1
+    on_accelerator: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """The bytes of a forward, and of its backward if there is one."""
 
@@ -48,49 +60,34 @@ class Pass:
 
 
 @lru_cache(maxsize=64)
-def needs_of(
-    model: Model,
-    pack: PackShape,
-    *,
-    computation: Computation,
-    checkpointing: bool,
-    trains: bool,
-    tp_size: int = 1,
-    sp_size: int = 1,
-    on_accelerator: bool = False,
-) -> Pass:
+def needs_of(model: Model, pack: PackShape, settings: Settings) -> Pass:
     """Returns what a pass needs, of this rank's part of the model and of the pack."""
-    settings = (computation, checkpointing, trains, tp_size, sp_size, on_accelerator)
-    one, two = (_measured(model, pack, num_layers, *settings) for num_layers in (1, 2))
+    one, two = (_measured(model, pack, num_layers, settings) for num_layers in (1, 2))
     return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
 
 
 def needs_of_few(model: Model, pack: PackShape, *, trains: bool, on_accelerator: bool) -> tuple[Pass, Pass]:
     """Returns what passes of one block and of two need in float32."""
-    one, two = (_measured(model, pack, count, "float32", False, trains, 1, 1, on_accelerator) for count in (1, 2))
+    settings = Settings(trains=trains, on_accelerator=on_accelerator)
+    one, two = (_measured(model, pack, count, settings) for count in (1, 2))
     return one, two
 
 
-def _measured(
-    model: Model,
-    pack: PackShape,
-    num_layers: int,
-    computation: Computation,
-    checkpointing: bool,
-    trains: bool,
-    tp_size: int,
-    sp_size: int,
-    on_accelerator: bool,
-) -> Pass:
+def _measured(model: Model, pack: PackShape, num_layers: int, settings: Settings) -> Pass:
     """Runs the model of fewer layers. A mixture's experts run in bfloat16: their fake kernel takes nothing else."""
     is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
-    in_half = computation == "bfloat16" or is_mixture
-    module = model.smaller(num_layers, tp_size)
-    with fake(), tiles_of(on_accelerator), split_over(module, sp_size), torch.set_grad_enabled(trains):
+    trains, computation = settings.trains, settings.computation
+    module = model.smaller(num_layers, settings.tp_size)
+    with (
+        fake(),
+        tiles_of(settings.on_accelerator),
+        split_over(module, settings.sp_size),
+        torch.set_grad_enabled(trains),
+    ):
         module = faked(module).train(trains)
-        if checkpointing and trains:
+        if settings.checkpointing and trains:
             enable_gradient_checkpointing(getattr(module, "hf", module))
-        if in_half:
+        if computation == "bfloat16" or is_mixture:
             to_half(module)
         elif computation == "autocast":
             module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
 from lightrl.models import logprobs
-from lightrl.plan.activations import Computation, Pass, needs_of
+from lightrl.plan.activations import Computation, Pass, Settings, needs_of
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
@@ -230,9 +230,7 @@ class _Step:
 
     def _need(self, role: str, *, trains: bool) -> Pass:
         config = self._config
-        return needs_of(
-            self._used[role],
-            self._batches.pack,
+        settings = Settings(
             computation=self._computation,
             checkpointing=config.gradient_checkpointing,
             trains=trains,
@@ -240,6 +238,7 @@ class _Step:
             sp_size=config.sp_size,
             on_accelerator=self._machine.is_accelerator,
         )
+        return needs_of(self._used[role], self._batches.pack, settings)
 
     @property
     def _computation(self) -> Computation:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightrl.config import GRPOConfig
-from lightrl.plan.activations import PackShape, needs_of
+from lightrl.plan.activations import PackShape, Settings, needs_of
 from lightrl.plan.models import policy_of
 
 PACK = PackShape(num_sequences=4, length=32, num_scored=24)
@@ -13,8 +13,7 @@ def test_a_pass_by_its_settings(small_config: Any) -> None:
     model = policy_of(small_config, GRPOConfig())
 
     def top(**settings: Any) -> float:
-        wanted = {"computation": "float32", "checkpointing": False, "trains": True, **settings}
-        return needs_of(model, PACK, **wanted).top
+        return needs_of(model, PACK, Settings(**settings)).top
 
     trained = top()
     assert top(trains=False) < top(checkpointing=True) < trained
@@ -27,8 +26,7 @@ def test_a_further_block_costs_the_same(small_config: Any) -> None:
     model = policy_of(small_config, GRPOConfig())
     small_config_of_four = type(small_config)(**{**small_config.to_dict(), "num_hidden_layers": 4, "layer_types": None})
     deeper = policy_of(small_config_of_four, GRPOConfig())
-    settings: dict[str, Any] = {"computation": "float32", "checkpointing": False, "trains": True}
-    three, four = (needs_of(item, PACK, **settings).top for item in (model, deeper))
+    three, four = (needs_of(item, PACK, Settings()).top for item in (model, deeper))
     double = PackShape(num_sequences=8, length=32, num_scored=24)
     assert four > three
-    assert needs_of(model, double, **settings).top > 1.9 * three
+    assert needs_of(model, double, Settings()).top > 1.9 * three

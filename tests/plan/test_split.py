@@ -6,7 +6,7 @@ import torch
 
 from lightrl.config import GRPOConfig
 from lightrl.models import token_split
-from lightrl.plan.activations import PackShape, needs_of
+from lightrl.plan.activations import PackShape, Settings, needs_of
 from lightrl.plan.models import policy_of
 from lightrl.plan.split import PaperGroup, split_over
 
@@ -30,6 +30,5 @@ def test_a_rank_holds_its_share_and_the_model_is_as_before(small_config: Any) ->
     assert token_split.held_positions is own
     model = policy_of(small_config, GRPOConfig())
     pack = PackShape(num_sequences=4, length=32, num_scored=24)
-    settings: dict[str, Any] = {"computation": "float32", "checkpointing": False, "trains": True}
-    whole, half = (needs_of(model, pack, **settings, sp_size=size).top for size in (1, 2))
+    whole, half = (needs_of(model, pack, Settings(sp_size=size)).top for size in (1, 2))
     assert 0.45 * whole < half < 0.8 * whole
