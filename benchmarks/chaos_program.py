@@ -22,7 +22,7 @@ from lightrl.strategy.saving import state_files
 from lightrl.trainers import fit
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
-from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_folder import RunFolder
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "ppo": (PPOTrainer, PPOConfig)}
 RANK = os.environ.get("RANK", "0")

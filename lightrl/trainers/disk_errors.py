@@ -17,7 +17,7 @@ from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.saving.background_save import BackgroundSaver
 from lightrl.strategy.saving.saver import SaveRequest, TrainingStateSaver
-from lightrl.trainers.run import RunFolder, own
+from lightrl.trainers.run_folder import RunFolder, own
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _OF_THE_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE)  # if it is the run's

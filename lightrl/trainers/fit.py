@@ -46,7 +46,8 @@ from lightrl.trainers.lifetime import (
     let_first_rank_tidy_up,
     tell,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, disown, open_run, remove_empty_runs
+from lightrl.trainers.run import RunContext, TrainerConfig, open_run
+from lightrl.trainers.run_folder import disown, remove_empty_runs
 
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal

@@ -23,7 +23,7 @@ from lightrl.comm import RankError
 from lightrl.last_error import leave_error
 from lightrl.process_group import rank_name
 from lightrl.strategy import StrategyBase
-from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_folder import RunFolder
 
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -31,7 +31,8 @@ from lightrl.rollout.saved_groups import group_state
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.trainers.lifetime import SignalWatch
 from lightrl.trainers.policy_step import PromptData
-from lightrl.trainers.run import RunContext, RunFolder, fix_for_run, open_run
+from lightrl.trainers.run import RunContext, fix_for_run, open_run
+from lightrl.trainers.run_folder import RunFolder
 
 
 class RolloutServer:

@@ -8,7 +8,7 @@ import pytest
 
 from lightrl.config import GRPOConfig, StrategyOptions, option, parse_config
 from lightrl.strategy import create_strategy
-from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_folder import RunFolder
 
 
 @dataclass(kw_only=True, slots=True)

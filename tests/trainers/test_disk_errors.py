@@ -23,7 +23,7 @@ from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.saving import state_files
 from lightrl.trainers.disk_errors import describe_disk_error, find_disk_error
 from lightrl.trainers.fit import RunLog, fit
-from lightrl.trainers.run import RunFolder
+from lightrl.trainers.run_folder import RunFolder
 from lightrl.trainers.sft import SFTTrainer
 
 Options = Callable[[str], dict[str, Any]]

@@ -9,7 +9,7 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
 from lightrl.trainers.earlier_run import find_checkpoint
-from lightrl.trainers.run import RunFolder, new_run_path, own
+from lightrl.trainers.run_folder import RunFolder, new_run_path, own
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import GRPOConfig, WorkflowConfig
-from lightrl.trainers import run_inputs
-from lightrl.trainers.run_inputs import hash_of, note_inputs
+from lightrl.trainers import run_folder
+from lightrl.trainers.run_folder import hash_of, note_inputs
 
 
 def test_changed_data_and_code_are_told_when_a_run_goes_on(
@@ -43,7 +43,7 @@ def test_changed_data_and_code_are_told_when_a_run_goes_on(
 def test_a_large_file_is_read_in_blocks_from_first_to_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_inputs, "_WHOLE", 128)  # 64 blocks of 2 bytes
+    monkeypatch.setattr(run_folder, "_WHOLE", 128)  # 64 blocks of 2 bytes
     file = tmp_path / "large"
 
     def hash_with(place: int) -> str:

@@ -20,8 +20,8 @@ from lightrl.config import GRPOConfig
 from lightrl.testing import run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.testing.spmd import SpmdError
-from lightrl.trainers import run
-from lightrl.trainers.run import RunFolder, disown, disown_all, own
+from lightrl.trainers import run_folder
+from lightrl.trainers.run_folder import RunFolder, disown, disown_all, own
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 
@@ -132,7 +132,7 @@ def test_an_error_of_the_lock_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fcntl, "lockf", broken)
     with pytest.raises(OSError, match="Input/output error"):
         own(tmp_path)
-    assert run._owned == {}
+    assert run_folder._owned == {}
 
 
 @pytest.mark.slow

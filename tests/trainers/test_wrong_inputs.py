@@ -33,7 +33,8 @@ from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
-from lightrl.trainers.run import RunFolder, _open_folder, own
+from lightrl.trainers.run import _open_folder
+from lightrl.trainers.run_folder import RunFolder, own
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Damage = Callable[[Path], object]

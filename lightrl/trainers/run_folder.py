@@ -1,0 +1,348 @@
+"""The folder of a run: what is logged there, which process writes it, and which inputs the run began with.
+
+It holds owner.json while a run lives, config.yaml, inputs.json, metrics.jsonl, samples.jsonl, tensorboard/,
+checkpoints/, final/ and final_ema/.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightrl.config import RolloutConfig, RunConfig, to_yaml
+from lightrl.data.mixture import files_of, parts_of
+from lightrl.data.prompts import HELD_OUT
+from lightrl.records import Experience
+from lightrl.trainers import earlier_run
+
+logger = logging.getLogger(__name__)
+
+OWNER_NAME = "owner.json"  # host and pid of the process that writes the run's files, for people and for the refusal
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # what a file system without locks answers
+_INPUTS_NAME = "inputs.json"
+_WHOLE = 64 << 20  # bytes of a file that is read wholly; of a larger one as much, in blocks from all over it
+_BLOCKS = 64
+_OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, also inside name=[module:one, module:two]
+
+_new_paths: list[Path] = []  # that this process has made under runs/
+
+
+class RunFolder:
+    """The folder of a run. Every rank knows the paths; only rank 0 writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.final = root / "final"
+        self.final_ema = root / "final_ema"
+        self._metrics = root / "metrics.jsonl"
+        self._samples = root / "samples.jsonl"
+
+    # ---- Opening -----------------------------------------------------------------------------------------------
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ValueError if the folder holds anything but this run; changes nothing."""
+        if self.root.is_dir() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
+            earlier_run.require_same(self.root, config)
+
+    def open(self, config: RunConfig, steps_done: int) -> None:
+        """Saves the config, and drops what an interrupted run logged after the checkpoint that this one continues."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / "config.yaml").write_text(to_yaml(config))
+        note_inputs(self.root, config, continues=steps_done > 0)
+        for path in (self._metrics, self._samples):
+            if path.exists():
+                earlier_run.cut_after(path, steps_done)
+
+    # ---- Writing -----------------------------------------------------------------------------------------------
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a line to metrics.jsonl."""
+        _append(self._metrics, [{"step": step, **{name: _number(value) for name, value in metrics.items()}}])
+
+    def append_samples(self, step: int, experience: Iterable[Experience]) -> None:
+        """Adds a line per sample to samples.jsonl."""
+        _append(self._samples, [self.sample_row(step, item) for item in experience])
+
+    def sample_row(self, step: int, item: Experience) -> dict[str, Any]:
+        """Returns what samples.jsonl says of a sample."""
+        sample = item.sample
+        return {
+            "step": step,
+            "position": sample.position,
+            "sample": sample.sample_index,
+            "prompt": sample.prompt.text,
+            "response": sample.text,
+            "answer": sample.prompt.answer,
+            "reward": item.reward,
+            "shaping": item.shaping,
+            "advantage": item.advantage,
+            "finish_reason": sample.finish_reason,
+            "version": sample.versions[-1] if sample.versions else None,
+            "oldest_version": sample.oldest_version,
+            "status": sample.status.value,
+            "ticket": sample.ticket,
+        }
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Reads what has been logged so far."""
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
+
+
+def new_run_path(kind: str) -> Path:
+    """Makes a folder that no other run has, even one started in the same second."""
+    name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    while True:
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            _new_paths.append(path.absolute())
+            return path
+
+
+def remove_empty_runs() -> None:
+    """Removes the folder that a refused run has made and not written to, and runs/ with its last folder."""
+    disown_all()
+    while _new_paths:
+        path = _new_paths.pop()
+        with suppress(OSError):
+            path.rmdir()
+            path.parent.rmdir()
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)  # half a line would spoil the next one
+        raise
+
+
+def _number(value: float) -> float | int | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no NaN
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > 1e6 else value
+
+
+# ---- The owner of the folder -----------------------------------------------------------------------------------------
+# Rank 0 holds a record lock (fcntl) on owner.json. The kernel drops it when the process ends, however it ends, so the
+# next start takes over. Network file systems pass such locks on to other hosts.
+
+
+class _Owned(NamedTuple):
+    descriptor: int  # open while this process owns the folder: closing it drops the lock
+    made: list[Path]  # folders that own() made, the innermost first
+
+
+_owned: dict[Path, _Owned] = {}  # by folder
+
+
+def own(root: Path) -> None:
+    """Makes this process the only one that writes a run's folder.
+
+    Raises ValueError if another process does, and if the folder cannot be written. A process may open a folder
+    again that it owns.
+    """
+    if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
+        return
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(root)
+    except OSError as error:
+        earlier_run.refuse(root, error)
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    pid = os.getpid()
+    record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{record}\n".encode(), 0)
+    _owned[root] = _Owned(descriptor, made)
+
+
+def disown(root: Path) -> None:
+    """Gives back a folder that this process owns, and removes it if it holds nothing else and was made for the run."""
+    if root not in _owned:
+        return
+    descriptor, made = _owned.pop(root)
+    with suppress(OSError):  # the folder may be gone, or read-only by now
+        if _is_same_file(descriptor, root / OWNER_NAME):
+            (root / OWNER_NAME).unlink()
+        for path in made:
+            path.rmdir()
+    os.close(descriptor)
+
+
+def disown_all() -> None:
+    """Gives back all folders that this process owns."""
+    for root in list(_owned):
+        disown(root)
+
+
+def _lock(root: Path) -> int:
+    """Returns the descriptor of the locked file."""
+    path = root / OWNER_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            _check_owner(root, _read_owner(descriptor), error)
+        if _is_same_file(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its owner has ended and removed the file meanwhile
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _check_owner(root: Path, owner: dict[str, Any], error: OSError) -> None:
+    """Raises ValueError if the folder has another owner that lives, or may live."""
+    if error.errno in (errno.EACCES, errno.EAGAIN):
+        raise _in_use(root, owner)
+    if error.errno not in _NO_LOCKS:
+        raise error
+    if not owner or _is_ours(owner):
+        return
+    if owner.get("host") != socket.gethostname():
+        raise _in_use(
+            root, owner, f" Its file system knows no locks: if that run has ended, delete {OWNER_NAME} there."
+        )
+    if _start(int(owner["pid"])) == owner.get("started") and _is_alive(int(owner["pid"])):
+        raise _in_use(root, owner)
+
+
+def _in_use(root: Path, owner: dict[str, Any], remedy: str = "") -> ValueError:
+    who = f"process {owner.get('pid', 'unknown')} on host {owner.get('host', 'unknown')}"
+    return ValueError(
+        f"--output_dir {root} is in use by {who} since {owner.get('since', 'now')}. Wait for the end of that run, or "
+        f"choose another folder.{remedy}"
+    )
+
+
+def _read_owner(descriptor: int) -> dict[str, Any]:
+    """Returns what the owner wrote; empty if it has just begun."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
+    except ValueError:
+        return {}
+
+
+def _is_ours(owner: dict[str, Any]) -> bool:
+    return (owner.get("host"), owner.get("pid")) == (socket.gethostname(), os.getpid())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _start(pid: int) -> int | None:
+    """Returns when a process began, in ticks since the machine started: a pid alone may be that of a later one."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None  # no such process, or no /proc
+
+
+# ---- The inputs ------------------------------------------------------------------------------------------------------
+# The hashes of the files that the options name tell when the data or the code is no longer what it was at the start.
+
+
+def note_inputs(root: Path, config: RunConfig, *, continues: bool) -> None:
+    """Writes the hashes of the files that the options name; warns of those that changed since a run began.
+
+    The run goes on: what changed may be a mended line. But its numbers are no longer those of one undisturbed run.
+    """
+    path = root / _INPUTS_NAME
+    found = {str(file): hash_of(file) for file in sorted({*_data_files(config), *_code_files(config)})}
+    if continues:
+        _warn_of_changes(_read_hashes(path), found)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    changed = [name for name, value in now.items() if before.get(name, value) != value]
+    if changed:
+        logger.warning(
+            "%s changed since this run began. It goes on, and its steps from here on are not those that the files of "
+            "then would have given. To begin anew, choose another --output_dir.",
+            ", ".join(changed),
+        )
+
+
+def hash_of(path: Path) -> str:
+    """Returns a hash of the size and the content of a file; of a very large one, of 64 MiB from all over it."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            digest.update(file.read())
+        else:
+            for block in range(_BLOCKS):
+                file.seek(block * (size - _WHOLE // _BLOCKS) // (_BLOCKS - 1))
+                digest.update(file.read(_WHOLE // _BLOCKS))
+    return digest.hexdigest()
+
+
+def _data_files(config: RunConfig) -> Iterator[Path]:
+    for source in (config.train_data, config.eval_data):
+        for part in parts_of(source) if source not in ("", *HELD_OUT) else []:
+            yield from (file for file in files_of(part.name) or [Path(part.name)] if file.is_file())
+
+
+def _code_files(config: RunConfig) -> Iterator[Path]:
+    """Yields the files of the strategy, the rewards and the workflow that are not lightrl's own."""
+    names = [config.strategy]
+    if isinstance(config, RolloutConfig):
+        names += [*config.reward, config.rollout.workflow, *config.rollout.workflow_args]
+    for name in names:
+        files = (_file_of(module) for module in _OBJECT.findall(name))
+        yield from (file for file in files if file is not None)
+
+
+def _file_of(module: str) -> Path | None:
+    """Returns the file of a module, or of a path to one; None if there is none that can be read."""
+    if module.endswith(".py"):
+        return Path(module) if Path(module).is_file() else None
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # an argument that only looks like a name
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
+def _read_hashes(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):  # a run of a version that wrote none
+        return {}
+    return content if isinstance(content, dict) else {}
