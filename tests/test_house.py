@@ -42,6 +42,11 @@ def test_no_modules_import_each_other_not_even_for_types(house: ModuleType) -> N
     assert house.cycles(house.import_graph()) == []
 
 
+def test_no_more_passages_are_written_twice(house: ModuleType) -> None:
+    pairs = house.duplicates()
+    assert len(pairs) <= house.MAX_DUPLICATES, pairs
+
+
 def test_every_definition_is_used_or_explained(house: ModuleType) -> None:
     assert house.unexplained_names() == []
     assert [pattern for pattern, reason in house.allowed_names().items() if not reason] == []
