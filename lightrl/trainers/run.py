@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import made_model
-from lightrl.comm import Comm
-from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, RunConfig, template_arguments
+from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, template_arguments
 from lightrl.data.chat_arguments import set_template_arguments
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import held_out_of, load_records
@@ -35,8 +34,7 @@ from lightrl.models.score_check import check_scores
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
-from lightrl.trainers import earlier_run
-from lightrl.trainers.run_folder import RunFolder, disown, new_run_path, own
+from lightrl.trainers.run_folder import RunFolder, open_folder
 from lightrl.trainers.sound_checkpoint import newest_sound
 
 TrainerConfig = RolloutConfig | OfflineConfig
@@ -75,7 +73,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
     comm, remote_code = strategy.comm, config.trust_remote_code
-    folder, checkpoint = _open_folder(config, kind, comm)
+    folder, checkpoint = open_folder(config, kind, comm)
     if checkpoint is not None:
         checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
@@ -111,28 +109,6 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
 def _set_template(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, media: MediaProcessor | None) -> None:
     for renderer in (tokenizer, media.processor) if media else (tokenizer,):
         set_template_arguments(renderer, template_arguments(config.data))
-
-
-def _open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
-    """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
-    result: tuple[Path, Path | None] | str = ""
-    if comm.is_main:
-        root = Path()
-        try:
-            root = (Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute()
-            folder = RunFolder(root)
-            folder.check(config)
-            if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
-                own(root)
-            has_checkpoints = folder.checkpoints.is_dir() or config.resume not in ("auto", "never")
-            result = root, earlier_run.find_checkpoint(config, folder.checkpoints) if has_checkpoints else None
-        except (ValueError, OSError) as error:
-            disown(root)
-            result = str(error)
-    result = comm.broadcast_object(result)
-    if isinstance(result, str):
-        raise ValueError(result)
-    return RunFolder(result[0]), result[1]
 
 
 def _find_model(model: str, strategy: StrategyBase) -> str:

@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightrl.comm import Comm
 from lightrl.config import RolloutConfig, RunConfig, to_yaml
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.prompts import HELD_OUT
@@ -100,6 +101,28 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """Reads what has been logged so far."""
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
+
+
+def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
+    """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
+    result: tuple[Path, Path | None] | str = ""
+    if comm.is_main:
+        root = Path()
+        try:
+            root = (Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute()
+            folder = RunFolder(root)
+            folder.check(config)
+            if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
+                own(root)
+            has_checkpoints = folder.checkpoints.is_dir() or config.resume not in ("auto", "never")
+            result = root, earlier_run.find_checkpoint(config, folder.checkpoints) if has_checkpoints else None
+        except (ValueError, OSError) as error:
+            disown(root)
+            result = str(error)
+    result = comm.broadcast_object(result)
+    if isinstance(result, str):
+        raise ValueError(result)
+    return RunFolder(result[0]), result[1]
 
 
 def new_run_path(kind: str) -> Path:

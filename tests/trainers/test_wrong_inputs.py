@@ -33,8 +33,7 @@ from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
-from lightrl.trainers.run import _open_folder
-from lightrl.trainers.run_folder import RunFolder, own
+from lightrl.trainers.run_folder import RunFolder, open_folder, own
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Damage = Callable[[Path], object]
@@ -408,7 +407,7 @@ def test_a_folder_that_cannot_hold_the_run_is_named_and_left_as_it_is(
     strategy = create_strategy(GRPOConfig(strategy="single"))
     strategy.setup_distributed()
     with refused(text):
-        _open_folder(GRPOConfig(output_dir=str(root)), "grpo", strategy.comm)
+        open_folder(GRPOConfig(output_dir=str(root)), "grpo", strategy.comm)
     assert snapshot(tmp_path) == before
 
 
