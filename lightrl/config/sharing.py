@@ -33,6 +33,7 @@ def _reasons(config: Any) -> tuple[tuple[str, bool, str], ...]:
     """Returns option, whether the config has it on, and what it needs."""
     return (
         ("exact", config.exact, "the bits of a token depend on how its keys are added up"),
+        ("strategy megatron", config.strategy == "megatron", "its own layers attend to whole sequences"),
         ("routing.replay", config.routing.replay, "the engine's experts are those of whole sequences"),
         ("routing.balance_coef", config.routing.balance_coef, "the statistics of routers are those of whole sequences"),
         ("routing.z_coef", config.routing.z_coef, "the statistics of routers are those of whole sequences"),

@@ -15,6 +15,7 @@ from lightrl.config.strategy import DistributedConfig, RoutingConfig
 
 WHOLE = [  # options that need whole sequences, and the name in the error of True
     ({"exact": True}, "--exact"),
+    ({"strategy": "megatron"}, "--strategy megatron"),
     ({"routing": RoutingConfig(replay=True)}, "--routing.replay"),
     ({"routing": RoutingConfig(balance_coef=0.1)}, "--routing.balance_coef"),
 ]
