@@ -1,6 +1,7 @@
 """Compares groups of responses whose prompt is computed once (--share_prompts) with the same pack computed whole.
 
     python benchmarks/shared_prompts.py [--model mid --prompts 64 256 512 --response 64 --group 8 --groups 1]
+    python benchmarks/shared_prompts.py --image 192    # and an image of as many tokens in the middle of each prompt
 
 Forward and backward of the same packs, in turns; CPU seconds of the process, since wall time suffers from what else
 runs. "saved" is what a forward keeps for the backward, every storage once and without the weights; "peak" is how much a
@@ -16,14 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode import random_model
+from decode import SHAPES, random_model
 from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from lightrl.models.policy import Policy, response_batch
+from lightrl.models.score_check import random_image_in
 from lightrl.records import PackedBatch
 from lightrl.sharing.model import PromptSharing
 from lightrl.sharing.tree import share
@@ -32,25 +36,57 @@ WAYS = ("whole", "shared")
 VOCABULARIES = {"toy": 98, "mid": 8192}
 
 
-def make_policy(name: str) -> Policy:
-    policy = Policy(random_model(name, vocab_size=VOCABULARIES[name]))
+def vision_config(name: str) -> Any:
+    """Returns the config of a model with the text shape of that name and a small vision tower."""
+    text: dict[str, Any] = {key: value for key, value in SHAPES[name].items() if key != "head_dim"}
+    text |= {"bos_token_id": None, "eos_token_id": None}
+    text["vocab_size"] = VOCABULARIES[name] + 4  # the last four are the placeholders and their markers
+    section = mrope_section(text["hidden_size"] // text["num_attention_heads"])
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e4}
+    size = text["hidden_size"] // 2
+    tower = {"depth": 4, "hidden_size": size, "intermediate_size": 3 * size, "num_heads": 4}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**tower, "out_hidden_size": text["hidden_size"], "fullatt_block_indexes": [3]},
+        **{key: VOCABULARIES[name] + index for index, key in enumerate(names)},
+    )
+
+
+def mrope_section(head_dim: int) -> list[int]:
+    """Returns how many of the pairs of a head turn by the frame, the row and the column."""
+    quarter = head_dim // 8
+    return [quarter, (head_dim // 2 - quarter) // 2, (head_dim // 2 - quarter) // 2]
+
+
+def make_policy(name: str, image: int) -> Policy:
+    if image:
+        torch.manual_seed(0)
+        policy = Policy(Qwen2_5_VLForConditionalGeneration(vision_config(name)))
+    else:
+        policy = Policy(random_model(name, vocab_size=VOCABULARIES[name]))
     PromptSharing(policy)
     return policy.train()
 
 
 def make_pack(way: str, vocabulary: int, prompt: int, args: argparse.Namespace) -> PackedBatch:
     draw = torch.Generator().manual_seed(1)
+    config = vision_config(args.model) if args.image else None
+    patches = (1, 8, args.image // 2)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
 
-    pairs = []
-    for _ in range(args.groups):
+    samples = []
+    for index in range(args.groups):
         question = tokens(prompt)
+        encoded = None if config is None else random_image_in(config, question, index, patches)
+        ids = question if encoded is None else encoded.token_ids
         lengths = torch.linspace(1 - args.spread, 1 + args.spread, args.group) * args.response
-        pairs += [(question, tokens(max(1, int(length)))) for length in lengths]
-    pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-    batch = response_batch(pairs)
+        samples += [((ids, tokens(max(1, int(length)))), encoded) for length in lengths]
+    samples.sort(key=lambda sample: sum(map(len, sample[0])))
+    pairs, prompts = zip(*samples, strict=True)
+    batch = response_batch(pairs, encoded=None if config is None else prompts)
     return share(batch) if way == "shared" else batch
 
 
@@ -90,9 +126,12 @@ def memory_mib(field: str) -> float:
 
 
 def measure_peak_here(args: argparse.Namespace) -> None:
-    policy, vocabulary = make_policy(args.model), VOCABULARIES[args.model]
+    policy, vocabulary = make_policy(args.model, args.image), VOCABULARIES[args.model]
     pack = make_pack(args.peak, vocabulary, args.prompts[0], args)
-    loss_of(policy, response_batch([((1, 2), (3, 4))])).backward()  # the gradients are there before
+    warm_up = response_batch([((1, 2), (3, 4))])
+    if args.image:
+        warm_up = replace(warm_up, position_ids=warm_up.position_ids.expand(3, -1))
+    loss_of(policy, warm_up).backward()  # the gradients are there before
     before = memory_mib("VmRSS")
     loss_of(policy, pack).backward()
     print(json.dumps(memory_mib("VmHWM") - before))
@@ -139,10 +178,12 @@ def compare(policy: Policy, prompt: int, args: argparse.Namespace) -> str:
     return f"{prompt:6d}  " + "   ".join(columns)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(description: str) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(VOCABULARIES), default="mid")
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 512], help="tokens of a prompt")
+    parser.add_argument("--image", type=int, default=0, help="tokens of an image, a multiple of 8; 0: text alone")
     parser.add_argument("--response", type=int, default=64, help="tokens of a response, on average")
     parser.add_argument("--spread", type=float, default=0.0, help="how far the lengths lie around it, as a share")
     parser.add_argument("--group", type=int, default=8)
@@ -151,13 +192,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peak", action="store_true", help="start no processes for the peaks of memory")
     parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse(__doc__ or "")
     torch.set_num_threads(args.threads)
     if args.peak:
         measure_peak_here(args)
         return
-    policy = make_policy(args.model)
-    shape = f"{args.groups} prompt(s) x {args.group} responses of {args.response} tokens"
+    policy = make_policy(args.model, args.image)
+    image = f" with an image of {args.image} tokens" if args.image else ""
+    shape = f"{args.groups} prompt(s){image} x {args.group} responses of {args.response} tokens"
     print(f"{args.model}: {shape}, {args.threads} thread(s)")
     print(
         "prompt  tokens             CPU seconds                     saved MiB                       peak MiB         "

@@ -129,9 +129,11 @@ def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[En
     return [*texts, random_image_in(config, prompts[-1], seed=0)]
 
 
-def random_image_in(config: Any, text: Sequence[int], seed: int) -> EncodedPrompt:
+def random_image_in(
+    config: Any, text: Sequence[int], seed: int, patches: tuple[int, int, int] = _GRID
+) -> EncodedPrompt:
     """Encodes a prompt with an image of random pixels in the middle of its text."""
-    grid = torch.tensor([_GRID])
+    grid = torch.tensor([patches])
     num_patches = int(grid.prod())
     num_features = num_patches // config.vision_config.spatial_merge_size**2
     middle = len(text) // 2
