@@ -20,6 +20,7 @@ from lightrl.models.per_sequence import RUNS_APART
 from lightrl.models.policy import Policy, response_batch
 from lightrl.records import PackedBatch
 from lightrl.sharing.attention import tree_layout
+from lightrl.sharing.dealing import deal, split_tree
 from lightrl.sharing.images import trial_with_images
 from lightrl.sharing.tree import PrefixTree, SharedBatch, kept_tokens, share
 from lightrl.strategy import StrategyBase
@@ -60,25 +61,26 @@ class PromptSharing:
         """Returns a pack with its tree; one without runs whole."""
         return batch
 
-    def _keep(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[PackedBatch] | None:
+    def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[PackedBatch] | None:
         """Gives the model the tokens that are computed."""
         self._tree = None
         if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary wants the states of all tokens
             return None
         batch = self.with_tree(args[0])
         if isinstance(batch, SharedBatch):
-            self._tree, batch = batch.tree, kept_tokens(batch)
+            self._tree, batch, group = batch.tree, kept_tokens(batch), model.sequence_group
+            batch = batch if group is None else deal(batch, group.size)
         return (batch,)
 
     def _branch(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Lets the tokens attend along their tree; ranks that split them (--sp_size) have padded its segments."""
+        """Lets the tokens attend along their tree; deal() has padded its segments where ranks split them."""
         tree, self._tree = self._tree, None
         if tree is None:
             return None
         given: Any = CURRENT_LAYOUT.get()
         layout = tree_layout(replace(tree, cu_seqlens=given.cu_seqlens))
         self.copying = layout.copying
-        used = replace(given, whole=layout) if isinstance(given, SplitLayout) else layout
+        used = split_tree(given, layout) if isinstance(given, SplitLayout) else layout
         CURRENT_LAYOUT.set(used)  # packed_hidden_states() resets it
         return args, kwargs | ({LAYOUT_KEYWORD: used} if LAYOUT_KEYWORD in kwargs else {})
 
