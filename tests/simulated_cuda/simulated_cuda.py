@@ -1,0 +1,85 @@
+"""A CUDA device for machines that have none: its memory is the host's, and the CPU's kernels compute on it.
+
+    python tests/simulated_cuda/simulated_cuda.py LIBRARY PROGRAM [ARGUMENTS]
+
+Torch takes its tensors for CUDA tensors. So a program shows here where it mixes devices, reads a tensor of the device
+as an array, or does something else on a GPU than on a CPU; it should compute what it computes on the CPU. Memory is
+counted. It shows nothing of CUDA's kernels, streams and NCCL: one process, and no strategy that needs a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import cpp_extension
+
+SOURCE = Path(__file__).with_name("device.cpp")
+LIBRARY = "SIMULATED_CUDA"  # the environment variable that names what build() made
+_TOTAL = 1 << 34  # bytes that the device says it has
+_resize_on_cpu = torch.UntypedStorage.resize_
+
+
+def compiler() -> str | None:
+    """Returns the C++ compiler of this machine, if it has one."""
+    return os.environ.get("CXX") or shutil.which("g++")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the device into a library that activate() takes."""
+    library, torch_folder = folder / "simulated_cuda.so", Path(torch.__file__).parent
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    command = [str(compiler()), "-shared", "-fPIC", "-std=c++20", "-O0", "-w", str(SOURCE), "-o", str(library)]
+    links = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
+    subprocess.run([*command, *(f"-I{path}" for path in includes), *links], check=True, timeout=240)
+    return library
+
+
+def activate(library: str) -> None:
+    """Gives this process the device. There is no way back."""
+    torch.ops.load_library(library)
+    device: Any = torch.cuda
+    values = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "simulated",
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=_TOTAL, uuid="simulated", name="simulated"),
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        **dict.fromkeys(("_lazy_init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed_all")),
+    }
+    for name, value in values.items():
+        setattr(device, name, lambda *_, answer=value, **__: answer)
+    device.memory_allocated = device.memory_reserved = lambda *_: torch.ops.simulated_cuda.allocated()
+    device.mem_get_info = lambda *_: (_TOTAL - device.memory_allocated(), _TOTAL)
+    torch.UntypedStorage.resize_ = _resize
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize_on_cpu(storage, size)
+    whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+    torch.ops.simulated_cuda.resize_storage(whole, size)
+    return storage
+
+
+def pytest_configure() -> None:
+    """Runs the tests of this process on the device, with `-p simulated_cuda`."""
+    activate(os.environ[LIBRARY])
+
+
+if __name__ == "__main__":
+    activate(sys.argv[1])
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,94 @@
+"""Runs on a simulated CUDA device keep to one device and compute what they compute on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_cuda.simulated_cuda import LIBRARY, build, compiler
+
+from lightrl.testing import run_program
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, or what CXX names"),
+]
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "tests" / "simulated_cuda"
+FEW = "--max_steps 2 --num_prompts 4 --eval.every 0"
+GROUPS = f"train_grpo {FEW} --group_size 4"
+COMPARED = ("loss", "grad_norm", "reward/mean", "kl/loss", "value/loss", "entropy")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build(tmp_path_factory.mktemp("simulated_cuda")))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{GROUPS} --share_prompts True --temperature 0.7",
+        f"{GROUPS} --dtype bfloat16 --lora.rank 4",
+        f"{GROUPS} --engine_sleep_level 2 --offload_while_generating True --algorithm.kl_coef 0.1 --ema_decay 0.9",
+        f"{GROUPS} --rollout.over_issue 0.5 --rollout.keep_cache True --rollout.max_staleness 1",
+        f"{GROUPS} --algorithm.advantage remax --top_p 0.9 --top_k 20 --gradient_checkpointing True",
+        f"train_ppo {FEW} --num_minibatches 2 --num_epochs 2",
+        "train_sft --max_steps 2 --eval.every 0",
+        "train_dpo --max_steps 2 --eval.every 0",
+    ],
+    ids=lambda flags: flags.replace(f"{FEW} ", ""),
+)
+def test_a_run_on_the_device_is_that_on_the_cpu(flags: str, library: str, tmp_path: Path) -> None:
+    program, *options = flags.split()
+    command = [str(ROOT / "scripts" / f"{program}.py"), *options]
+    device = [sys.executable, str(FOLDER / "simulated_cuda.py"), library]
+    outputs = {name: ["--distributed.device", name, "--output_dir", str(tmp_path / name)] for name in ("cuda", "cpu")}
+    run_program([*device, *command, *outputs["cuda"]], timeout_s=120)
+    run_program([sys.executable, *command, *outputs["cpu"]], timeout_s=120)
+    there, here = rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu")
+    assert len(there) == len(here) == 2
+    tolerance = 2e-2 if "bfloat16" in flags else 1e-4
+    for one, other in zip(there, here, strict=True):
+        assert one["memory/device_gb"] > 0
+        found = {name for name in COMPARED if name in other}
+        assert "loss" in found
+        for name in found:
+            assert math.isclose(one[name], other[name], rel_tol=tolerance, abs_tol=1e-5), name
+
+
+def test_sleep_and_offload_give_memory_back(library: str, tmp_path: Path) -> None:
+    """Runs what tests/gpu has of it, where memory is counted by the device."""
+    wanted = "sleep_gives or offload_frees or leaves_the_device"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "simulated_cuda", "-p", "no:cacheprovider", "-k", wanted]
+    environment = {LIBRARY: library, "PYTHONPATH": f"{FOLDER}:{ROOT}"}
+    output = run_program([*command, str(ROOT / "tests/gpu/test_gpu_program.py")], timeout_s=200, env=environment)
+    assert "3 passed" in output
+
+
+def test_mixed_devices_are_an_error(library: str, tmp_path: Path) -> None:
+    """What the other tests depend on."""
+    program = tmp_path / "mixed.py"
+    program.write_text(
+        "import torch\n"
+        "values = torch.ones(3, device='cuda', requires_grad=True)\n"
+        "(values * 2).sum().backward()\n"
+        "assert values.grad.device.type == 'cuda' and values.grad.tolist() == [2, 2, 2]\n"
+        "calls = [lambda: values + torch.ones(3), lambda: torch.cat([values, torch.ones(3)]), lambda: values.numpy(),\n"
+        "         lambda: values.index_select(0, torch.tensor([1])), lambda: torch.ones(3)[torch.tensor([0]).cuda()]]\n"
+        "for number, call in enumerate(calls):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except (RuntimeError, TypeError) as error:\n"
+        "        print(number, 'refused')\n"
+    )
+    output = run_program([sys.executable, str(FOLDER / "simulated_cuda.py"), library, str(program)], timeout_s=60)
+    assert [line for line in output.splitlines() if "refused" in line] == [f"{number} refused" for number in range(5)]
