@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulated_cuda.simulated_cuda import LIBRARY, build, compiler
 
-from lightrl.testing import run_program
+from lightrl.testing import run_program, run_spmd
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +31,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(there: list[dict[str, Any]], here: list[dict[str, Any]], tolerance: float) -> None:
+    """Compares what a run on the device computed with what one on the CPU did."""
+    assert len(there) == len(here) == 2
+    for one, other in zip(there, here, strict=True):
+        assert one["memory/device_gb"] > 0
+        found = {name for name in COMPARED if name in other}
+        assert "loss" in found
+        for name in found:
+            assert math.isclose(one[name], other[name], rel_tol=tolerance, abs_tol=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -54,15 +65,30 @@ def test_a_run_on_the_device_is_that_on_the_cpu(flags: str, library: str, tmp_pa
     outputs = {name: ["--distributed.device", name, "--output_dir", str(tmp_path / name)] for name in ("cuda", "cpu")}
     run_program([*device, *command, *outputs["cuda"]], timeout_s=120)
     run_program([sys.executable, *command, *outputs["cpu"]], timeout_s=120)
-    there, here = rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu")
-    assert len(there) == len(here) == 2
     tolerance = 2e-2 if "bfloat16" in flags else 1e-4
-    for one, other in zip(there, here, strict=True):
-        assert one["memory/device_gb"] > 0
-        found = {name for name in COMPARED if name in other}
-        assert "loss" in found
-        for name in found:
-            assert math.isclose(one[name], other[name], rel_tol=tolerance, abs_tol=1e-5), name
+    compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--strategy ddp",
+        "--strategy fsdp --sp_size 2 --share_prompts True",
+        "--strategy fsdp --tp_size 2 --engine_sleep_level 2 --algorithm.kl_coef 0.1",
+        "--strategy fsdp --offload_while_generating True --lora.rank 4",
+        "--strategy fsdp --fsdp.cpu_offload True",
+        "--strategy single --rollout_ranks 1 --rollout.max_staleness 1",
+        pytest.param("--strategy deepspeed", marks=pytest.mark.engine),
+    ],
+)
+def test_ranks_with_a_device_each_compute_what_they_do_on_the_cpu(flags: str, library: str, tmp_path: Path) -> None:
+    program, *options = GROUPS.split()
+    command = [str(ROOT / "scripts" / f"{program}.py"), *options, *flags.split()]
+    outputs = {name: ["--distributed.device", name, "--output_dir", str(tmp_path / name)] for name in ("cuda", "cpu")}
+    simulated = str(FOLDER / "simulated_cuda.py")
+    run_spmd(simulated, library, *command, *outputs["cuda"], world_size=2, timeout_s=180)
+    run_spmd(command[0], *command[1:], *outputs["cpu"], world_size=2, timeout_s=180)
+    compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance=1e-4)
 
 
 def test_sleep_and_offload_give_memory_back(library: str, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stac
     has_host |= !tensor.is_cuda() && tensor.dim() > 0;
     if (!tensor.is_cuda()) return tensor;
     const bool is_empty = is_written && tensor.numel() == 0;  // which the kernel may resize
-    Tensor host = is_empty ? at::empty({0}, at::TensorOptions(tensor.dtype())) : on_host(tensor);
+    Tensor host = is_empty ? at::empty(tensor.sizes(), at::TensorOptions(tensor.dtype())) : on_host(tensor);
     if (is_written) written.emplace_back(tensor, host);
     return host;
   };
@@ -281,8 +281,17 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_fused_sdp_choice", plain_attention);
 }
 
+// Collectives, by gloo. Their tensors are written in place, or are lists of lists that are.
+TORCH_LIBRARY_IMPL(c10d, CUDA, library) {
+  for (const auto* name : {"allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_",
+                           "reduce_scatter_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "send", "recv_",
+                           "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
 TORCH_LIBRARY(simulated_cuda, library) {
   library.def("resize_storage(Tensor tensor, int size) -> ()", resize_storage);
+  library.def("on_host(Tensor(a) tensor) -> Tensor(a)", on_host);
   library.def("allocated() -> int", [] { return allocated.load(); });
 }
 

@@ -4,7 +4,8 @@
 
 Torch takes its tensors for CUDA tensors. So a program shows here where it mixes devices, reads a tensor of the device
 as an array, or does something else on a GPU than on a CPU; it should compute what it computes on the CPU. Memory is
-counted. It shows nothing of CUDA's kernels, streams and NCCL: one process, and no strategy that needs a process group.
+counted. Each rank of torchrun has a device of its own, and gloo takes NCCL's place. It shows nothing of CUDA's kernels
+and streams.
 """
 
 from __future__ import annotations
@@ -20,12 +21,43 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
 LIBRARY = "SIMULATED_CUDA"  # the environment variable that names what build() made
 _TOTAL = 1 << 34  # bytes that the device says it has
 _resize_on_cpu = torch.UntypedStorage.resize_
+_init_process_group = dist.init_process_group
+
+
+class Stream:
+    """Stands for streams and events, in which everything has already happened."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+class Nccl:
+    """A group over gloo that takes tensors of the device."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._gloo, name)
+        return lambda tensors, *rest: call([torch.ops.simulated_cuda.on_host(item) for item in tensors], *rest)
 
 
 def compiler() -> str | None:
@@ -57,13 +89,26 @@ def activate(library: str) -> None:
         "get_device_capability": (9, 0),
         "get_device_properties": SimpleNamespace(total_memory=_TOTAL, uuid="simulated", name="simulated"),
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        **dict.fromkeys(("_lazy_init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed_all")),
+        **dict.fromkeys(("_lazy_init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed")),
+        **dict.fromkeys(("manual_seed_all", "reset_peak_memory_stats")),
     }
     for name, value in values.items():
         setattr(device, name, lambda *_, answer=value, **__: answer)
-    device.memory_allocated = device.memory_reserved = lambda *_: torch.ops.simulated_cuda.allocated()
+    torch._C._cuda_getDevice = device.current_device  # of those who hold the function that torch.cuda had
+    device.memory_allocated = device.memory_reserved = device.max_memory_allocated = lambda *_: (
+        torch.ops.simulated_cuda.allocated()
+    )
     device.mem_get_info = lambda *_: (_TOTAL - device.memory_allocated(), _TOTAL)
+    device.nvtx.range_push = device.nvtx.range_pop = lambda *_: None
+    device.Stream = device.Event = Stream
+    device.stream = device.current_stream = lambda *_: Stream()
     torch.UntypedStorage.resize_ = _resize
+    dist.init_process_group, dist.ProcessGroupNCCL = _with_gloo, Nccl
+    os.environ["LOCAL_RANK"] = "0"  # the number of the device
+
+
+def _with_gloo(backend: str, *, device_id: object = None, **options: Any) -> None:
+    _init_process_group(backend.replace("nccl", "gloo"), **options)
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
