@@ -91,6 +91,54 @@ def test_ranks_with_a_device_each_compute_what_they_do_on_the_cpu(flags: str, li
     compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance=1e-4)
 
 
+FLASH_ATTENTION = """
+import os
+import torch
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False):
+    assert causal and q.is_cuda and q.dtype == torch.bfloat16 and cu_seqlens_q.dtype == torch.int32
+    bounds = cu_seqlens_q.tolist()
+    assert bounds == cu_seqlens_k.tolist() and bounds[-1] == len(q) == len(k) == len(v)
+    assert max(end - start for start, end in zip(bounds, bounds[1:])) == max_seqlen_q == max_seqlen_k
+    assert window_size == (-1, -1) and not softcap and not dropout_p
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    open(os.environ["FLASH_CALLS"], "a").write("x")
+    parts = [[part[start:end].transpose(0, 1) for part in (q, k, v)] for start, end in zip(bounds, bounds[1:])]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return torch.cat([attend(*part, is_causal=True, scale=softmax_scale).transpose(0, 1) for part in parts])
+
+
+def flash_attn_func(*_, **__):
+    raise AssertionError("only packs are attended to")
+
+
+flash_attn_with_kvcache = flash_attn_func
+"""
+
+
+def test_packs_in_bfloat16_go_to_flash_attention(library: str, tmp_path: Path) -> None:
+    """A package with the functions of flash-attention 2, and the checks of its kernel, gives what torch gives."""
+    site, calls = tmp_path / "site", tmp_path / "calls"
+    for name, text in (
+        ("flash_attn/__init__.py", FLASH_ATTENTION),
+        ("flash_attn/bert_padding.py", "pad_input = unpad_input = index_first_axis = None"),
+        ("flash_attn-2.8.3.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"),
+        ("flash_attn-2.8.3.dist-info/top_level.txt", "flash_attn\n"),
+    ):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    program, *options = GROUPS.split()
+    command = [sys.executable, str(FOLDER / "simulated_cuda.py"), library, str(ROOT / "scripts" / f"{program}.py")]
+    flags = [*options, "--dtype", "bfloat16", "--share_prompts", "False", "--output_dir"]
+    environment = {"PYTHONPATH": f"{site}:{ROOT}", "FLASH_CALLS": str(calls)}
+    run_program([*command, *flags, str(tmp_path / "flash")], timeout_s=120, env=environment)
+    run_program([*command, *flags, str(tmp_path / "runs")], timeout_s=120)
+    assert calls.stat().st_size >= 2 * 2  # at least two layers, in each step
+    compare(rows_of(tmp_path / "flash"), rows_of(tmp_path / "runs"), tolerance=2e-2)
+
+
 def test_sleep_and_offload_give_memory_back(library: str, tmp_path: Path) -> None:
     """Runs what tests/gpu has of it, where memory is counted by the device."""
     wanted = "sleep_gives or offload_frees or leaves_the_device"

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from lightrl.models.fixed_rope import fix_frequencies
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
@@ -336,20 +336,27 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring)
 
 @lru_cache(maxsize=1)
 def _has_flash_attention() -> bool:
-    return find_spec("flash_attn") is not None
+    return bool(is_flash_attn_2_available())  # a flash_attn that holds other releases only does not serve
 
 
 def _flash_serves(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
     takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
     return is_half and takes_shape and _has_flash_attention()
+
+
+def _computed_dtype(query: Tensor) -> torch.dtype:
+    """Returns the type that attention computes in; under autocast, rotary embeddings leave queries in float32."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Computes attention by the variable-length kernel of flash-attention."""
     # Private, but it hides the differences between the releases of flash-attention. It can go when transformers exports
     # it: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_flash_attention_utils.py
+    query, key, value = (part.to(_computed_dtype(query)) for part in (query, key, value))
     boundaries: Any = layout.boundaries  # declared as a LongTensor there, but the kernel needs int32
     output: Tensor = _flash_attention_forward(
         query.transpose(1, 2),
