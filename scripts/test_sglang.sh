@@ -31,7 +31,7 @@ install() {
         "$base" -m venv "$venv" || return 1
     fi
     "$python" -m pip install --quiet "sglang==$version" "pytest>=8.0" "pytest-timeout>=2.3" || return 1
-    "$python" -m pip install --quiet --editable ".[megatron]" || return 1
+    "$python" -m pip install --quiet --editable ".[lora,megatron]" || return 1
     "$python" -m pip install --quiet --no-deps --force-reinstall ./tests/sglang_cpu || return 1
 }
 

@@ -14,6 +14,8 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "__main__.py": "test_programs.py",
     "doctor/__main__.py": "doctor/test_ranks.py",
     "train.py": "test_programs.py",
+    "engines/sglang/adapted.py": "engines/real_sglang/test_sglang_adapted.py",
+    "engines/sglang/adapted_loader.py": "engines/real_sglang/test_sglang_adapted.py",
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ENGINES_WITH_ADAPTERS = ("native", "vllm")
+ENGINES_WITH_ADAPTERS = ("native", "vllm", "sglang")
 
 
 def sends_adapters(config: Any) -> bool:

@@ -11,10 +11,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -79,13 +79,14 @@ def build_sglang_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
+    kind: type[SGLangEngine] | None = None,
 ) -> SGLangEngine:
     """Makes an engine with the source's architecture and folder; its weights come by the first weight sync."""
     if source is None:
         raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
     if varies_with_length(source.config):
         check_sglang(source)
-    return SGLangEngine(source, tokenizer, options, device, group)
+    return (kind or SGLangEngine)(source, tokenizer, options, device, group)
 
 
 class SGLangEngine(InferenceEngine):
@@ -94,6 +95,7 @@ class SGLangEngine(InferenceEngine):
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
     loader = LOADER  # what the schedulers load a bucket with
+    asked_for: ClassVar[Mapping[str, Any]] = {}  # of SGLang with every request, besides what the request says
 
     def __init__(
         self,
@@ -150,14 +152,16 @@ class SGLangEngine(InferenceEngine):
             nccl_port=free_port(),
             known=getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__,
         )
-        arguments["custom_weight_loader"] = [self.loader]
+        arguments = {**self._defaults(), **arguments, "custom_weight_loader": [self.loader]}
         self._process = SGLangProcess(arguments, environment)
         self._samples = SampleTasks(
             self._process,
             eos_ids=self._eos_ids,
             vocab_size=self.vocab_size,
             is_deterministic=bool(arguments.get("enable_deterministic_inference")),
+            asked_for=self.asked_for,
         )
+        self._make_ready()
         length = self._process.manager.context_len - SPARE_PLACES
         return _Traits(
             model_path=arguments["model_path"],
@@ -165,6 +169,13 @@ class SGLangEngine(InferenceEngine):
             max_model_len=min(length, self._process.max_total_tokens - SPARE_PLACES),
             tells_cut_logprobs=hasattr(GenerateReqInput, "return_sampling_mask"),
         )
+
+    def _defaults(self) -> dict[str, Any]:
+        """Returns arguments of SGLang that --engine_args may replace."""
+        return {}
+
+    def _make_ready(self) -> None:
+        """Does on the owner what must come before the first weight sync."""
 
     def _new_folder(self) -> Path:
         self._folders.append(Path(tempfile.mkdtemp(prefix="lightrl-sglang-")))
@@ -305,22 +316,33 @@ class SGLangEngine(InferenceEngine):
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Sends the weights in buckets; requests under way pause meanwhile and keep their keys and values."""
+        self._require_loadable()
+        account = WeightAccount.of_model(self._skeleton)
+        fitting = ((name, tensor) for name, tensor in weights if account.accept(name, tensor))
+        problems = self._send(checkpoint_pairs(self._skeleton, fitting), version, source=fitting)
+        self._finish_load(account.problems() + problems, version)
+
+    def _require_loadable(self) -> None:
         self._require_open("load_weights")
         if "weights" in self._released:
             raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
-        account = WeightAccount.of_model(self._skeleton)
-        fitting = ((name, tensor) for name, tensor in weights if account.accept(name, tensor))
-        sender = WeightSender(self._route(), version, is_busy=bool(self._left))
-        try:
-            for name, tensor in checkpoint_pairs(self._skeleton, fitting):
-                sender.add(name, tensor)
-        finally:
-            for _ in fitting:  # to the end whatever happened: the tensors may come out of collectives
-                pass
-            problems = sender.finish()
-        raise_problems(account.problems() + problems, f"Weight sync to version {version}")
+
+    def _finish_load(self, problems: list[str], version: int) -> None:
+        raise_problems(problems, f"Weight sync to version {version}")
         if self._samples is not None:
             self._samples.version = version
+
+    def _send(self, pairs: NamedTensors, version: int, *, source: NamedTensors = ()) -> list[str]:
+        """Sends pairs, which are made of a source, and returns on every rank what went wrong."""
+        sender = WeightSender(self._route(), version, is_busy=bool(self._left))
+        try:
+            for name, tensor in pairs:
+                sender.add(name, tensor)
+        finally:
+            for _ in source:  # to the end whatever happened: the tensors may come out of collectives
+                pass
+            problems = sender.finish()
+        return problems
 
     def _route(self) -> Route:
         return Route(

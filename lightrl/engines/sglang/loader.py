@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,17 @@ class _Sync:
 _sync = _Sync()
 
 
-def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+class Extras(Protocol):
+    """Tensors of a bucket that the model's own loader does not know."""
+
+    def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
+        """Returns whether the described tensor is one of them; its memory is lent."""
+
+    def finish(self, placement: Placement) -> list[str]:
+        """Puts them in their places after the last bucket; returns what is wrong."""
+
+
+def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], extras: Extras | None = None) -> None:
     """Loads what Bucket.pack made; after the last bucket reads everything back and writes the report."""
     global _sync
     parts = dict(named_tensors)
@@ -106,27 +116,32 @@ def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -
     if head["is_first"]:
         _sync = _Sync()
     try:
-        _load(model, _unpack(parts["values"], head["tensors"]))
+        _load(model, _unpack(parts["values"], head["tensors"], extras))
         if head["is_last"]:
             _read_back(model)
+            _sync.problems += extras.finish(_placement(model)) if extras is not None else []
     except Exception as error:
         _sync.problems.append(f"{type(error).__name__}: {error}")
     if head["is_last"]:
         _write_report(Path(head["report"]))
 
 
-def _unpack(flat: Tensor, described: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor]]:
+def _unpack(flat: Tensor, described: Sequence[dict[str, Any]], extras: Extras | None) -> list[tuple[str, Tensor]]:
     tensors = []
     for item in described:
         dtype: torch.dtype = getattr(torch, item["dtype"])
         shape = torch.Size(item["shape"])
         size = shape.numel() * dtype.itemsize
-        tensors.append((item["name"], flat[item["start"] : item["start"] + size].view(dtype).view(shape)))
-        _sync.given[item["name"]] = item
+        tensor = flat[item["start"] : item["start"] + size].view(dtype).view(shape)
+        if extras is None or not extras.take(item, tensor):
+            tensors.append((item["name"], tensor))
+            _sync.given[item["name"]] = item
     return tensors
 
 
 def _load(model: Any, tensors: list[tuple[str, Tensor]]) -> None:
+    if not tensors:
+        return
     placement = _placement(model)
     try:
         model.load_weights(list(tensors))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,20 @@ class SampleTasks:
     """Samples that wait and samples under way. They go on in the schedulers while nobody waits for them here."""
 
     def __init__(
-        self, process: SGLangProcess, *, eos_ids: Sequence[int], vocab_size: int, is_deterministic: bool
+        self,
+        process: SGLangProcess,
+        *,
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        is_deterministic: bool,
+        asked_for: Mapping[str, Any],
     ) -> None:
         self.version = 0  # of the weights that new samples start with
         self._process = process
         self._eos_ids = set(eos_ids)
         self._vocab_size = vocab_size
         self._is_deterministic = is_deterministic
+        self._asked_for = asked_for
         self._waiting: list[Sample] = []
         self._running: dict[asyncio.Task[Any], Sample] = {}
 
@@ -149,6 +156,7 @@ class SampleTasks:
             # Keys and values are shared among requests of one weight version only, also where no flush was possible.
             cache_salt=str(self.version),
             **({"return_sampling_mask": True} if is_cut(sample.params) else {}),
+            **self._asked_for,
         )
         if sample.features is not None:
             request.image_data = [dict(sample.features)]

@@ -112,7 +112,7 @@ class WeightSender:
         if route.process is None and not is_cuda:
             return []
         tensors = bucket.pack(report=str(route.reports), is_first=is_first, is_last=is_last, device=route.device)
-        payloads = [_serialized(tensors) for _ in range(1 if is_cuda else route.group.size)]
+        payloads = [serialized(tensors) for _ in range(1 if is_cuda else route.group.size)]
         if is_cuda:
             torch.cuda.synchronize(route.device)
             payloads = [part for parts in route.group.gather(payloads) for part in parts]
@@ -149,7 +149,8 @@ def _require(outcome: tuple[bool, str]) -> None:
         raise RuntimeError(f"SGLang: {message}")
 
 
-def _serialized(tensors: list[tuple[str, Tensor]]) -> bytes:
+def serialized(tensors: Any) -> bytes:
+    """Returns tensors, in a list or a dictionary, in the form in which a scheduler takes them."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     payload: bytes = MultiprocessingSerializer.serialize(tensors)

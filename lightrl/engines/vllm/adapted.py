@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightrl.engines.base import NamedTensors, skeleton
 from lightrl.engines.vllm.build import build_vllm_engine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.weights.account import raise_problems
-from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, cut_like, fits, layer_sizes
+from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, cut_like, fits, layer_sizes, unwrapped
 from lightrl.engines.weights.placement import Placement, ServerRules
 from lightrl.models.lora import largest_rank, lora_layers
 
@@ -117,19 +116,6 @@ class AdaptedVLLMEngine(VLLMEngine):
             wanted = pair if is_whole else cut_like(pair, places) if places else None
             slot = _slot(model, placement.own_name(f"{name}.weight").removesuffix(".weight"))
             yield name, wanted, None if slot is None else _filled(slot, wanted or pair)
-
-
-@contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Puts the layers that vLLM has wrapped for adapters back in their places, where its loader looks for them."""
-    wrapped = [(name, module) for name, module in model.named_modules() if hasattr(module, "set_lora")]
-    try:
-        for name, module in wrapped:
-            model.set_submodule(name, module.base_layer)
-        yield
-    finally:
-        for name, module in wrapped:
-            model.set_submodule(name, module)
 
 
 def _slot(model: Any, own: str) -> Factors | None:

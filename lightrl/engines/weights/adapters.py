@@ -7,6 +7,7 @@ A factor travels under the plain name of its layer: LAYER.lora_A.weight [rank, i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -78,3 +79,19 @@ def layer_sizes(model: nn.Module, layers: Iterable[str]) -> Mapping[str, tuple[i
         is_linear = isinstance(layer, nn.Linear)  # a Conv1D keeps its weight as [inputs, outputs]
         sizes[name] = (int(shape[1]), int(shape[0])) if is_linear else (int(shape[0]), int(shape[1]))
     return sizes
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[Mapping[str, Any]]:
+    """Puts layers that a server has wrapped for adapters back in their places, where its loader looks for them.
+
+    Yields the wrappers by the names of the layers.
+    """
+    wrappers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "set_lora")}
+    try:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper.base_layer)
+        yield wrappers
+    finally:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper)

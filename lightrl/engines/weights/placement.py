@@ -56,6 +56,11 @@ class Placement:
             return None
         return places
 
+    def part_of(self, layer: str) -> int:
+        """Returns the index of a layer among those that the server keeps in one; 0 for a layer of its own."""
+        parent, last, leaf = _split_name(self.own_name(f"{layer}.weight"))
+        return 0 if self._known(_join(parent, last, leaf)) is not None else self._fused.get(last, ("", 0))[1]
+
     def own_name(self, name: str) -> str:
         """Returns the name that the renaming rules of the model, and of the models inside it, give to a tensor."""
         for prefix, rename in self._renamers:

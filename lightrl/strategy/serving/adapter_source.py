@@ -19,6 +19,7 @@ from lightrl.strategy.torch_native import TorchStrategy
 _BUILDERS = {
     "native": "lightrl.engines.native.adapted:build_adapted_engine",
     "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
+    "sglang": "lightrl.engines.sglang.adapted:build_adapted_engine",
 }
 
 

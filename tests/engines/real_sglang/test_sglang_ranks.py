@@ -32,6 +32,14 @@ def test_grpo_with_an_engine_on_each_rank(tmp_path):
     assert max(step["mismatch/max_abs"] for step in steps) < 2e-5
 
 
+@pytest.mark.parametrize("flags", ["", "--engine_tp_size 2"])
+def test_grpo_with_adapters_beside_the_weights(tmp_path, flags):
+    adapters = ["--lora.rank", "4", "--lora.engine", "unmerged", *flags.split()]
+    steps = first_steps(tmp_path, "--strategy", "fsdp", *adapters)
+    assert len(steps) == 3
+    assert max(step["mismatch/max_abs"] for step in steps) < 2e-5
+
+
 @pytest.mark.parametrize("layout", ["--tp_size 2 --megatron.sequence_parallel True", "--megatron.pp_size 2"])
 def test_megatron_with_an_engine_on_each_rank(tmp_path, layout):
     pytest.importorskip("megatron.core", reason="needs lightrl[megatron]")
