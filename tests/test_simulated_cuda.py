@@ -102,7 +102,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     bounds = cu_seqlens_q.tolist()
     assert bounds == cu_seqlens_k.tolist() and bounds[-1] == len(q) == len(k) == len(v)
     assert max(end - start for start, end in zip(bounds, bounds[1:])) == max_seqlen_q == max_seqlen_k
-    assert window_size == (-1, -1) and not softcap and not dropout_p
+    assert window_size == (-1, -1) and not softcap and not dropout_p and deterministic
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     open(os.environ["FLASH_CALLS"], "a").write("x")
     parts = [[part[start:end].transpose(0, 1) for part in (q, k, v)] for start, end in zip(bounds, bounds[1:])]
@@ -131,7 +131,8 @@ def test_packs_in_bfloat16_go_to_flash_attention(library: str, tmp_path: Path) -
         (site / name).write_text(text)
     program, *options = GROUPS.split()
     command = [sys.executable, str(FOLDER / "simulated_cuda.py"), library, str(ROOT / "scripts" / f"{program}.py")]
-    flags = [*options, "--dtype", "bfloat16", "--share_prompts", "False", "--output_dir"]
+    flags = [*options, "--dtype", "bfloat16", "--share_prompts", "False", "--distributed.deterministic", "True"]
+    flags.append("--output_dir")
     environment = {"PYTHONPATH": f"{site}:{ROOT}", "FLASH_CALLS": str(calls)}
     run_program([*command, *flags, str(tmp_path / "flash")], timeout_s=120, env=environment)
     run_program([*command, *flags, str(tmp_path / "runs")], timeout_s=120)

@@ -368,6 +368,8 @@ def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
         softmax_scale=scoring.scale,
         sliding_window=scoring.window,
         softcap=scoring.softcap,
+        # Its backward adds up in any order whatever torch is told; with None FLASH_ATTENTION_DETERMINISTIC decides.
+        deterministic=torch.are_deterministic_algorithms_enabled() or None,
         cu_seq_lens_q=boundaries,
         cu_seq_lens_k=boundaries,
         max_length_q=layout.max_length,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,5 +53,5 @@ def deal(batch: KeptBatch, size: int) -> KeptBatch:
 
 def _rearranged(part: Tensor, dim: int, num_parts: int) -> Tensor:
     """Takes the first of each of so many equal parts along a dim, then the second of each, and so on."""
-    parts = torch.stack(part.chunk(num_parts, dim), dim + 1)
-    return parts.flatten(dim, dim + 1)
+    parts: Tensor = part.unflatten(dim, (num_parts, -1))
+    return parts.transpose(dim, dim + 1).flatten(dim, dim + 1)

@@ -61,7 +61,7 @@ class PromptSharing:
         """Returns a pack with its tree; one without runs whole."""
         return batch
 
-    def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[PackedBatch] | None:
+    def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Gives the model the tokens that are computed."""
         self._tree = None
         if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary wants the states of all tokens
@@ -70,7 +70,7 @@ class PromptSharing:
         if isinstance(batch, SharedBatch):
             self._tree, batch, group = batch.tree, kept_tokens(batch), model.sequence_group
             batch = batch if group is None else deal(batch, group.size)
-        return (batch,)
+        return (batch, *args[1:])
 
     def _branch(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Lets the tokens attend along their tree; deal() has padded its segments where ranks split them."""

@@ -95,6 +95,18 @@ def test_scores_and_gradients_are_those_of_whole_sequences(name: str) -> None:
     assert_alike(policy)
 
 
+def test_what_else_a_forward_takes_is_passed_on() -> None:
+    class Scaled(Policy):
+        def forward(self, batch: PackedBatch, scale: float = 1.0) -> Any:
+            return super().forward(batch).logprobs * scale
+
+    policy = Policy(hf_model("qwen3"))
+    attach_sharing(policy, STRATEGY)
+    policy.__class__ = Scaled
+    for batch in batches():
+        assert_close(policy(batch, 0.5), policy(batch) * 0.5)
+
+
 def test_it_is_computed_once() -> None:
     policy = Policy(hf_model("qwen3"))
     attach_sharing(policy, STRATEGY)

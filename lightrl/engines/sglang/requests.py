@@ -84,14 +84,15 @@ class SampleTasks:
         eos_ids: Sequence[int],
         vocab_size: int,
         is_deterministic: bool,
-        asked_for: Mapping[str, Any],
+        asked_for: Mapping[str, Any] | None = None,
     ) -> None:
+        """asked_for: what SGLang is asked with every request, besides what the request says."""
         self.version = 0  # of the weights that new samples start with
         self._process = process
         self._eos_ids = set(eos_ids)
         self._vocab_size = vocab_size
         self._is_deterministic = is_deterministic
-        self._asked_for = asked_for
+        self._asked_for = asked_for or {}
         self._waiting: list[Sample] = []
         self._running: dict[asyncio.Task[Any], Sample] = {}
 
