@@ -25,7 +25,8 @@ def sends_adapters(config: Any) -> bool:
     )
     refused = next(((name, reason) for name, is_refused, reason in reasons if is_refused), None)
     if config.lora.engine == "auto":
-        return refused is None and config.dtype == "bfloat16"
+        # Not with sglang, which has no place beside some layers: only the model tells.
+        return refused is None and config.dtype == "bfloat16" and config.engine != "sglang"
     if refused:
         name, reason = refused
         value = getattr(config, name, True)

@@ -21,6 +21,8 @@ def test_auto_sends_adapters_in_bfloat16_where_the_engine_takes_them() -> None:
     assert not sends_adapters(config("merged", dtype="bfloat16"))
     assert not sends_adapters(config(dtype="bfloat16", engine="my_package:MyEngine"))
     assert not sends_adapters(config(dtype="bfloat16", rollout_ranks=1))
+    assert not sends_adapters(config(dtype="bfloat16", engine="sglang"))  # by itself: it cannot take all layers
+    assert sends_adapters(config("unmerged", engine="sglang"))
 
 
 def test_a_trainer_without_an_engine_sends_nothing() -> None:

@@ -37,6 +37,10 @@ _OPTION_FOR = {  # arguments of SGLang that are ours, and where to say what they
     "tokenizer_worker_num": "",
     "weight_version": "",
     "speculative_algorithm": "",
+    "enable_lora": "--lora.engine",
+    "max_lora_rank": "--lora.rank",  # at a larger one the parts of an adapter lie elsewhere than where it is written
+    "max_loras_per_batch": "",
+    "lora_target_modules": "--lora.target_modules",
 }
 
 

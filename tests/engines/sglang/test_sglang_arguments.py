@@ -16,6 +16,7 @@ KNOWN = [
     "grammar_backend",
     "load_format",
     "log_level",
+    "max_lora_rank",
     "max_running_requests",
     "max_total_tokens",
     "mm_attention_backend",
@@ -75,6 +76,7 @@ def test_given_arguments_win_over_defaults():
     [
         ("max_runing_requests=8", "no argument 'max_runing_requests'. Did you mean max_running_requests"),
         ("dtype=float16", "dtype is set by lightrl and cannot be given. Use --dtype."),
+        ("max_lora_rank=64", "max_lora_rank is set by lightrl and cannot be given. Use --lora.rank."),
         ("load_format=auto", "load_format is set by lightrl and cannot be given."),
     ],
 )
