@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "simulated_cuda"
 FEW = "--max_steps 2 --num_prompts 4 --eval.every 0"
 GROUPS = f"train_grpo {FEW} --group_size 4"
-COMPARED = ("loss", "grad_norm", "reward/mean", "kl/loss", "value/loss", "entropy")
+COMPARED = ("loss", "grad_norm", "reward/mean", "kl", "critic/loss", "critic/grad_norm", "entropy")
 
 
 @pytest.fixture(scope="module")

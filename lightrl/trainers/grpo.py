@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ class GRPOTrainer(Trainer):
         self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
         self.teacher = self._load_teacher() if config.teacher_model else None
-        self.draw: Callable[[], list[ScoredGroup]] = partial(self.roll_out, config.num_prompts)
+        self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
         if config.dynamic_sampling.enabled:
             self.draw = self._draw_until_full()
         if self.objective.needs_greedy_baseline:

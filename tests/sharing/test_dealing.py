@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from lightrl.models.packed_attention import Scoring, packed_layout
@@ -27,23 +26,10 @@ def kept() -> KeptBatch:
     return kept_tokens(shared)
 
 
-@dataclass
-class Alone:
-    """One rank of a group of two."""
-
-    rank: int
-    size: int = 2
-
-    def to_heads(self, part: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    to_tokens = total = to_heads
-
-
 def test_every_rank_gets_an_even_share_of_prompt_and_responses() -> None:
     batch, dealt = kept(), deal(kept(), 2)
     assert batch.input_ids.tolist() == [*PROMPT, 1, 2, 3, 4, 5]
-    first, second = (split_tokens(dealt, Alone(rank)) for rank in range(2))
+    first, second = (split_tokens(dealt, SimpleNamespace(rank=rank, size=2)) for rank in range(2))
     assert first.input_ids.tolist() == [*PROMPT[0::2], 1, 3, 5]
     assert second.input_ids.tolist() == [*PROMPT[1::2], 2, 4, 0]  # the last one is padding
     assert second.position_ids.tolist() == [*range(1, 20, 2), 21, 21, 0]

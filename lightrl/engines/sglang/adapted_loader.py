@@ -40,6 +40,10 @@ class AdapterSlots:
     wrappers: Mapping[str, Any]  # of the layers that may have an adapter
     came: dict[str, tuple[dict[str, Any], Tensor]]
 
+    def begin(self) -> None:
+        """Forgets the factors of a sync that failed."""
+        self.came.clear()
+
     def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
         """Keeps a factor until its partner is there."""
         is_factor = str(item["name"]).endswith((DOWN, UP))
@@ -70,11 +74,10 @@ class AdapterSlots:
         rank, inputs = self.came[layer + DOWN][0]["shape"]
         outputs = self.came[layer + UP][0]["shape"][0]
         places = placement.places(f"{layer}.weight", (outputs, inputs)) or []
-        for i, place in enumerate(places):
+        for place in places:
             slot = _slot(self.wrappers.get(place.parameter.removesuffix(".weight")))
             if slot is not None:
-                index = i if len(places) > 1 else placement.part_of(layer)
-                yield layer + DOWN, slot.down, _down_place(place, index * slot.up.shape[1], rank)
+                yield layer + DOWN, slot.down, _down_place(place, placement.part_of(place) * slot.up.shape[1], rank)
                 yield layer + UP, slot.up, _up_place(place, rank)
 
     def _missing(self, spots: list[tuple[str, Tensor, Place]]) -> list[str]:

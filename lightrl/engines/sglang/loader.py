@@ -101,6 +101,9 @@ _sync = _Sync()
 class Extras(Protocol):
     """Tensors of a bucket that the model's own loader does not know."""
 
+    def begin(self) -> None:
+        """Comes before the first bucket of a sync."""
+
     def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
         """Returns whether the described tensor is one of them; its memory is lent."""
 
@@ -115,6 +118,8 @@ def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], e
     head = json.loads(parts["head"].cpu().numpy().tobytes())
     if head["is_first"]:
         _sync = _Sync()
+        if extras is not None:
+            extras.begin()
     try:
         _load(model, _unpack(parts["values"], head["tensors"], extras))
         if head["is_last"]:

@@ -109,11 +109,12 @@ class AdaptedVLLMEngine(VLLMEngine):
         """Yields what this rank should hold of each adapter, None if not known, and what it does, None if nothing."""
         with unwrapped(model):  # the weights have their own names
             placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
+        is_whole = self._group.size == 1
+        is_cut_otherwise = model.lora_manager.lora_config.fully_sharded_loras  # along the rank, too
         for name, pair in given.items():
             inputs, outputs = self._sizes[name]
             places = placement.places(f"{name}.weight", (outputs, inputs))
-            is_whole = self._group.size == 1
-            wanted = pair if is_whole else cut_like(pair, places) if places else None
+            wanted = pair if is_whole else cut_like(pair, places) if places and not is_cut_otherwise else None
             slot = _slot(model, placement.own_name(f"{name}.weight").removesuffix(".weight"))
             yield name, wanted, None if slot is None else _filled(slot, wanted or pair)
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,10 +57,12 @@ class Placement:
             return None
         return places
 
-    def part_of(self, layer: str) -> int:
-        """Returns the index of a layer among those that the server keeps in one; 0 for a layer of its own."""
-        parent, last, leaf = _split_name(self.own_name(f"{layer}.weight"))
-        return 0 if self._known(_join(parent, last, leaf)) is not None else self._fused.get(last, ("", 0))[1]
+    def part_of(self, place: Place) -> int:
+        """Returns the index of a place among the tensors that one parameter holds; 0 where it holds one."""
+        start = next((first for dim, first, _ in place.held if dim == 0), 0)
+        layer = place.parameter.rpartition(".")[0]
+        ends = accumulate(rows for rows, _, _ in self._parts(layer)) if start else ()
+        return sum(end <= start for end in ends)
 
     def own_name(self, name: str) -> str:
         """Returns the name that the renaming rules of the model, and of the models inside it, give to a tensor."""

@@ -257,7 +257,7 @@ def test_sleep_right_after_the_last_request(engine, raw):
         engine.abort()
         engine.sleep(1)
         engine.wake()
-        engine.generate([[5, 6]], [params(n=count, max_new_tokens=count)])
+        assert len(engine.generate([[5, 6]], [params(n=count, max_new_tokens=count)])) == count
         engine.sleep(1)
         engine.wake()
 

@@ -164,6 +164,24 @@ def test_a_server_may_know_a_name_by_an_ending_that_only_one_parameter_has() -> 
     assert [place.parameter for place in whole] == ["first.qkv_proj.weight"] * 3
 
 
+def test_the_part_of_a_place_is_where_it_was_found() -> None:
+    model = serving_model(1, 2)  # on a rank: 4 rows of gate and 4 of up; 4 of queries, 2 of keys, 2 of values
+    model.projector = nn.Module()
+    model.projector.up_proj = Weights(5, 6)  # the only one of this ending, of another shape than the layer's
+    finder = Placement(model, ServerRules(finds_by_ending=True), tp_rank=1, tp_size=2)
+    shapes = {"gate_proj": 8, "up_proj": 8, "q_proj": 8, "k_proj": 4, "v_proj": 4}
+    places = {name: finder.places(f"layer.{name}.weight", (rows, 6)) for name, rows in shapes.items()}
+    assert {name: [finder.part_of(place) for place in found or ()] for name, found in places.items()} == {
+        "gate_proj": [0],
+        "up_proj": [1],
+        "q_proj": [0],
+        "k_proj": [1],
+        "v_proj": [2],
+    }
+    (whole,) = finder.places("layer.o_proj.weight", (6, 8)) or ()
+    assert finder.part_of(whole) == 0
+
+
 def test_a_server_may_pad_what_a_checkpoint_holds() -> None:
     model = serving_model(1, 2)  # on a rank: 4 rows of gate and 4 of up, 4 columns of o_proj, experts of 2
     rules = ServerRules(pads=True)
