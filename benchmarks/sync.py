@@ -1,6 +1,6 @@
 """Compares a weight sync to the native engine with a copy of the same bytes, in turn in one process or on two ranks.
 
-python benchmarks/sync.py --models toy mid large --rounds 7
+python benchmarks/sync.py --models toy mid large --rounds 7 --share_weights
 torchrun --nproc_per_node 2 benchmarks/sync.py --strategies ddp fsdp --models toy mid
 
 A sync is all of update_engine_weights: the fingerprints, the gather, the copy and the proofs. The canary is off, since
@@ -82,11 +82,13 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["single"])
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--share_weights", action="store_true", help="let the engine read the trainer's weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.strategies:
         for dtype in arguments.dtypes:
             flags = ["--strategy", name, "--canary_every", "0", "--dtype", dtype]
+            flags += ["--native.share_weights", str(arguments.share_weights)]
             strategy = create_strategy(parse_config(GRPOConfig, flags))
             strategy.setup_distributed(timedelta(seconds=300))
             for model in arguments.models:

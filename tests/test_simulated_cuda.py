@@ -52,7 +52,7 @@ def compare(there: list[dict[str, Any]], here: list[dict[str, Any]], tolerance: 
         f"{GROUPS} --engine_sleep_level 2 --offload_while_generating True --algorithm.kl_coef 0.1 --ema_decay 0.9",
         f"{GROUPS} --rollout.over_issue 0.5 --rollout.keep_cache True --rollout.max_staleness 1",
         f"{GROUPS} --algorithm.advantage remax --top_p 0.9 --top_k 20 --gradient_checkpointing True",
-        f"train_ppo {FEW} --num_minibatches 2 --num_epochs 2",
+        f"train_ppo {FEW} --num_minibatches 2 --num_epochs 2 --native.share_weights True",
         "train_sft --max_steps 2 --eval.every 0",
         "train_dpo --max_steps 2 --eval.every 0",
     ],
@@ -72,7 +72,7 @@ def test_a_run_on_the_device_is_that_on_the_cpu(flags: str, library: str, tmp_pa
 @pytest.mark.parametrize(
     "flags",
     [
-        "--strategy ddp",
+        "--strategy ddp --native.share_weights True",
         "--strategy fsdp --sp_size 2 --share_prompts True",
         "--strategy fsdp --tp_size 2 --engine_sleep_level 2 --algorithm.kl_coef 0.1",
         "--strategy fsdp --offload_while_generating True --lora.rank 4",

@@ -6,9 +6,7 @@ from typing import Any
 
 
 def check_lookup(config: Any) -> None:
-    """Raises ValueError for an option that needs another engine, or each token's forward by itself."""
-    if not config.native.lookup:
-        return
+    """Raises ValueError for an option of a guessing run that needs another engine, or each token by itself."""
     is_truncated = getattr(config, "is_truncated", False)
     reasons = (
         (f"engine {config.engine}", config.engine != "native", "only the native engine guesses"),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lightrl.config.exact import check_exact
 from lightrl.config.foreign_options import native_options
+from lightrl.config.lent_weights import check_share_weights
 from lightrl.config.lookup import check_lookup
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
@@ -167,6 +168,9 @@ class NativeEngineConfig:
     lookup: int = option(0, at_least=0, at_most=64)
     """Number of tokens guessed in a step from what followed the same words earlier in a sample's text. The samples are
     those without guesses; texts that repeat themselves take fewer steps where few of them run. 0: none."""
+    share_weights: bool = False
+    """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
+    Strategies single and ddp, in float32."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,7 +298,9 @@ class EngineConfig:
     offload_while_generating: bool = option(False, resume="free")
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
     engine is awake. Each rollout then takes two copies longer."""
-    native: NativeEngineConfig = section(NativeEngineConfig, resume="free", check=check_lookup)
+    native: NativeEngineConfig = section(
+        NativeEngineConfig, resume="free", check=lambda options: _check_native(options)
+    )
     routing: RoutingConfig = section(RoutingConfig, check=lambda options: _check_routing(options))
 
 
@@ -377,6 +383,13 @@ def _check_rates(options: StrategyOptions) -> None:
         raise ValueError(
             f"--optim.min_lr {options.optim.min_lr} is above --lr {options.lr}, where the schedule begins."
         )
+
+
+def _check_native(options: StrategyOptions) -> None:
+    if options.native.lookup:
+        check_lookup(options)
+    if options.native.share_weights:
+        check_share_weights(options)
 
 
 def _check_routing(options: StrategyOptions) -> None:

@@ -45,9 +45,9 @@ def engine_of(config: RolloutConfig, policy: Model, batches: Batches, *, ranks: 
         positions = -(-batches.length // _STEP) * _STEP
         logits = _LOGITS_COPIES * _FLOAT * rows * policy.hf_config.get_text_config().vocab_size
         tokens = rows * positions
+        own = 0 if config.native.share_weights else size * numel  # of the weights; else it reads the trainer's
         return Engine(
-            weights=size * numel, cache=tokens * per_token, work=logits, asleep=size * numel, sync=sync,
-            cached_tokens=tokens,
+            weights=own, cache=tokens * per_token, work=logits, asleep=own, sync=sync, cached_tokens=tokens
         )  # fmt: skip
     weights = size * numel / config.engine_tp_size
     share = config.engine_mem_fraction * memory

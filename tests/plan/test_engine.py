@@ -17,6 +17,9 @@ def test_native_and_vllm(small_config: Any) -> None:
     per_token = 2 * 3 * 2 * 8 * 4
     assert (native.weights, native.cache) == (4 * numel, 8 * 32 * per_token)  # 30 positions in steps of 16
     assert native.work == 3 * 4 * 8 * 64
+    config.native.share_weights = True
+    lent = engine_of(config, model, batches, ranks=1, memory=1e9)
+    assert (lent.weights, lent.asleep, lent.cache) == (0, 0, native.cache)
     config.engine, config.engine_mem_fraction = "vllm", 0.5
     vllm = engine_of(config, model, batches, ranks=1, memory=1e6)
     assert (vllm.awake, vllm.asleep) == (5e5, 0)

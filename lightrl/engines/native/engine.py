@@ -55,7 +55,9 @@ logger = logging.getLogger(__name__)
 _NUM_ROWS = 128  # of a matrix that is turned at a time: they fit into a core's second cache
 _GAP = 16  # elements between rows, so that the values of a column do not compete for one place in the cache
 _WORTH_TURNING = 1 << 16  # elements from which on copy_() is slower
-_GUESSING = "lightrl.engines.native.lookup:LookupEngine"  # by name, since it is a subclass of what stands here
+# By name, since they are subclasses of what stands here.
+_GUESSING = "lightrl.engines.native.lookup:LookupEngine"
+_LENT = "lightrl.engines.native.lent:engine_on"
 _ROOM_AHEAD = 64  # positions reserved for new tokens when a prompt enters; a longer answer grows the cache
 
 
@@ -70,7 +72,7 @@ def build_native_engine(
 ) -> NativeEngine:
     """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
 
-    kind: what makes it; None makes a NativeEngine, or with --native.lookup one that guesses.
+    kind: what makes it; None makes a NativeEngine, or the one that an option of --native asks for.
     """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
@@ -81,7 +83,8 @@ def build_native_engine(
     media = _media_of(source, options) if source.config.model_type in FAMILIES else None
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    make = kind or (_guessing_kind(options.native) if options.native.lookup else NativeEngine)
+    is_plain = not (options.native.lookup or options.native.share_weights)
+    make = kind or (NativeEngine if is_plain else _kind_of(options.native, source))
     return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
@@ -90,9 +93,14 @@ def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcess
     return MediaProcessor.load(name, trust_remote_code=options.trust_remote_code) if name else None
 
 
-def _guessing_kind(options: NativeEngineConfig) -> Callable[..., NativeEngine]:
-    guessing = load_object(_GUESSING, builtin={}, what="engine", example="MyEngine")
-    return partial(guessing, num_guesses=options.lookup)
+def _kind_of(options: NativeEngineConfig, source: PreTrainedModel) -> Callable[..., NativeEngine]:
+    if options.lookup:
+        return partial(
+            load_object(_GUESSING, builtin={}, what="engine", example="MyEngine"), num_guesses=options.lookup
+        )
+    if options.share_weights:
+        return partial(load_object(_LENT, builtin={}, what="engine", example="MyEngine"), source)
+    return NativeEngine
 
 
 @torch.no_grad()
@@ -131,7 +139,7 @@ class _Prefilled:
 class NativeEngine(InferenceEngine):
     """Owns the model it is given: evaluation mode, no gradients, its attention and the layout of its weights."""
 
-    sleep_levels = (1, 2)
+    sleep_levels: tuple[int, ...] = (1, 2)
     wake_hint = "--native.max_num_seqs"
     make_runner = ModelRunner
     draw = staticmethod(sample)

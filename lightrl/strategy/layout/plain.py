@@ -270,7 +270,12 @@ class Weights:
 
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
-    return any(".lora_A." in name for name, _ in model.named_parameters())
+    return include_adapters(model.named_parameters())
+
+
+def include_adapters(named: NamedTensors) -> bool:
+    """Returns whether a named parameter belongs to a LoRA adapter."""
+    return any(".lora_A." in name for name, _ in named)
 
 
 def innermost(model: Any) -> nn.Module:
