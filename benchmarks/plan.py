@@ -3,9 +3,10 @@
     python benchmarks/plan.py [--only fsdp lora ...]
 
 Each setting takes two updates of a Qwen3 of 5.2 M weights (4 blocks, 256 wide, vocabulary 4096) on 32 samples of 70
-tokens, with at most 512 tokens in a micro-batch and float32 unless said. Measured are the second update and the sync
-behind it on the rank that has most, by the account of the CPU allocator. Prints the table of docs/plan.md and ends with
-1 if a prediction of the update is off by more than 10 %.
+tokens, with at most 512 tokens in a micro-batch and float32 unless said; those of shared prompts take samples of 192
+tokens, 128 of them of the prompt, and at most 1024. Measured are the second update and the sync behind it on the rank
+that has most, by the account of the CPU allocator. Prints the table of docs/plan.md and ends with 1 if a prediction of
+the update is off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from lightrl.testing import SpmdError, run_spmd
 
 PROGRAM = Path(__file__).with_name("plan_program.py")
 BASE = "--num_prompts 8 --group_size 4 --max_new_tokens 64 --max_tokens_per_microbatch 512 --engine native"
-BASE += " --log.tensorboard False --checkpoint.every 0 --eval.every 0 --canary_every 0"
+BASE += " --share_prompts False --log.tensorboard False --checkpoint.every 0 --eval.every 0 --canary_every 0"
 ALLOWED = 0.10
 HELD = "--fsdp.reshard_after_forward False"
+SHARED = "--share_prompts True"
+LONGER = "--max_tokens_per_microbatch 1024"
+WAYS = (("whole sequences of 192 tokens", ""), ("shared prompts", SHARED))
 WHOLE = "--max_tokens_per_microbatch 4096"
 REFERENCE = "--algorithm.kl_coef 0.1"
 TWO_UPDATES = "--num_minibatches 2"
@@ -40,6 +44,7 @@ class Setting(NamedTuple):
     ranks: int
     options: str
     trainer: str = "grpo"
+    prompt: int = 6  # tokens
 
 
 SETTINGS = [
@@ -82,6 +87,21 @@ SETTINGS = [
     Setting("GRPO, ZeRO-3, one micro-batch", 2, f"{ZERO} 3 {WHOLE}"),
     Setting("GRPO, ZeRO-3, EMA", 2, f"{ZERO} 3 --ema_decay 0.9"),
     Setting("PPO, ZeRO-2", 2, f"{ZERO} 2", "ppo"),
+    *(Setting(f"GRPO, single, {name}", 1, f"--strategy single {LONGER} {way}", prompt=128) for name, way in WAYS),
+    Setting("GRPO, single, shared prompts, one micro-batch", 1, f"--strategy single {SHARED} {WHOLE}", prompt=128),
+    Setting("GRPO, single, shared prompts by itself, one micro-batch", 1,
+            f"--strategy single --share_prompts auto {WHOLE} --max_tokens_per_microbatch 8192", prompt=128),
+    Setting("GRPO, single, shared prompts, checkpointing", 1,
+            f"--strategy single {SHARED} {LONGER} --gradient_checkpointing True", prompt=128),
+    Setting("GRPO, ddp, shared prompts, three prompts", 2,
+            f"--strategy ddp {SHARED} {LONGER} --num_prompts 3", prompt=128),
+    *(Setting(f"GRPO, fsdp, {name}", 2, f"--strategy fsdp {LONGER} {way}", prompt=128) for name, way in WAYS),
+    Setting("GRPO, fsdp, shared prompts, reference, two updates", 2,
+            f"--strategy fsdp {SHARED} {LONGER} {REFERENCE} {TWO_UPDATES}", prompt=128),
+    *(Setting(f"GRPO, fsdp, sp_size 2, {name}", 2, f"--strategy fsdp --sp_size 2 {LONGER} {way}", prompt=128)
+      for name, way in WAYS),
+    Setting("PPO, fsdp, shared prompts", 2, f"--strategy fsdp {SHARED} {LONGER}", "ppo", prompt=128),
+    Setting("GRPO, ZeRO-2, shared prompts", 2, f"{ZERO} 2 {SHARED} {LONGER}", prompt=128),
     Setting("GRPO, megatron, tp_size 2", 2, f"{MEGATRON} --tp_size 2"),
     Setting("GRPO, megatron, pp_size 2", 2, f"{MEGATRON} --megatron.pp_size 2"),
     Setting("GRPO, megatron, cp_size 2", 2, f"{MEGATRON} --megatron.cp_size 2"),
@@ -99,7 +119,15 @@ def compare(setting: Setting, model: str, *, shows_parts: bool) -> dict[str, lis
     """Returns [predicted, measured] by phase."""
     with tempfile.TemporaryDirectory() as folder:
         words = f"--model {model} --output_dir {folder}/run {BASE} {setting.options}".split()
-        said = run_spmd(PROGRAM, setting.trainer, *words, world_size=setting.ranks, timeout_s=280, cwd=MEGATRON_CPU)
+        said = run_spmd(
+            PROGRAM,
+            setting.trainer,
+            str(setting.prompt),
+            *words,
+            world_size=setting.ranks,
+            timeout_s=280,
+            cwd=MEGATRON_CPU,
+        )
     ranks = [json.loads(line.partition("RESULT ")[2]) for line in said.splitlines() if "RESULT " in line]
     if shows_parts:
         print(*map(json.dumps, ranks), sep="\n", flush=True)

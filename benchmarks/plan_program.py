@@ -1,6 +1,7 @@
 """One rank of benchmarks/plan.py: takes two updates on made-up samples under torch's profiler.
 
-The tensors that live at any time are the sum of the CPU allocator's events from the start of the trainer.
+The tensors that live at any time are the sum of the CPU allocator's events from the start of the trainer. On a GPU its
+own allocator says what they take.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Work  # noqa: TID251  (its messages are measured)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -25,8 +28,9 @@ from lightrl.plan.peaks import Machine, plan_run
 from lightrl.plan.plan_program import models_of
 from lightrl.programs import TRAINERS
 from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.trainers.fit import build_trainer
 
-PROMPT, RESPONSE = 6, 64  # tokens
+RESPONSE = 64  # tokens
 _LET_GO_S = 0.001
 
 
@@ -41,12 +45,12 @@ def save_model(folder: Path, **changes: Any) -> None:
     AutoTokenizer.from_pretrained(str(builtin_model_path())).save_pretrained(folder)
 
 
-def groups_of_rank(trainer: Any) -> list[ScoredGroup]:
-    """Made-up groups of samples that are all as long as they can be."""
+def groups_of_rank(trainer: Any, prompt_tokens: int) -> list[ScoredGroup]:
+    """Made-up groups of samples that are all as long as they can be; no two prompts begin alike."""
     config, comm = trainer.config, trainer.strategy.comm
     return [
         ScoredGroup(
-            samples=tuple(_sample(position, number) for number in range(config.group_size)),
+            samples=tuple(_sample(position, number, prompt_tokens) for number in range(config.group_size)),
             rewards=tuple(float(number % 2) for number in range(config.group_size)),
             step=trainer.step_index,
         )
@@ -54,12 +58,12 @@ def groups_of_rank(trainer: Any) -> list[ScoredGroup]:
     ]
 
 
-def _sample(position: int, number: int) -> Sample:
+def _sample(position: int, number: int, prompt_tokens: int) -> Sample:
     return Sample(
-        prompt=Prompt(index=position, text="", token_ids=tuple(range(1, PROMPT + 1))),
+        prompt=Prompt(index=position, text="", token_ids=tuple(range(1 + position, 1 + position + prompt_tokens))),
         position=position,
         sample_index=number,
-        response_ids=tuple(1 + (7 * index + number) % 12 for index in range(RESPONSE)),
+        response_ids=tuple(1 + (7 * index + number) % 97 for index in range(RESPONSE)),
         sampler_logprobs=(-8.3,) * RESPONSE,
         versions=(0,) * RESPONSE,
         finish_reason="length",
@@ -79,7 +83,7 @@ def free_on_this_thread() -> None:
     Work.wait = wait_longer
 
 
-def measured(trainer_class: Any, config: Any) -> tuple[dict[str, float], int]:
+def measured(trainer_class: Any, config: Any, prompt_tokens: int) -> tuple[dict[str, float], int]:
     """Bytes at the worst moment of the second update and of the sync behind it, and the number of ranks."""
     from lightrl.trainers.policy_step import sync_engine
 
@@ -87,10 +91,10 @@ def measured(trainer_class: Any, config: Any) -> tuple[dict[str, float], int]:
     spans: dict[str, tuple[int, int]] = {}
     ends: list[int] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer = trainer_class(config)
+        trainer = build_trainer(trainer_class, config)
         for _ in range(2):
             started = time.time_ns()
-            trainer.learn_from(groups_of_rank(trainer))
+            trainer.learn_from(groups_of_rank(trainer, prompt_tokens))
             learned = time.time_ns()
             sync_engine(trainer)
             ends.append(time.time_ns())
@@ -105,6 +109,31 @@ def measured(trainer_class: Any, config: Any) -> tuple[dict[str, float], int]:
     return {**found, "drift": float(second - first)}, world
 
 
+def measured_on_gpu(trainer_class: Any, config: Any, prompt_tokens: int) -> tuple[dict[str, float], int]:
+    """The same by the account of the GPU's allocator."""
+    from lightrl.trainers.policy_step import sync_engine
+
+    trainer, found, left = build_trainer(trainer_class, config), {}, []
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.learn_from(groups_of_rank(trainer, prompt_tokens))
+        found["learn"] = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        sync_engine(trainer)
+        found["sync"] = float(torch.cuda.max_memory_allocated())
+        left.append(torch.cuda.memory_allocated())
+        trainer.step_index += 1
+    world = trainer.strategy.comm.world
+    trainer.close()
+    return {**found, "drift": float(left[1] - left[0])}, world
+
+
+def attention_there(has_gpu: bool) -> AbstractContextManager[None]:
+    """Attention as the simulated CUDA device of the tests computes it: it has no kernel for it, only products."""
+    is_simulated = has_gpu and torch.cuda.get_device_name() == "simulated"
+    return sdpa_kernel(SDPBackend.MATH) if is_simulated else nullcontext()
+
+
 def peak_between(changes: Sequence[tuple[int, int]], first: int, last: int) -> float:
     """The most bytes at a time between two moments, from (moment, change in bytes)."""
     live = peak = 0
@@ -116,16 +145,21 @@ def peak_between(changes: Sequence[tuple[int, int]], first: int, last: int) -> f
 
 
 def main() -> None:
-    """Prints predicted and this rank's bytes as a line of JSON; the arguments are a trainer and its options."""
-    name, *options = sys.argv[1:]
+    """Prints predicted and this rank's bytes as JSON; the arguments are a trainer, tokens of a prompt, and options."""
+    name, prompt_tokens, *options = sys.argv[1:]
     program = TRAINERS[name]
     config = parse_config(program.config, options)
     module, _, kind = program.trainer.partition(":")
-    found, world = measured(getattr(importlib.import_module(module), kind), config)
-    machine = Machine(ranks=world, memory=0, prompt_tokens=PROMPT, response_tokens=0, is_accelerator=False)
+    has_gpu = config.distributed.device != "cpu" and torch.cuda.is_available()
+    measure = measured_on_gpu if has_gpu else measured
+    found, world = measure(getattr(importlib.import_module(module), kind), config, int(prompt_tokens))
+    machine = Machine(
+        ranks=world, memory=0, prompt_tokens=int(prompt_tokens), response_tokens=0, is_accelerator=has_gpu
+    )
     if "Megatron" in config.strategy:  # the one of the tests, which runs on CPUs
         config = dataclasses.replace(config, strategy="megatron")
-    phases = plan_run(config, models_of(config), machine).phases
+    with attention_there(has_gpu):
+        phases = plan_run(config, models_of(config), machine).phases
     learning = max((p for p in phases if p.name.startswith(("score", "train"))), key=lambda phase: phase.total)
     sync = next(phase for phase in phases if phase.name == "weight sync")
     result = {

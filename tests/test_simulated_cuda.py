@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, or what CXX names"),
 ]
 ROOT = Path(__file__).parents[1]
+PLANNED = ROOT / "benchmarks" / "plan_program.py"
 FOLDER = ROOT / "tests" / "simulated_cuda"
 FEW = "--max_steps 2 --num_prompts 4 --eval.every 0"
 GROUPS = f"train_grpo {FEW} --group_size 4"
@@ -147,6 +149,24 @@ def test_sleep_and_offload_give_memory_back(library: str, tmp_path: Path) -> Non
     environment = {LIBRARY: library, "PYTHONPATH": f"{FOLDER}:{ROOT}"}
     output = run_program([*command, str(ROOT / "tests/gpu/test_gpu_program.py")], timeout_s=200, env=environment)
     assert "3 passed" in output
+
+
+@pytest.mark.parametrize("way", ["False", "True"])
+def test_the_device_holds_what_a_plan_predicts(
+    way: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most bytes of an update, with prompts computed once and without, by the account of the device."""
+    monkeypatch.syspath_prepend(str(PLANNED.parent))
+    importlib.import_module(PLANNED.stem).save_model(tmp_path / "model")
+    flags = "--num_prompts 8 --group_size 4 --max_new_tokens 64 --max_tokens_per_microbatch 1024 --eval.every 0"
+    flags += f" --canary_every 0 --distributed.device cuda --strategy single --share_prompts {way}"
+    command = [sys.executable, str(FOLDER / "simulated_cuda.py"), library, str(PLANNED), "grpo", "128", *flags.split()]
+    output = run_program(
+        [*command, "--model", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")], timeout_s=200
+    )
+    predicted, actual = json.loads(output.partition("RESULT ")[2].splitlines()[0])["learn"]
+    assert actual > 200e6
+    assert 0.95 < predicted / actual < 1.05
 
 
 def test_mixed_devices_are_an_error(library: str, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from lightrl.models import logprobs
 from lightrl.plan.meter import StorageMeter
 from lightrl.plan.models import Model, fake, faked
 from lightrl.plan.split import split_over
+from lightrl.plan.trees import paper_tree, saved_by, share_on_paper
 from lightrl.records import PackedBatch
+from lightrl.sharing.tree import with_tree
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.fsdp import transformer_blocks
 
@@ -32,11 +34,17 @@ class PackShape:
     num_sequences: int
     length: int  # of a sequence with its prompt
     num_scored: int  # tokens of a sequence
+    families: tuple[int, ...] = ()  # sequences of each prompt that is computed once; none: all sequences are whole
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the pack."""
         return self.num_sequences * self.length
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that the model runs."""
+        return self.num_tokens - sum(saved_by(size, self.length - self.num_scored) for size in self.families)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,7 @@ def _measured(model: Model, pack: PackShape, num_layers: int, settings: Settings
     is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
     trains, computation = settings.trains, settings.computation
     module = model.smaller(num_layers, settings.tp_size)
+    tree = paper_tree(pack.families, pack.length - pack.num_scored, pack.num_scored) if pack.families else None
     with (
         fake(),
         tiles_of(settings.on_accelerator),
@@ -91,7 +100,9 @@ def _measured(model: Model, pack: PackShape, num_layers: int, settings: Settings
             to_half(module)
         elif computation == "autocast":
             module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
-        batch = _batch(pack)
+        if tree is not None:
+            share_on_paper(module, is_copied=settings.on_accelerator)
+        batch = paper_batch(pack) if tree is None else with_tree(paper_batch(pack), tree)
         measured = _run(module, batch, trains)
     factor = 2 if is_mixture and computation == "float32" else 1
     return Pass(top=factor * measured.top, bottom=factor * measured.bottom)
@@ -126,7 +137,8 @@ def _loss(output: Any) -> Tensor:
     return torch.stack([part.sum() for part in parts]).sum()
 
 
-def _batch(pack: PackShape) -> PackedBatch:
+def paper_batch(pack: PackShape) -> PackedBatch:
+    """Returns a micro-batch whose tokens have no meaning."""
     num_tokens, num_scored = pack.num_tokens, pack.num_sequences * pack.num_scored
     index = torch.zeros(num_scored, dtype=torch.int64)
     return PackedBatch(

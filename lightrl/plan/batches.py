@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.config import DPOConfig, GRPOConfig, OfflineConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
@@ -21,6 +21,12 @@ class Batches:
     of_rank: int  # sequences of a rank in an update
     micro_batches: int  # of a rank in an update
     pack: PackShape  # the largest micro-batch
+    computed_share: float = 1.0  # of the tokens, which the trainer runs
+    whole_roles: frozenset[str] = frozenset()  # models that share no prompts, where others do
+
+    def pack_of(self, role: str) -> PackShape:
+        """Returns the largest micro-batch as a model runs it."""
+        return replace(self.pack, families=()) if role in self.whole_roles else self.pack
 
     def describe(self) -> str:
         """Returns the arithmetic in one line."""
@@ -65,7 +71,9 @@ def flops_of_step(config: RunConfig, hf_config: Any, policy: Model, batches: Bat
     linear = 2.0 * active_weights(hf_config, policy) * tokens
     attention = 2.0 * text.num_hidden_layers * heads * width * batches.length * tokens
     trained = passes.trained * (4 if config.gradient_checkpointing else 3)
-    return float((linear + attention) * (trained + passes.scored))
+    sampled = int(isinstance(config, RolloutConfig))
+    by_trainer = batches.computed_share * (trained + passes.scored - sampled)
+    return float((linear + attention) * (by_trainer + sampled))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

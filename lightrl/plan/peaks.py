@@ -11,6 +11,7 @@ from lightrl.plan.activations import Computation, Pass, Settings, needs_of
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
+from lightrl.plan.shared_prompts import sharing_of, told, with_shared_prompts
 from lightrl.plan.spread import Kept, kept_of, strategy_name
 from lightrl.plan.stages import StageNeed, stage_need
 
@@ -51,6 +52,7 @@ class Plan:
     host: float  # bytes in host memory for a rank
     num_weights: int
     engine: Engine | None
+    prompts: str  # whether they are computed once, in words; empty without samples
 
     @property
     def peak(self) -> Phase:
@@ -78,6 +80,11 @@ class Models:
         if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
             self.critic = critic_of(others.get("critic", hf_config), config)
 
+    @property
+    def all(self) -> list[Model]:
+        """The models that a step may use."""
+        return [model for model in (self.policy, self.reference, self.critic, *self.frozen) if model is not None]
+
     def of(self, config: RunConfig) -> Models:
         """Returns the models of the same files for other options."""
         return Models(self.hf_config, config, self._others)
@@ -92,6 +99,8 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     batches = batches_of(
         config, ranks=trainers, prompt_tokens=machine.prompt_tokens, response_tokens=machine.response_tokens
     )
+    sharing = sharing_of(config, is_accelerator=machine.is_accelerator)
+    batches = with_shared_prompts(batches, config, sharing, trainers, models.all)
     engine = None
     if isinstance(config, RolloutConfig):
         engine = engine_of(config, models.policy, batches, ranks=own_ranks or trainers, memory=machine.memory)
@@ -109,6 +118,7 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
         host=step.host,
         num_weights=sum(weight.numel for weight in models.policy.weights),
         engine=engine,
+        prompts=told(sharing, batches),
     )
 
 
@@ -238,7 +248,7 @@ class _Step:
             sp_size=config.sp_size,
             on_accelerator=self._machine.is_accelerator,
         )
-        return needs_of(self._used[role], self._batches.pack, settings)
+        return needs_of(self._used[role], self._batches.pack_of(role), settings)
 
     @property
     def _computation(self) -> Computation:

@@ -84,12 +84,12 @@ def dry_run(config: RunConfig, name: str) -> int:
     """Plans a run on the ranks and devices that it was started on; rank 0 prints."""
     if isinstance(config, EvaluateConfig):
         exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
-    return _plan(config, PlanConfig(), name)
+    return _plan(config, PlanConfig(), name, is_here=True)
 
 
-def _plan(config: RunConfig, asked: PlanConfig, name: str) -> int:
+def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = False) -> int:
     try:
-        machine = machine_of(config, asked)
+        machine = machine_of(config, asked, is_here=is_here)
         check_own_options(config, strategy_class(config.strategy))
         models = models_of(config)
         if asked.fit:
@@ -138,8 +138,13 @@ def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
     return changed(config, chosen.changes)
 
 
-def machine_of(config: RunConfig, asked: PlanConfig) -> Machine:
-    """Returns what the run is to fit on, by the options or as this process sees it."""
+def machine_of(config: RunConfig, asked: PlanConfig, *, is_here: bool = False) -> Machine:
+    """Returns what the run is to fit on, by the options or as this process sees it.
+
+    A device is a GPU unless --distributed.device says otherwise. is_here: the run is to be on this machine's.
+    """
+    device = config.distributed.device
+    has_gpu = device == "cuda" or not is_here or torch.cuda.is_available()
     response = asked.response_tokens or (_RESPONSE if isinstance(config, OfflineConfig) else 0)
     memory = parse_size(asked.device_memory) if asked.device_memory else _own_memory()
     return Machine(
@@ -147,7 +152,7 @@ def machine_of(config: RunConfig, asked: PlanConfig) -> Machine:
         memory=memory,
         prompt_tokens=asked.prompt_tokens,
         response_tokens=response,
-        is_accelerator=config.distributed.device != "cpu",
+        is_accelerator=device != "cpu" and has_gpu,
     )
 
 

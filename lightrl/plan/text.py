@@ -14,7 +14,8 @@ _LEAST = 0.005  # share of the peak below which a part is not shown by itself
 
 def table(plan: Plan, machine: Machine, title: str) -> str:
     """Returns the plan, phase by phase."""
-    lines = [title, plan.batches.describe(), f"about {plan.flops:.3g} FLOPs a step over all ranks", ""]
+    lines = [title, plan.batches.describe(), *filter(None, [plan.prompts])]
+    lines += [f"about {plan.flops:.3g} FLOPs a step over all ranks", ""]
     for phase in plan.phases:
         mark = "  <- peak" if phase is plan.peak else ""
         lines.append(f"{phase.name:22}{size_text(phase.total):>10}  {_parts(phase)}{mark}")
@@ -73,6 +74,7 @@ def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
         "host_bytes": round(plan.host),
         "flops": plan.flops,
         "batches": plan.batches.describe(),
+        "prompts": plan.prompts,
         "fits": is_enough,
         "remedies": [{"flags": remedy.flags(), "saves_bytes": round(remedy.saved)} for remedy in found[:_NAMED]],
     }

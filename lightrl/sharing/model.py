@@ -40,6 +40,7 @@ class PromptSharing:
     """
 
     may_copy = True  # keys, for attention that has no kernel for trees
+    layout_of = staticmethod(tree_layout)
 
     def __init__(self, model: Policy | Critic) -> None:
         self._tree: PrefixTree | None = None  # of the pack in the model's forward, until its decoder begins
@@ -78,7 +79,7 @@ class PromptSharing:
         if tree is None:
             return None
         given: Any = CURRENT_LAYOUT.get()
-        layout = tree_layout(replace(tree, cu_seqlens=given.cu_seqlens))
+        layout = self.layout_of(replace(tree, cu_seqlens=given.cu_seqlens))
         self.copying = layout.copying
         used = split_tree(given, layout) if isinstance(given, SplitLayout) else layout
         CURRENT_LAYOUT.set(used)  # packed_hidden_states() resets it
@@ -130,7 +131,7 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
 def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
     """Returns why a model shares no prompts; empty if it does from now on. All ranks decide alike."""
     model_type: str = _body_of(scorer).config.model_type
-    refusal = _other_kind(scorer)
+    refusal = other_kind(scorer)
     if not strategy.comm.agree(not refusal):
         return f"model type {model_type!r}{refusal or ', which another rank refused.'}"
     plain = trial_with_images(_body_of(scorer)) if model_type in FAMILIES else _trial(scorer)
@@ -165,7 +166,7 @@ def _body_of(model: Policy | Critic) -> Any:
     return model.hf if isinstance(model, Policy) else model.body
 
 
-def _other_kind(scorer: Policy | Critic) -> str:
+def other_kind(scorer: Policy | Critic) -> str:
     """Returns what is said of a model unless attention alone, of a kind that knows trees, mixes its tokens."""
     decoder = _decoder_of(scorer)
     runs_apart = any(module.__dict__.get(RUNS_APART) for module in decoder.modules())

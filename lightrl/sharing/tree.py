@@ -77,7 +77,12 @@ def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
     """
     batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
     tree = prefix_tree(keys, batch.cu_seqlens, most)
-    return batch if tree is None else SharedBatch(**_columns(batch), tree=tree)
+    return batch if tree is None else with_tree(batch, tree)
+
+
+def with_tree(batch: PackedBatch, tree: PrefixTree) -> SharedBatch:
+    """Returns a pack with its tree."""
+    return SharedBatch(**_columns(batch), tree=tree)
 
 
 def kept_tokens(batch: SharedBatch) -> KeptBatch:

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.packing import Key, dummy_batch, pack, split_micro_batches
 from lightrl.records import Experience, PackedBatch
+from lightrl.sharing.families import Dealt, cut_to_fit, dealt, evenly_dealt, filled
 from lightrl.sharing.tree import SharedBatch, num_computed, share
 from lightrl.trainers.policy_step import PolicyUpdates
-
-_UNEVEN = 1.05  # load of the fullest rank over the mean, above which families are split
-_MOST_PARTS = 8  # of them for each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +34,20 @@ class Family:
         """The subject of a message about it: only one of a single sample is ever too long."""
         return self.items[0].label
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self.items)
+
     def halves(self) -> list[Family]:
         """Returns two families, each with every other sample by length."""
         ordered = sorted(self.items, key=lambda item: (-item.num_tokens, item.key))
         return [family_of(ordered[0::2]), family_of(ordered[1::2])]
 
-
-class Dealt(NamedTuple):
-    """The ranks of all families."""
-
-    owners: list[int]
-    targets: list[int]
-    imbalance: float  # tokens of the fullest rank over the mean
-    fullest: float  # tokens of that rank
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Returns the targets of the families that a rank holds."""
-        return [target for target, owner in zip(self.targets, self.owners, strict=True) if owner == rank]
+    def pieces(self, max_samples: int) -> list[Family]:
+        """Returns families of up to max_samples, in the order of the samples."""
+        starts = range(0, len(self.items), max_samples)
+        return [family_of(self.items[start : start + max_samples]) for start in starts]
 
 
 def family_of(items: Sequence[Experience]) -> Family:
@@ -65,32 +59,13 @@ def family_of(items: Sequence[Experience]) -> Family:
 def families(items: Sequence[Experience], *, max_tokens: int | None = None) -> list[Family]:
     """Returns the samples of each position, cut in half until each part fits or is a single sample."""
     ordered = sorted(items, key=lambda item: item.key)
-    pending = [family_of(list(same)) for _, same in groupby(ordered, key=lambda item: item.sample.position)]
-    fitting: list[Family] = []
-    while pending:
-        family = pending.pop()
-        if max_tokens is None or family.num_tokens <= max_tokens or len(family.items) == 1:
-            fitting.append(family)
-        else:
-            pending += family.halves()
-    return fitting
+    whole = [family_of(list(same)) for _, same in groupby(ordered, key=lambda item: item.sample.position)]
+    return cut_to_fit(whole, max_tokens)
 
 
 def by_samples(items: Sequence[Experience], max_samples: int) -> list[list[Experience]]:
     """Returns micro-batches of up to max_samples, with as many samples of a family together as fit."""
-    chunks = [
-        list(family.items[start : start + max_samples])
-        for family in families(items)
-        for start in range(0, len(family.items), max_samples)
-    ]
-    parts: list[list[Experience]] = []
-    for chunk in sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].key)):
-        room = next((part for part in parts if len(part) + len(chunk) <= max_samples), None)
-        if room is None:
-            parts.append(chunk)
-        else:
-            room += chunk
-    return parts
+    return [[item for piece in part for item in piece.items] for part in filled(families(items), max_samples)]
 
 
 class SharedUpdates(PolicyUpdates):
@@ -98,14 +73,8 @@ class SharedUpdates(PolicyUpdates):
 
     def _balanced(self, mine: list[Experience]) -> list[Experience]:
         """Moves whole families between ranks, by the tokens that they compute; halves of them if that is uneven."""
-        comm, parts = self._strategy.comm, families(mine)
-        best = self._dealt(parts)
-        while best.imbalance > _UNEVEN and len(best.targets) < _MOST_PARTS * comm.world:
-            halved = [half for part in parts for half in (part.halves() if len(part.items) > 1 else [part])]
-            dealt = self._dealt(halved)
-            if dealt.fullest >= best.fullest:
-                break
-            parts, best = halved, dealt
+        comm = self._strategy.comm
+        parts, best = evenly_dealt(families(mine), self._dealt, comm.world)
         if best.targets:
             self._statistics.maximum("balance/max_over_mean", best.imbalance)
         outgoing: list[list[Experience]] = [[] for _ in range(comm.world)]
@@ -115,13 +84,7 @@ class SharedUpdates(PolicyUpdates):
 
     def _dealt(self, mine: list[Family]) -> Dealt:
         """Assigns the families of all ranks; a collective."""
-        comm = self._strategy.comm
-        loads_by_rank = comm.all_gather_object([family.num_tokens for family in mine])
-        loads = [load for part in loads_by_rank for load in part]
-        owners = [rank for rank, part in enumerate(loads_by_rank) for _ in part]
-        targets = assign_to_ranks(loads, owners, comm.world)
-        uneven = imbalance(loads, targets, comm.world)
-        return Dealt(owners, targets, uneven, uneven * sum(loads) / comm.world)
+        return dealt(self._strategy.comm.all_gather_object([family.num_tokens for family in mine]))
 
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
         """Packs families into micro-batches, the same number on every rank; a rank without samples gets dummies."""

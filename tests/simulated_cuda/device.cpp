@@ -28,6 +28,7 @@ const Device kCuda(c10::DeviceType::CUDA, 0);
 // ---- Memory, which is counted
 
 std::atomic<int64_t> allocated{0};
+std::atomic<int64_t> peak{0};
 
 struct Block {
   void* memory;
@@ -45,7 +46,9 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* memory = nullptr;
     TORCH_CHECK(size == 0 || posix_memalign(&memory, 64, size) == 0, "out of memory");
-    allocated += static_cast<int64_t>(size);
+    const int64_t now = allocated += static_cast<int64_t>(size);
+    int64_t most = peak;
+    while (most < now && !peak.compare_exchange_weak(most, now)) {}
     return {memory, new Block{memory, size}, &free_block, kCuda};
   }
   void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
@@ -293,6 +296,8 @@ TORCH_LIBRARY(simulated_cuda, library) {
   library.def("resize_storage(Tensor tensor, int size) -> ()", resize_storage);
   library.def("on_host(Tensor(a) tensor) -> Tensor(a)", on_host);
   library.def("allocated() -> int", [] { return allocated.load(); });
+  library.def("peak() -> int", [] { return peak.load(); });
+  library.def("forget_peak() -> ()", [] { peak = allocated.load(); });
 }
 
 }  // namespace

@@ -90,14 +90,14 @@ def activate(library: str) -> None:
         "get_device_properties": SimpleNamespace(total_memory=_TOTAL, uuid="simulated", name="simulated"),
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         **dict.fromkeys(("_lazy_init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed")),
-        **dict.fromkeys(("manual_seed_all", "reset_peak_memory_stats")),
+        "manual_seed_all": None,
     }
     for name, value in values.items():
         setattr(device, name, lambda *_, answer=value, **__: answer)
     torch._C._cuda_getDevice = device.current_device  # of those who hold the function that torch.cuda had
-    device.memory_allocated = device.memory_reserved = device.max_memory_allocated = lambda *_: (
-        torch.ops.simulated_cuda.allocated()
-    )
+    device.memory_allocated = device.memory_reserved = lambda *_: torch.ops.simulated_cuda.allocated()
+    device.max_memory_allocated = lambda *_: torch.ops.simulated_cuda.peak()
+    device.reset_peak_memory_stats = lambda *_: torch.ops.simulated_cuda.forget_peak()
     device.mem_get_info = lambda *_: (_TOTAL - device.memory_allocated(), _TOTAL)
     device.nvtx.range_push = device.nvtx.range_pop = lambda *_: None
     device.Stream = device.Event = Stream
