@@ -62,6 +62,7 @@ LEAVES = {
 REPORTS = {
     "--eval_data": "eval/accuracy",
     "--rollout.workflow ": "episode/turns",
+    "examples.self_play:": "episode/opponent_right",
     "--teacher_model": "distillation/reverse_kl",
     "--reward math format": "reward/format",
     "--reward judge": "reward/judge",

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from lightrl.config.adapters import check_adapters, check_others
 from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
 from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
@@ -84,6 +85,10 @@ class LoraConfig:
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
     """How the engine applies adapters: merged into its weights or beside them. auto: beside with --dtype bfloat16."""
+    others: tuple[str, ...] = ()
+    """Further adapters that the engine applies where a request asks for them, as NAME=FOLDER, such as
+    opponent=runs/old/final/adapter. Each folder is one that peft wrote. They are not trained. Needs --lora.engine
+    unmerged."""
 
     @property
     def is_on(self) -> bool:
@@ -100,8 +105,10 @@ class LoraConfig:
         if (shape != LoraConfig() or (self.engine != "auto" and not self.path)) and not self.rank:
             raise ValueError(
                 "--lora.alpha, --lora.use_rslora, --lora.target_modules and --lora.engine describe new adapters: give "
-                "--lora.rank too. An adapter of --lora.path has its own, and takes --lora.engine alone."
+                "--lora.rank too. An adapter of --lora.path has its own, and takes --lora.engine and --lora.others."
             )
+        if self.others:
+            check_others(self)
         if self.path and self.rank:
             raise ValueError(
                 "--lora.path comes with its own rank: leave --lora.rank out, or start new adapters with it alone."
@@ -115,7 +122,7 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
     """Share that an exponential moving average of the weights keeps at each update, such as 0.99; final_ema/ holds the
     average at the end. 0: keep none."""
-    lora: LoraConfig = section(LoraConfig, check=lambda config: _check_adapters(config))
+    lora: LoraConfig = section(LoraConfig, check=check_adapters)
     log: LogConfig = section(LogConfig, resume="free")
     health: HealthConfig = section(HealthConfig, resume="free")
     exact_batches: bool = constant(lambda: True)
@@ -138,11 +145,6 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
         """Length of the learning-rate schedule, in units of --optim.schedule_unit."""
         per_step = 1 if self.optim.schedule_unit == "rl_step" else self.optimizer_steps_per_step
         return self.max_steps * per_step
-
-
-def _check_adapters(config: RunConfig) -> None:
-    if config.tp_size > 1:
-        raise ValueError(f"--tp_size {config.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
 
 
 # ---- Runs that sample their own responses ------------------------------------------------------------------------

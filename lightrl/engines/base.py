@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.comm import Comm, found_world
+from lightrl.config.adapters import POLICY
 from lightrl.imports import load_object
 from lightrl.records import FinishReason
 
@@ -35,6 +36,15 @@ RECORDING_ENGINES = {  # in place of those, where --routing.replay asks for the 
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
+_CHANGING = (  # settings that make what is drawn another distribution than a trainer computes
+    "adapter",
+    "top_p",
+    "top_k",
+    "min_new_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 class WeightSyncError(ValueError):
@@ -115,6 +125,7 @@ class SamplingParams:
     repetition_penalty: float = (
         1.0  # divides a positive logit of a token of prompt or response, multiplies a negative one
     )
+    adapter: str = POLICY  # which LoRA adapter generates: the trained one, BASE for none, or a name of --lora.others
 
     def __post_init__(self) -> None:
         in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k, self.min_new_tokens) >= 0
@@ -128,7 +139,7 @@ class SamplingParams:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a trainer, which knows only a temperature, computes the same logprobs for the tokens."""
+        """Whether a trainer, which knows the policy and a temperature, computes the same logprobs for the tokens."""
         return not self._changes()
 
     def require_trainable(self, *, reports_allowed: bool = False) -> None:
@@ -140,9 +151,8 @@ class SamplingParams:
             raise _not_trainable(changes)
 
     def _changes(self, skipped: Collection[str] = ()) -> list[str]:
-        """Returns the settings, as name=value, that change the distribution besides the temperature."""
-        changing = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        names = [name for name in changing if name not in skipped]
+        """Returns the settings, as name=value, that make it another distribution than the policy's at a temperature."""
+        names = [name for name in _CHANGING if name not in skipped]
         fields = type(self).__dataclass_fields__
         return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != fields[name].default]
 
@@ -192,6 +202,7 @@ class InferenceEngine(ABC):
     sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
     returns_routing = False  # True: completions of a mixture of experts have the experts that were chosen
     reports_allowed = False  # True: completions have the tokens that top-p and top-k left to draw from
+    adapters: tuple[str, ...] = (POLICY,)  # that a request may ask for
     wake_hint: str = ""  # the option to lower when there is no memory to wake up
 
     @abstractmethod
@@ -244,10 +255,19 @@ class InferenceEngine(ABC):
 
 
 def _not_trainable(given: Sequence[str]) -> ValueError:
+    if given[0].startswith("adapter="):
+        return ValueError(
+            f"{given[0]}: a run trains the policy, and tokens that another adapter generated are not the policy's. Use "
+            "them as those of an opponent or a judge, or for a comparison, and leave the adapter out where they are "
+            "trained on."
+        )
     return ValueError(
         f"{', '.join(given)}: a trainer computes logprobs at the temperature alone, so tokens that were drawn from "
         "another distribution cannot be trained on. Leave these out, or use them for evaluation only."
     )
+
+
+Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, an import path, or what makes an engine
 
 
 def check_engine_name(name: str) -> None:
@@ -257,30 +277,30 @@ def check_engine_name(name: str) -> None:
 
 
 def create_engine(
-    name: str, *, source: Any, tokenizer: Any, options: Any, device: torch.device, group: EngineGroup | None = None
+    name: Factory, *, source: Any, tokenizer: Any, options: Any, device: torch.device, group: EngineGroup | None = None
 ) -> InferenceEngine:
     """Calls the engine's class or factory; returns what it made if it is an InferenceEngine.
 
     Args:
-        name: a built-in name, or the import path of a class or factory.
+        name: a built-in name, the import path of a class or factory, or a factory.
         source: the trainer's unwrapped model.
         tokenizer: the model's tokenizer.
         options: the options of the run.
         device: the device of this rank.
         group: the ranks that drive the engine together; None is this rank alone.
     """
-    factory = load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+    factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
     if isinstance(factory, type):
-        _check_class(name, factory)
+        _check_class(str(name), factory)
     engine = factory(source=source, tokenizer=tokenizer, options=options, device=device, group=group or EngineGroup())
     if not isinstance(engine, InferenceEngine):
         raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
     return engine
 
 
-def create_recording_engine(name: str, **parts: Any) -> InferenceEngine:
+def create_recording_engine(name: Factory, **parts: Any) -> InferenceEngine:
     """Makes an engine, by the arguments of create_engine, that returns the experts which it chose."""
-    engine = create_engine(RECORDING_ENGINES.get(name, name), **parts)
+    engine = create_engine(RECORDING_ENGINES.get(name, name) if isinstance(name, str) else name, **parts)
     if not engine.returns_routing:
         engine.close()
         raise ValueError(

@@ -219,10 +219,11 @@ class ColocatedEngine:
         if not ids or min(ids) < 0 or max(ids) >= engine.vocab_size:
             raise ValueError(_describe_bad_ids(name, ids, engine.vocab_size))
         if prompt.images or prompt.videos or self._placeholder_ids:
-            _check_media(name, "image", prompt.images, ids, engine.image_token_id)
-            _check_media(name, "video", prompt.videos, ids, engine.video_token_id)
+            _check_media(name, prompt, engine)
         if params.stop:
             check_stop(params.stop, self.tokenizer)
+        if params.adapter not in engine.adapters:
+            raise ValueError(_describe_unknown_adapter(name, params.adapter, engine.adapters))
         length = engine.num_prompt_tokens(prompt)
         if length + params.max_new_tokens > engine.max_model_len:
             raise ValueError(_describe_too_long(name, length, params.max_new_tokens, engine.max_model_len))
@@ -390,6 +391,11 @@ def _describe_bad_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> str:
     return f"{name} holds token id {bad}, outside the model's vocabulary of {vocab_size}."
 
 
+def _describe_unknown_adapter(name: str, adapter: str, known: Sequence[str]) -> str:
+    hint = "" if len(known) > 1 else " Others need --lora.rank or --lora.path, and --lora.engine unmerged."
+    return f"{name} asks for adapter {adapter!r}. This engine has {', '.join(known)}.{hint}"
+
+
 def _describe_too_long(name: str, length: int, max_new_tokens: int, max_model_len: int) -> str:
     return (
         f"{name} has {length} tokens; with max_new_tokens {max_new_tokens} that is "
@@ -397,7 +403,14 @@ def _describe_too_long(name: str, length: int, max_new_tokens: int, max_model_le
     )
 
 
-def _check_media(name: str, kind: str, items: Sequence[object], ids: tuple[int, ...], token_id: int | None) -> None:
+def _check_media(name: str, prompt: EnginePrompt, engine: InferenceEngine) -> None:
+    _check_placeholders(name, "image", prompt.images, prompt.token_ids, engine.image_token_id)
+    _check_placeholders(name, "video", prompt.videos, prompt.token_ids, engine.video_token_id)
+
+
+def _check_placeholders(
+    name: str, kind: str, items: Sequence[object], ids: tuple[int, ...], token_id: int | None
+) -> None:
     if items and token_id is None:
         raise ValueError(f"{name} comes with {kind}s, which this engine's model does not take.")
     count = 0 if token_id is None else ids.count(token_id)

@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from lightrl.config import LoraConfig
 from lightrl.seeding import mix_seed
 
-_ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
+ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
-_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _STREAM = 11  # keeps the draw of adapters apart from all others of the same seed
 
 
@@ -59,7 +59,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     require_peft(options)
     from peft import inject_adapter_in_model
 
-    config = _read_config(options.path) if options.path else _new_config(options, model)
+    config = read_config(options.path, f"--lora.path {options.path}") if options.path else _new_config(options, model)
     config.task_type = "CAUSAL_LM" if getattr(model, "can_generate", bool)() else None
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.modules_to_save = None  # peft would keep a second copy of each
@@ -68,13 +68,13 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix_seed(seed, _STREAM))
         try:
-            inject_adapter_in_model(config, model, _ADAPTER, low_cpu_mem_usage=is_meta)
+            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
         except ValueError as error:  # no module has such a name
             raise ValueError(
                 f"--lora.target_modules {' '.join(options.target_modules)}: {error} It has, for example, "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in _inner_linear_layers(model)}))}."
             ) from error
-    _check_layers(model)
+    check_layers(model, "--lora.target_modules")
     config.exclude_modules, config.modules_to_save = None, list(trained) or None
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
@@ -90,7 +90,7 @@ def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig
     host = host_of(adapted)
     if not options.path or host is None:
         return options
-    config: Any = host.peft_config[_ADAPTER]  # type: ignore[index]
+    config: Any = host.peft_config[ADAPTER]  # type: ignore[index]
     return LoraConfig(rank=config.r, alpha=config.lora_alpha, use_rslora=config.use_rslora)
 
 
@@ -119,17 +119,18 @@ def _new_config(options: LoraConfig, model: nn.Module) -> Any:
     return PeftConfig(**settings)
 
 
-def _read_config(path: str) -> Any:
+def read_config(path: str, option: str) -> Any:
+    """Returns the peft config of an adapter's folder; FileNotFoundError or ValueError, which begin with the option."""
     from peft import LoraConfig as PeftConfig
 
-    for name in ("adapter_config.json", _WEIGHTS):
+    for name in ("adapter_config.json", WEIGHTS_FILE):
         if not (Path(path) / name).is_file():
-            raise FileNotFoundError(f"--lora.path {path} is no adapter that peft saved: it has no {name}.")
+            raise FileNotFoundError(f"{option} is no adapter that peft saved: it has no {name}.")
     config = PeftConfig.from_pretrained(path)
     if config.peft_type != "LORA":
-        raise ValueError(f"--lora.path {path} is an adapter of type {config.peft_type}; only LORA is known.")
+        raise ValueError(f"{option} is an adapter of type {config.peft_type}; only LORA is known.")
     if config.use_dora or config.bias != "none" or config.lora_bias:
-        raise ValueError(f"--lora.path {path} uses DoRA or trains biases, which cannot be merged here. Use plain LoRA.")
+        raise ValueError(f"{option} uses DoRA or trains biases, which cannot be merged here. Use plain LoRA.")
     config.inference_mode, config.lora_dropout = False, 0.0
     return config
 
@@ -146,7 +147,7 @@ def _head_of(model: Any) -> nn.Module | None:
     return head
 
 
-def _check_layers(model: nn.Module) -> None:
+def check_layers(model: nn.Module, option: str) -> None:
     """Raises ValueError for a layer that cannot be merged, or whose weight is also read outside it."""
     from peft.tuners.lora import Linear
 
@@ -154,14 +155,14 @@ def _check_layers(model: nn.Module) -> None:
     for name, layer in lora_layers(model):
         if not isinstance(layer, Linear) or layer is head:
             raise ValueError(
-                f"--lora.target_modules names {name}, and only linear layers inside the model can have an adapter: "
+                f"{option} names {name}, and only linear layers inside the model can have an adapter: "
                 "embeddings and the output head are read as plain weights, and experts may share one tensor."
             )
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
-    parameters = {_file_name(name): parameter for name, parameter in trained_parameters(model)}
-    saved = load_file(folder / _WEIGHTS)
+    parameters = {file_name(name): parameter for name, parameter in trained_parameters(model)}
+    saved = load_file(folder / WEIGHTS_FILE)
     missing, unknown = sorted(set(parameters) - set(saved)), sorted(set(saved) - set(parameters))
     if missing or unknown:
         raise ValueError(
@@ -195,7 +196,7 @@ def host_of(model: nn.Module) -> nn.Module | None:
 def largest_rank(model: nn.Module) -> int:
     """Returns the largest rank that any adapter of the model may have, however its parameters are sharded."""
     host: Any = host_of(model)
-    config = host.peft_config[_ADAPTER]
+    config = host.peft_config[ADAPTER]
     return int(max([config.r, *config.rank_pattern.values()]))
 
 
@@ -203,16 +204,16 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters by the plain name of the weight that each is added to."""
     adapters = {}
     for name, layer in lora_layers(model):
-        if list(layer.lora_A) != [_ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
-            raise ValueError(f"{name} is not a plain LoRA layer with one adapter called {_ADAPTER!r}, not merged.")
+        if list(layer.lora_A) != [ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
+            raise ValueError(f"{name} is not a plain LoRA layer with one adapter called {ADAPTER!r}, not merged.")
         adapters[f"{name}.weight"] = adapter_of(layer)
     return adapters
 
 
 def adapter_of(layer: Any) -> Adapter:
     """Returns the adapter of a layer, with its parameters as they are now."""
-    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-    return Adapter(down, up, float(layer.scaling[_ADAPTER]), bool(layer.fan_in_fan_out))
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    return Adapter(down, up, float(layer.scaling[ADAPTER]), bool(layer.fan_in_fan_out))
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -230,9 +231,9 @@ def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """Returns a parameter's name in an adapter's file."""
-    return _PEFT_PREFIX + (name.replace(f".{_ADAPTER}.", ".") if _is_adapter(name) else name)
+    return _PEFT_PREFIX + (name.replace(f".{ADAPTER}.", ".") if _is_adapter(name) else name)
 
 
 # ---- Using -------------------------------------------------------------------------------------------------------
@@ -275,5 +276,5 @@ def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> Non
         tensors: whole tensors, by the names of trained_parameters().
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config[_ADAPTER].save_pretrained(folder)
-    save_file({_file_name(name): item.contiguous() for name, item in tensors.items()}, folder / _WEIGHTS)
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    save_file({file_name(name): item.contiguous() for name, item in tensors.items()}, folder / WEIGHTS_FILE)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightrl.config.adapters import POLICY
 from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.records import Prompt
@@ -67,6 +68,11 @@ class EngineClient:
         return version
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """What generate() takes as an adapter."""
+        return self._driver.engine.engine.adapters
+
+    @property
     def temperature(self) -> float:
         """The run's, at which turns are drawn by default."""
         return self._sampling.temperature
@@ -85,6 +91,7 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         call: int | None = None,
+        adapter: str = POLICY,
     ) -> Turn:
         """Samples what follows the tokens.
 
@@ -95,6 +102,8 @@ class EngineClient:
             stop_token_ids: Tokens that end the turn, in addition to the model's own.
             stop: Texts that end the turn, in addition to the run's. The token that completes one is the turn's last.
             call: What the draw depends on in place of the number of the call; 0 draws what a first call does.
+            adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. A turn
+                of another than the policy cannot be trained: hear() its token_ids.
         """
         room = self.room(ids)
         if room < 1:
@@ -113,6 +122,7 @@ class EngineClient:
             first_sample=self.sample_index,
             stop_token_ids=tuple(stop_token_ids),
             stop=(*self._sampling.stop, *stop),
+            adapter=adapter,
         )
         prompt = EnginePrompt(token_ids=tuple(ids))
         if self._prompt and self._shows_media(ids):
@@ -125,7 +135,7 @@ class EngineClient:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             text=self.tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True),
-            is_trainable=params.temperature == self._sampling.temperature,
+            is_trainable=params.temperature == self._sampling.temperature and adapter == POLICY,
             routing=completion.routing,
             prompt_ids=prompt.token_ids,
             expanded_ids=completion.prompt_token_ids if prompt.images or prompt.videos else (),

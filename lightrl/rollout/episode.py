@@ -22,7 +22,7 @@ class Turn:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     text: str  # token_ids decoded, special tokens skipped
-    is_trainable: bool = True  # False: drawn from another distribution than the trainer's, as a greedy one is
+    is_trainable: bool = True  # False: drawn from another distribution than the trainer's: greedy, another adapter's
     prompt_ids: tuple[int, ...] = ()  # what it was generated from; empty: not known
     expanded_ids: tuple[int, ...] = ()  # the same with images and videos expanded; empty: there are none
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Completion.routing
@@ -65,8 +65,9 @@ class Episode:
         """Adds a turn of the policy, whose tokens are trained; trained=False: they are only read and scored."""
         if trained and not turn.is_trainable:
             raise ValueError(
-                "A turn of another temperature than the run's cannot be trained: its logprobs are of another "
-                "distribution. Use it as a baseline or a judgement by say(turn, trained=False)."
+                "A turn of another temperature than the run's, or of another adapter than the policy's, cannot be "
+                "trained: its logprobs are of another distribution. Use it as a baseline or a judgement by say(turn, "
+                "trained=False), or as what somebody else says by hear(turn.token_ids)."
             )
         if turn.prompt_ids and turn.prompt_ids != self.ids:
             raise _other_tokens(turn.prompt_ids, self.ids)

@@ -306,6 +306,8 @@ class EngineContract:
         ):
             with pytest.raises(ValueError, match=text):
                 ready.generate([PROMPTS[0], bad], [params, params])
+        with pytest.raises(ValueError, match=f"adapter 'nobody'. This engine has {', '.join(ready.engine.adapters)}"):
+            ready.generate(PROMPTS[:1], [replace(params, adapter="nobody")])
         assert len(ready.generate(PROMPTS[:1], [params])) == 1  # and it goes on working
 
     def test_the_longest_prompt_fits(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:

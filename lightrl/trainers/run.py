@@ -67,8 +67,6 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         kind: the trainer's name, used for a new folder under runs/.
         strategy: the caller's own strategy; None creates the one that the config names.
     """
-    if config.lora.is_on:
-        check_adapters(config)
     workflow = load_workflow(config.rollout) if isinstance(config, RolloutConfig) and config.rollout.workflow else None
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
@@ -84,6 +82,8 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     with comm.phase("set-up", local=True):
         model_config = load_config(model_path, trust_remote_code=remote_code)
         strategy.check_model_config(model_config)
+        if config.lora.is_on:
+            check_adapters(config, model_path)
         tokenizer = load_tokenizer(model_path, trust_remote_code=remote_code)
         takes_images = model_config.model_type in FAMILIES
         media = MediaProcessor.load(model_path, trust_remote_code=remote_code) if takes_images else None

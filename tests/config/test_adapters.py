@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.config import DPOConfig, GRPOConfig, LoraConfig
-from lightrl.config.adapters import sends_adapters
+from lightrl.config.adapters import other_adapters, sends_adapters
 
 
 def config(how: Any = "auto", **options: Any) -> GRPOConfig:
@@ -39,9 +39,44 @@ def test_a_trainer_without_an_engine_sends_nothing() -> None:
 )
 def test_unmerged_is_refused_where_it_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"--lora.engine unmerged does not go with {message}"):
-        sends_adapters(config("unmerged", **options))
+        config("unmerged", **options)
 
 
 def test_the_option_needs_adapters() -> None:
     with pytest.raises(ValueError, match=r"--lora\.engine describe"):
         LoraConfig(engine="merged").check()
+
+
+def others(*items: str, **options: Any) -> GRPOConfig:
+    return GRPOConfig(lora=LoraConfig(rank=4, engine=options.pop("how", "unmerged"), others=items), **options)
+
+
+def test_other_adapters_are_named_by_the_user() -> None:
+    found = other_adapters(others("opponent=runs/old/final/adapter", "judge-2.b=a=b").lora)
+    assert found == {"opponent": "runs/old/final/adapter", "judge-2.b": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (("opponent",), r"'opponent': it must be NAME=FOLDER"),
+        (("opponent=",), "it must be NAME=FOLDER"),
+        (("1st=a",), "it must be NAME=FOLDER"),
+        (("policy=a",), "'policy' is the adapter that is trained"),
+        (("base=a",), "'base' the model without one"),
+        (("a=b", "a=c"), "a is given twice"),
+    ],
+)
+def test_names_that_mean_something_else_are_refused(items: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        others(*items)
+
+
+def test_other_adapters_need_an_engine_that_keeps_them_apart() -> None:
+    with pytest.raises(ValueError, match=r"--lora\.others a=b needs --lora\.engine unmerged, not auto"):
+        others("a=b", how="auto", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"--lora\.others stand beside an adapter that is trained"):
+        GRPOConfig(lora=LoraConfig(others=("a=b",)))
+    with pytest.raises(ValueError, match="this kind of run has none"):
+        DPOConfig(lora=LoraConfig(rank=4, engine="unmerged", others=("a=b",)), train_data="x")
+    assert sends_adapters(GRPOConfig(lora=LoraConfig(path="x", engine="unmerged", others=("a=b",))))

@@ -50,6 +50,5 @@ def test_adapters_are_merged_for_it() -> None:
     lora = LoraConfig(rank=4)
     assert sends_adapters(GRPOConfig(dtype="bfloat16", lora=lora))
     assert not sends_adapters(GRPOConfig(dtype="bfloat16", lora=lora, rollout=WorkflowConfig(**KEEPS)))
-    asked = GRPOConfig(lora=LoraConfig(rank=4, engine="unmerged"), rollout=WorkflowConfig(**KEEPS))
     with pytest.raises(ValueError, match="--lora.engine unmerged does not go with --rollout.keep_cache True: "):
-        sends_adapters(asked)
+        GRPOConfig(lora=LoraConfig(rank=4, engine="unmerged"), rollout=WorkflowConfig(**KEEPS))

@@ -69,6 +69,9 @@ def test_what_a_trainer_cannot_reproduce_is_refused() -> None:
     for changes in ({"top_p": 0.9}, {"top_k": 3}, {"min_new_tokens": 1}, {"repetition_penalty": 1.1}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             SamplingParams(**changes).require_trainable()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"adapter=judge: a run trains the policy"):
+        SamplingParams(adapter="judge", top_p=0.9).require_trainable(reports_allowed=True)
+    assert not SamplingParams(adapter="base").is_trainable
     with pytest.raises(ValueError, match="repetition_penalty is 0"):
         SamplingParams(repetition_penalty=0.0)
     with pytest.raises(ValueError, match="min_new_tokens is -1"):

@@ -47,7 +47,9 @@ class ScriptedDriver:
     def __init__(self, tokenizer, num_words=84):
         self.engine = self
         self.version = 3
-        self.log = []  # (prompt, output, logprobs)
+        self.adapters = ("policy",)
+        self.log = []  # (prompt, output, logprobs) of the policy
+        self.others = []  # parameters of requests to other adapters
         self._tokenizer, self._num_words = tokenizer, num_words
         self._call = tokenizer('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["input_ids"]
 
@@ -64,7 +66,10 @@ class ScriptedDriver:
             ids.append(self._tokenizer.eos_token_id)
         ids = tuple(ids[: params.max_new_tokens])
         logprobs = tuple(-rng.random() for _ in ids)
-        self.log.append((prompt.token_ids, ids, logprobs))
+        if params.adapter == "policy":
+            self.log.append((prompt.token_ids, ids, logprobs))
+        else:
+            self.others.append(params)
         return Completion(
             request_id=len(self.log),
             sample_index=params.first_sample,

@@ -91,6 +91,18 @@ def test_only_turns_of_the_runs_temperature_are_trainable() -> None:
     assert mine.version == 3
 
 
+def test_a_turn_of_another_adapter_is_somebody_elses() -> None:
+    recorder = Recorder()
+    mine = client(recorder)
+    turn = asyncio.run(mine.generate([1], adapter="opponent"))
+    assert recorder.asked[0].adapter == "opponent"
+    assert not turn.is_trainable
+    with pytest.raises(ValueError, match="or of another adapter than the policy's, cannot be trained"):
+        Episode([1]).say(turn)
+    asyncio.run(mine.generate([1]))
+    assert recorder.asked[1].adapter == "policy"
+
+
 def said(*ids: int, finish_reason: Any = "stop") -> Turn:
     count = len(ids)
     return Turn(token_ids=ids, logprobs=(0.0,) * count, versions=(0,) * count, finish_reason=finish_reason, text="")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import other_adapters
 import pytest
 import torch
 from offline_program import KINDS
@@ -14,9 +15,12 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, LoraConfig, PPOConfig, parse_config
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, GRPOConfig, LoraConfig, PPOConfig, parse_config
 from lightrl.models.critic import load_critic
 from lightrl.models.lora import adapters_of
+from lightrl.testing.tiny_training import tiny_policy
+from lightrl.trainers import run
+from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
 
 peft = pytest.importorskip("peft")
@@ -94,3 +98,14 @@ def test_a_head_on_the_policy_trains_whole(toy_flags: list[str], metrics_of: Rea
     trainer = ppo(toy_flags, tmp_path / "run", "--lora.rank", "4", "--critic.shared_backbone", "True")
     assert trained_names(trainer.policy) == {"value_head.weight", "value_head.bias"}
     assert all(row["mismatch/max_abs"] < 1e-5 for row in metrics_of(tmp_path / "run"))
+
+
+def test_an_adapter_that_does_not_fit_ends_a_run_before_weights_are_loaded(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = other_adapters.save_adapter(tiny_policy().hf, tmp_path / "adapter", rank=2)
+    lora = LoraConfig(rank=4, engine="unmerged", others=(f"rival={folder}",))
+    config = GRPOConfig(model=str(toy / "model"), lora=lora, output_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(run, "load_policy", None)  # which reads the weights
+    with pytest.raises(ValueError, match=rf"--lora\.others rival={folder} does not fit the model: "):
+        GRPOTrainer(config)

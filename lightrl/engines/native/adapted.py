@@ -1,43 +1,58 @@
 """The native engine for a policy with LoRA adapters, which it applies beside weights that never change.
 
 Merged into bfloat16 weights most of an adapter would be rounded away. A sync sends the adapters alone, once the engine
-has the weights under them.
+has the weights under them. Adapters of the user lie beside those of the policy, and each request chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from lightrl.config.adapters import BASE, POLICY
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
-from lightrl.engines.native.forward import FusedForward, ModelRunner
+from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState
+from lightrl.engines.native.own_cache import OwnCacheForward
 from lightrl.engines.native.products import PackedLinear
+from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters, MixedRows, Rows, adapted, rows_of
+from lightrl.engines.native.sampler import SamplingPlan
+from lightrl.engines.native.scheduler import Admission, Request
 from lightrl.engines.weights.account import raise_problems
 from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
 from lightrl.models.lora import lora_layers
+from lightrl.models.saved_adapters import SavedAdapter
 
 
 class AdaptedLinear(PackedLinear):
     """Linear layers of one input as one product, and their adapters as two more, of which they become views.
 
-    The adapters lie side by side, [inputs, ranks] and [ranks, outputs], with zeros between them in the second.
+    The adapters lie side by side, [inputs, ranks] and [ranks, outputs], with zeros between layers in the second. Those
+    of one number are neighbours, so that a forward of one adapter reads no other.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[nn.Linear], chosen: ChosenAdapters | None = None) -> None:
         super().__init__(layers)
+        self._chosen = chosen or ChosenAdapters()
         self._down = self._up = torch.empty(0)
+        self._widths: tuple[int, ...] = ()  # ranks of each adapter, summed over the layers
+        self._alone: dict[int, tuple[Tensor, Tensor]] = {}  # the parts of each adapter
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        outputs = super().__call__(inputs)
-        return outputs.addmm_(inputs.mm(self._down), self._up) if self._up.numel() else outputs
+        outputs, rows = super().__call__(inputs), self._chosen.rows
+        if isinstance(rows, int):
+            pair = self._alone.get(rows)
+            return outputs if pair is None else outputs.addmm_(inputs.mm(pair[0]), pair[1])
+        if not self._widths:
+            return outputs
+        reduced = inputs.mm(self._down).masked_fill_(rows.not_theirs(self._widths), 0)
+        return outputs.addmm_(reduced, self._up)
 
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
         """Adds the products to hidden states [n, out] in place."""
@@ -47,48 +62,128 @@ class AdaptedLinear(PackedLinear):
         """Lays adapters side by side that have storage of their own."""
         super().refresh()
         own = self._down.untyped_storage().data_ptr()
-        pairs = [factors_of(layer) for layer in self._layers]
-        if any(pair is not None and pair.down.untyped_storage().data_ptr() != own for pair in pairs):
-            self._lay_adapters(pairs)
+        held = [factors_of(layer) for layer in self._layers]
+        if any(pair.down.untyped_storage().data_ptr() != own for pairs in held for pair in pairs.values()):
+            self._lay_adapters(held)
 
-    def _lay_adapters(self, pairs: list[Factors | None]) -> None:
+    def _lay_adapters(self, held: list[dict[int, Factors]]) -> None:
+        numbers = range(1 + max(number for pairs in held for number in pairs))
+        spots = [(number, i) for number in numbers for i, pairs in enumerate(held) if number in pairs]
+        ranks = [held[i][number].down.shape[0] for number, i in spots]
         outputs = [layer.out_features for layer in self._layers]
-        ranks = [0 if pair is None else pair.down.shape[0] for pair in pairs]
         weight = self._layers[0].weight
         self._down = weight.new_empty(weight.shape[1], sum(ranks))
         self._up = weight.new_zeros(sum(ranks), sum(outputs))
         rows, columns = self._up.split(ranks), self._down.split(ranks, 1)
-        for i, (layer, pair) in enumerate(zip(self._layers, pairs, strict=True)):
-            if pair is not None:
-                held = Factors(columns[i].t(), rows[i].split(outputs, 1)[i].t())
-                _copy(held, pair)
-                _set_factors(layer, held)
+        for (number, i), row, column in zip(spots, rows, columns, strict=True):
+            own = Factors(column.t(), row.split(outputs, 1)[i].t())
+            _copy(own, held[i][number])
+            held[i][number] = own
+        of_spots = list(zip(spots, ranks, strict=True))
+        self._widths = tuple(sum(rank for (owner, _), rank in of_spots if owner == number) for number in numbers)
+        parts = zip(self._down.split(self._widths, 1), self._up.split(self._widths), strict=True)
+        self._alone = {number: pair for number, pair in enumerate(parts) if self._widths[number]}
 
 
 class AdaptedForward(FusedForward):
     """The fused forward with adapters on any of its layers."""
 
-    make_linear = AdaptedLinear
+    def __init__(self, model: PreTrainedModel, chosen: ChosenAdapters) -> None:
+        self.make_linear = partial(AdaptedLinear, chosen=chosen)
+        super().__init__(model)
 
 
 class AdaptedRunner(ModelRunner):
     """Runs the fused forward, or the model's modules, with adapters."""
 
-    make_fused = AdaptedForward
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self.chosen = ChosenAdapters()  # by all that follows in a prefill
+        self.decoded: Rows = 0  # of the rows that decode
+        self.make_fused = partial(AdaptedForward, chosen=self.chosen)
+        super().__init__(model, device)
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: SampleState, rope_deltas: Tensor | None = None
+    ) -> Tensor:
+        """Runs one token in each of the first n rows by the adapter of each row."""
+        self.chosen.rows = self.decoded
+        return super().decode(tokens, positions, cache, rope_deltas)
+
+    def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
+        self.chosen.rows = 0
+        cache = super()._choose_forward(vocab_size, cache)
+        if isinstance(self._verified, OwnCacheForward):
+            self._verified.begin_row = self._begin_row
+        return cache
+
+    def _begin_row(self, row: int) -> None:
+        if isinstance(self.decoded, MixedRows):
+            self.chosen.rows = self.decoded.adapter_of(row)
 
 
 class AdaptedEngine(NativeEngine):
-    """Applies the adapters that its weight syncs bring."""
+    """Applies the adapters that its weight syncs bring, and those that it was made with."""
 
     make_runner = AdaptedRunner
+    adapters: tuple[str, ...] = (POLICY, BASE)
+    _runner: AdaptedRunner
     _sizes: dict[str, tuple[int, int]]
 
-    def expect(self, layers: Iterable[str]) -> None:
-        """Makes every later weight sync bring an adapter for each of these layers."""
+    def expect(self, layers: Iterable[str], others: Mapping[str, SavedAdapter]) -> None:
+        """Makes every later weight sync bring an adapter for each of these layers.
+
+        others: The adapters that stay as they are, by the names under which requests ask for them.
+        """
         self._sizes = dict(layer_sizes(self.model, layers))
-        for name in self._sizes:
+        self._others = others
+        self.adapters = (POLICY, BASE, *others)
+        numbers = enumerate((POLICY, *others))
+        self._numbers = {BASE: NO_ADAPTER, **{name: number for number, name in numbers}}
+        adapted_layers = {*self._sizes, *(layer for item in others.values() for layer in item.factors)}
+        for name in sorted(adapted_layers):
             layer = self.model.get_submodule(name)
-            layer.forward = partial(_adapted, layer, layer.forward)
+            layer.adapter_factors = {}  # type: ignore[assignment]
+            layer.forward = partial(_adapted, layer, layer.forward, self._runner.chosen)
+        self._require_rows(adapted_layers)
+
+    def _require_rows(self, layers: Iterable[str]) -> None:
+        """Leaves the policy's adapter alone where a layer sees some of the rows, and nobody knows which."""
+        choosy = [name for name in layers if "experts" in name.split(".")]
+        if choosy and self._others:
+            raise ValueError(
+                f"--lora.others {' '.join(self._others)}: {min(choosy)} is run for some tokens of a step only, so that "
+                "the native engine cannot tell requests of several adapters apart there. Leave experts out of "
+                "--lora.target_modules and of the adapters, or use --engine vllm."
+            )
+        if choosy:
+            self.adapters = (POLICY,)
+
+    # ---- Requests ----------------------------------------------------------------------------------------------
+
+    def _prefill_group(self, admissions: list[Admission]) -> Tensor:
+        """Runs the prompts of each adapter by themselves: every layer then has one adapter, whatever it is given."""
+        numbers = [self._number_of(item.request) for item in admissions]
+        logits: list[Tensor] = []
+        for number in sorted(set(numbers)):
+            self._runner.chosen.rows = number
+            chosen = [item for item, own in zip(admissions, numbers, strict=True) if own == number]
+            logits.append(super()._prefill_group(chosen))
+        if len(logits) == 1:
+            return logits[0]
+        order = sorted(range(len(numbers)), key=lambda index: numbers[index])  # stable: as they were run
+        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
+
+    def _sampling_plan(self, first_row: int) -> SamplingPlan:
+        """Comes for all rows whenever other samples run than before, and after they were sorted."""
+        if not first_row:
+            requests = self._scheduler.rows.request[: self._scheduler.num_running]
+            self._runner.decoded = rows_of(list(map(self._number_of, requests)), self._device)
+        return super()._sampling_plan(first_row)
+
+    def _number_of(self, request: Request) -> int:
+        return self._numbers[request.params.adapter]
+
+    # ---- Weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
@@ -98,14 +193,26 @@ class AdaptedEngine(NativeEngine):
         first = next(plain, None)
         if first is not None:
             super().load_weights(chain([first], plain), version)
+            self._take_others()
         given = {name: pair for name, pair in arriving.factors().items() if self._fits(name, pair, arriving)}
         for name, pair in given.items():
             self._take(name, pair)
         self._runner.refresh()
         for name, pair in given.items():
             arriving.compare(name, pair, self._held(name))
+        self._compare_others(arriving)
         raise_problems(arriving.account.problems(), f"Weight sync to version {version}")
         self._version = version
+
+    def _take_others(self) -> None:
+        for name, other in self._others.items():
+            for layer, pair in other.factors.items():
+                self._take(layer, Factors(*pair), self._numbers[name])
+
+    def _compare_others(self, arriving: ArrivingAdapters) -> None:
+        for name, other in self._others.items():
+            for layer, pair in other.factors.items():
+                arriving.compare(f"{name}:{layer}", Factors(*pair), self._held(layer, self._numbers[name]))
 
     def _fits(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> bool:
         is_fit = fits(pair, *self._sizes[name])
@@ -113,29 +220,23 @@ class AdaptedEngine(NativeEngine):
             arriving.account.add_problem(f"misshapen adapter of {name}: got {[tuple(part.shape) for part in pair]}")
         return is_fit
 
-    def _take(self, name: str, given: Factors) -> None:
+    def _take(self, name: str, given: Factors, number: int = 0) -> None:
         layer: Any = self.model.get_submodule(name)
-        held, weight = factors_of(layer), layer.weight
+        held, weight = factors_of(layer).get(number), layer.weight
         if held is None or held.down.shape != given.down.shape or held.down.device != weight.device:
             held = Factors(*(torch.empty_like(part, device=weight.device, dtype=weight.dtype) for part in given))
-            _set_factors(layer, held)
+            factors_of(layer)[number] = held
         _copy(held, given)
 
-    def _held(self, name: str) -> Factors:
+    def _held(self, name: str, number: int = 0) -> Factors:
         """Returns the adapter in the memory that the forward reads."""
-        held = factors_of(self.model.get_submodule(name))
-        assert held is not None, "_take() has set it"
-        return held
+        return factors_of(self.model.get_submodule(name))[number]
 
 
-def factors_of(layer: nn.Module) -> Factors | None:
-    """Returns the adapter of a layer of the engine's model."""
-    found: Factors | None = getattr(layer, "adapter_factors", None)
+def factors_of(layer: nn.Module) -> dict[int, Factors]:
+    """Returns the adapters of a layer of the engine's model, by their numbers: 0 is the policy's."""
+    found: dict[int, Factors] = getattr(layer, "adapter_factors", {})
     return found
-
-
-def _set_factors(layer: Any, factors: Factors) -> None:
-    layer.adapter_factors = factors
 
 
 @torch.no_grad()
@@ -144,15 +245,19 @@ def _copy(held: Factors, given: Factors) -> None:
         target.copy_(source)
 
 
-def _adapted(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    outputs, factors = forward(inputs), factors_of(layer)
-    return outputs if factors is None else outputs + F.linear(F.linear(inputs, factors.down), factors.up)
+def _adapted(layer: nn.Module, forward: Callable[[Tensor], Tensor], chosen: ChosenAdapters, inputs: Tensor) -> Tensor:
+    outputs, factors, rows = forward(inputs), factors_of(layer), chosen.rows
+    if isinstance(rows, MixedRows):
+        return rows.add(outputs, inputs, factors)
+    return outputs + adapted(inputs, factors[rows]) if rows in factors else outputs
 
 
-def build_adapted_engine(*, source: PreTrainedModel | None, **parts: Any) -> NativeEngine:
-    """Makes a native engine that expects the adapters of the source."""
+def build_adapted_engine(
+    *, source: PreTrainedModel | None, others: Mapping[str, SavedAdapter], **parts: Any
+) -> NativeEngine:
+    """Makes a native engine that expects the adapters of the source, and holds others."""
     engine = build_native_engine(source=source, kind=AdaptedEngine, **parts)
     assert isinstance(engine, AdaptedEngine)
     assert source is not None, "build_native_engine() has refused that"
-    engine.expect(name for name, _ in lora_layers(source))
+    engine.expect((name for name, _ in lora_layers(source)), others)
     return engine

@@ -99,6 +99,7 @@ class OwnCacheForward:
         self._model = model
         self._recomputes = recomputes
         self._parameters = inspect.signature(model.forward).parameters
+        self.begin_row: Callable[[int], None] = lambda row: None  # is called before a row decodes
 
     def prefill(self, ids: Tensor, last: Tensor, cache: SampleCaches) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
@@ -115,6 +116,7 @@ class OwnCacheForward:
         """Returns logits [n, vocab] of tokens [n] at positions [n]."""
         logits = []
         for row, position in enumerate(positions.tolist()):
+            self.begin_row(row)
             scores, cache.states[row] = self._run(tokens[None, row : row + 1], cache.states[row], position)
             logits.append(scores)
         return torch.stack(logits)

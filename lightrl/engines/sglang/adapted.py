@@ -100,6 +100,8 @@ def check_layers(model: nn.Module, names: Iterable[str]) -> None:
         )
 
 
-def build_adapted_engine(**parts: Any) -> SGLangEngine:
+def build_adapted_engine(*, others: Mapping[str, Any], **parts: Any) -> SGLangEngine:
     """Makes an SGLang engine that expects the adapters of the source."""
+    if others:
+        raise ValueError("SGLang takes no other adapters than the policy's yet: use the native engine.")
     return build_sglang_engine(kind=AdaptedSGLangEngine, **parts)

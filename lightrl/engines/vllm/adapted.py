@@ -138,6 +138,8 @@ def _filled(slot: Factors, wanted: Factors) -> Factors:
     return Factors(slot.down[:rank, :inputs], slot.up[: wanted.up.shape[0], :rank])
 
 
-def build_adapted_engine(**parts: Any) -> VLLMEngine:
+def build_adapted_engine(*, others: Mapping[str, Any], **parts: Any) -> VLLMEngine:
     """Makes a vLLM engine that expects the adapters of the source."""
+    if others:
+        raise ValueError("vLLM takes no other adapters than the policy's yet: use the native engine.")
     return build_vllm_engine(kind=AdaptedVLLMEngine, **parts)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightrl.config.adapters import POLICY
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.messages import checked_messages
 from lightrl.rollout.endpoint.session import Reply, Wish
@@ -38,15 +39,24 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def require_model(body: Mapping[str, Any], model: str) -> None:
-    """Raises RequestError if the request names another model than the one that is served."""
-    if body.get("model", model) != model:
-        raise RequestError(
-            f"The model {body['model']!r} does not exist. This endpoint serves {model!r}.",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
+def adapter_of(body: Mapping[str, Any], model: str, others: Sequence[str]) -> str:
+    """Returns the adapter that a request's model stands for; RequestError if there is none.
+
+    Args:
+        model: The name of the policy here.
+        others: Adapters of the engine besides the policy's, each under its own name.
+    """
+    name = body.get("model", model)
+    if name == model:
+        return POLICY
+    if name in others:
+        return str(name)
+    raise RequestError(
+        f"The model {name!r} does not exist. This endpoint serves {', '.join(map(repr, (model, *others)))}.",
+        status=404,
+        code="model_not_found",
+        param="model",
+    )
 
 
 def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wish]:

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightrl.config.adapters import POLICY
 from lightrl.imports import is_installed
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
@@ -80,6 +82,7 @@ class Endpoint:
         self.shared_key = secrets.token_urlsafe(24)
         self._newest: Session | None = None
         self._max_model_len: int | None = None
+        self._others: tuple[str, ...] = ()  # adapters of the engine besides the policy's, which are models here
         self._has_warned = False
         self.routes: list[tuple[str, str, Handler]] = []  # of others: method, path, handler
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -100,6 +103,7 @@ class Endpoint:
         session = Session(engine, driver_loop, task, wait_s=self.wait_s)
         self._sessions[key] = self._newest = session
         self._max_model_len = engine.limits.max_tokens
+        self._others = tuple(name for name in engine.adapters if name != POLICY)
         return key, session
 
     def close(self, key: str) -> None:
@@ -184,27 +188,25 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self.check_key(request)
-        card = {
-            "id": self.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "lightrl",
-            "max_model_len": self._max_model_len,
-        }
         if "name" not in request.match_info:
-            return _json({"object": "list", "data": [card]})
-        requests.require_model({"model": request.match_info["name"]}, self.model)
-        return _json(card)
+            return _json({"object": "list", "data": [self._card(name) for name in (self.model, *self._others)]})
+        name = request.match_info["name"]
+        requests.adapter_of({"model": name}, self.model, self._others)
+        return _json(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        described = {"object": "model", "created": 0, "owned_by": "lightrl"}
+        return {"id": name, **described, "max_model_len": self._max_model_len}
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.check_key(request)
         body = requests.parsed_body(await request.read())
-        requests.require_model(body, self.model)
+        adapter = requests.adapter_of(body, self.model, self._others)
         messages, tools, wish = requests.chat_wish(body)
         session = await self._session_of(request)
-        wish = self._allowed(wish, body, session)
+        wish = self._allowed(replace(wish, adapter=adapter), body, session)
         replies = await session.chat(messages, tools, wish)
-        answer = requests.chat_answer(replies, body, self.model, session.engine.tokenizer)
+        answer = requests.chat_answer(replies, body, body.get("model", self.model), session.engine.tokenizer)
         if not body.get("stream"):
             return _json(answer)
         options = body.get("stream_options")
@@ -214,17 +216,17 @@ class Endpoint:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.check_key(request)
         body = requests.parsed_body(await request.read())
-        requests.require_model(body, self.model)
+        adapter = requests.adapter_of(body, self.model, self._others)
         ids, wish = requests.token_wish(body)
         if body.get("stream"):
             raise RequestError("'stream' must be false here.", param="stream")
         session = await self._session_of(request)
-        replies = await session.complete(ids, self._allowed(wish, body, session))
-        return _json(requests.token_answer(replies, body, self.model))
+        replies = await session.complete(ids, self._allowed(replace(wish, adapter=adapter), body, session))
+        return _json(requests.token_answer(replies, body, body.get("model", self.model)))
 
     def _allowed(self, wish: Wish, body: dict[str, Any], session: Session) -> Wish:
         """Returns the wish with the run's distribution, where the turns are trained."""
-        if session.task is None:
+        if session.task is None or wish.adapter != POLICY:
             return wish
         ignored = requests.ignored_settings(body, session.engine.temperature)
         if ignored and not self._has_warned:

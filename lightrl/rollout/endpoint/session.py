@@ -11,6 +11,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from lightrl.config.adapters import POLICY
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.conversations import Call, Conversations
@@ -30,6 +31,7 @@ class Wish:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     temperature: float | None = None  # None: the run's
+    adapter: str = POLICY  # another takes part in no conversation of the policy's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Session:
         self._driver_loop = driver_loop
         self._context = copy_context()  # of the episode, with its journal; a request comes in another one
         self._wait_s = wait_s
-        self._num_asked: Counter[tuple[int, ...]] = Counter()
+        self._num_asked: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -93,12 +95,13 @@ class Session:
         turns = await self._turns(prompt_ids, wish, parent)
         replies = []
         for turn in turns:
-            call = self._record(prompt_ids, turn, parent)
+            call = self._record(prompt_ids, turn, parent, wish)
             text = cut_before_stop(turn.text, wish.stop)
             ids = f"call_{len(self.conversations.calls)}_"
             message = answer_message(text, call_ids=ids, with_tools=bool(tools))
             resent = checked_messages([message])  # as the client will send it with its next request
-            self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
+            if wish.adapter == POLICY:
+                self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
             reason = "tool_calls" if "tool_calls" in message else _finish_reason(turn)
             replies.append(Reply(call=call, message=message, finish_reason=reason))
         return replies
@@ -108,12 +111,12 @@ class Session:
         prompt = tuple(prompt_ids)
         turns = await self._turns(prompt, wish, self.conversations.extended_by(prompt))
         return [
-            Reply(call=self._record(prompt, turn, None), message={}, finish_reason=_finish_reason(turn))
+            Reply(call=self._record(prompt, turn, None, wish), message={}, finish_reason=_finish_reason(turn))
             for turn in turns
         ]
 
-    def _record(self, prompt_ids: Sequence[int], turn: Turn, parent: Call | None) -> Call:
-        if self.task is None:
+    def _record(self, prompt_ids: Sequence[int], turn: Turn, parent: Call | None, wish: Wish) -> Call:
+        if self.task is None or wish.adapter != POLICY:
             return Call(tuple(prompt_ids), turn)
         return self.conversations.record(prompt_ids, turn, parent=parent)
 
@@ -162,13 +165,14 @@ class Session:
                 code="context_length_exceeded",
                 param="messages",
             )
-        if self.task is not None and parent is not None and parent.depth >= limits.max_turns:
+        is_own = self.task is not None and wish.adapter == POLICY
+        if is_own and parent is not None and parent.depth >= limits.max_turns:
             raise RequestError(
                 f"The conversation has had {parent.depth} turns, and --rollout.max_turns allows {limits.max_turns}.",
                 code="max_turns_exceeded",
             )
         await self._until_awake()
-        numbers = [self._number(prompt_ids) for _ in range(wish.num_choices)]
+        numbers = [self._number(prompt_ids, wish.adapter) for _ in range(wish.num_choices)]
         tasks = [asyncio.ensure_future(self._turn(prompt_ids, wish, number)) for number in numbers]
         self._running.update(tasks)
         try:
@@ -199,14 +203,15 @@ class Session:
             stop_token_ids=wish.stop_token_ids,
             stop=wish.stop,
             call=number,
+            adapter=wish.adapter,
         )
         asked = self._context.run(asyncio.run_coroutine_threadsafe, generation, self._driver_loop)
         return await asyncio.wrap_future(asked)
 
-    def _number(self, prompt_ids: tuple[int, ...]) -> int:
+    def _number(self, prompt_ids: tuple[int, ...], adapter: str) -> int:
         """Names the draw by its prompt and by how often it was asked for, so that no order of arrival changes it."""
-        repeat = self._num_asked[prompt_ids]
-        self._num_asked[prompt_ids] += 1
+        repeat = self._num_asked[prompt_ids, adapter]
+        self._num_asked[prompt_ids, adapter] += 1
         if self.task is not None and not repeat and prompt_ids == self.task.token_ids:
             return 0
         return 1 + (zlib.crc32(",".join(map(str, prompt_ids)).encode()) << 16) + repeat

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightrl.config.adapters import sends_adapters
+from lightrl.config.adapters import other_adapters, sends_adapters
+from lightrl.engines.base import InferenceEngine, skeleton
 from lightrl.engines.weights.adapters import DOWN, UP
 from lightrl.engines.weights.fingerprint import KnownWeights
+from lightrl.imports import load_object
 from lightrl.models import lora
+from lightrl.models.saved_adapters import check_saved_adapters, read_saved_adapters
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.layout.plain import NamedShard, has_adapters
 from lightrl.strategy.torch_native import TorchStrategy
@@ -23,27 +27,44 @@ _BUILDERS = {
 }
 
 
-def check_adapters(config: Any) -> None:
-    """Raises where peft is missing, or where the run's engine must apply adapters unmerged and cannot."""
+def check_adapters(config: Any, model_path: str) -> None:
+    """Raises where peft is missing, or where an adapter of the user does not fit the model; reads no weights."""
     lora.require_peft(config.lora)
-    sends_adapters(config)
+    if config.lora.others:
+        folders = other_adapters(config.lora)
+        check_saved_adapters(folders, model_path, trust_remote_code=config.trust_remote_code)
 
 
 def serve_as_configured(strategy: StrategyBase, config: Any) -> None:
     """Does what serve_adapters() does if the options of the run ask for it (--lora.engine)."""
     if sends_adapters(config):
-        serve_adapters(strategy)
+        serve_adapters(strategy, other_adapters(config.lora))
 
 
-def serve_adapters(strategy: StrategyBase) -> None:
+def serve_adapters(strategy: StrategyBase, others: Mapping[str, str] | None = None) -> None:
     """Makes the strategy's engine apply adapters beside the weights; call it before the engine is made.
 
     A strategy of your own that is no TorchStrategy goes on sending merged weights.
+
+    Args:
+        others: Folders that peft wrote, by the names under which requests ask for their adapters.
     """
+    folders = dict(others or {})
     if not isinstance(strategy, TorchStrategy):
+        if folders:
+            raise ValueError(f"--lora.others {' '.join(folders)}: {type(strategy).__name__} sends merged weights.")
         return
-    strategy.serving.factories = {**strategy.serving.factories, **_BUILDERS}
+    made = {name: partial(_make_engine, builder, folders) for name, builder in _BUILDERS.items()}
+    strategy.serving.factories = {**strategy.serving.factories, **made}
     strategy.serving.source = AdapterSource(strategy)
+
+
+def _make_engine(builder: str, folders: Mapping[str, str], *, source: Any, **parts: Any) -> InferenceEngine:
+    """Makes an engine that expects the adapters of the source, and holds those of the folders."""
+    others = read_saved_adapters(folders, skeleton(source)) if folders else {}
+    build = load_object(builder, builtin={}, what="engine", example="MyEngine")
+    engine: InferenceEngine = build(source=source, others=others, **parts)
+    return engine
 
 
 class AdapterSource:

@@ -18,6 +18,7 @@ from lightrl.engines.base import (
     Completion,
     EngineGroup,
     EnginePrompt,
+    Factory,
     InferenceEngine,
     SamplingParams,
     WeightSyncError,
@@ -71,7 +72,7 @@ class ColocatedServing:
         self.last_sync: SyncReport | None = None
         self.num_syncs = 0
         self.canary = Canary(trainer)
-        self.factories: dict[str, str] = {}  # import paths of what takes the place of engines, by their names
+        self.factories: dict[str, Factory] = {}  # what takes the place of engines, by their names
         self.source: WeightSource = trainer  # of what a weight sync sends
         self._trainer = trainer
         self._options = options
@@ -85,10 +86,9 @@ class ColocatedServing:
         check_engine_name(engine_type)
         source = self._trainer.unwrap_model(model) if model is not None else None
         self.close()
-        device = self.group.comm.device
         make = create_recording_engine if options.routing.replay else create_engine
-        parts = {"source": source, "tokenizer": tokenizer, "options": options, "device": device, "group": self.group}
-        engine = make(self.factories.get(engine_type, engine_type), **parts)
+        parts = {"source": source, "tokenizer": tokenizer, "options": options, "group": self.group}
+        engine = make(self.factories.get(engine_type, engine_type), device=self.group.comm.device, **parts)
         self.engine, self._model, self.num_syncs = ColocatedEngine(engine, tokenizer), None, 0
         if model is not None:
             self.sync_weights(model)

@@ -113,6 +113,42 @@ def test_openais_client_reads_answers_streams_and_errors(endpoint: Endpoint) -> 
     play(endpoint, script, max_tokens=200)
 
 
+def test_a_model_that_is_an_adapter_of_the_run_speaks_for_itself(endpoint: Endpoint) -> None:
+    driver = ScriptedDriver(TOKENIZER)
+    driver.adapters = ("policy", "base", "opponent")
+
+    async def script(http: aiohttp.ClientSession, key: str, base_url: str) -> list[str]:
+        async def ask(model: str, messages: list[Any]) -> Any:
+            status, answer = await post(http, CHAT, {"model": model, "messages": messages, "temperature": 0.5})
+            assert (status, answer["model"]) == (200, model), answer
+            return answer["choices"][0]["message"]
+
+        first = await ask("policy", MESSAGES)
+        heard = await ask("opponent", [*MESSAGES, first, {"role": "user", "content": "b"}])
+        await ask("opponent", MESSAGES)
+        await ask("policy", [*MESSAGES, first, {"role": "user", "content": heard["content"]}])
+        body = {"model": "base", "token_ids": [3, 4], "sampling_params": {}}
+        assert (await post(http, "/inference/v1/generate", body))[1]["model"] == "base"
+        status, error = await post(http, CHAT, {"model": "rival", "messages": MESSAGES})
+        assert status == 404
+        assert "This endpoint serves 'policy', 'base', 'opponent'." in error["error"]["message"]
+        async with http.get("/v1/models/opponent") as answer:
+            assert (await answer.json())["id"] == "opponent"
+        async with http.get("/v1/models") as answer:
+            return [model["id"] for model in (await answer.json())["data"]]
+
+    assert play(endpoint, script, driver) == ["policy", "base", "opponent"]  # and the policy's turns alone are trained
+    assert [(item.adapter, item.temperature) for item in driver.others] == [("opponent", 0.5)] * 2 + [("base", 1.0)]
+    plain = ScriptedDriver(TOKENIZER)
+
+    async def alone(http: aiohttp.ClientSession, key: str, base_url: str) -> None:
+        answer = (await post(http, CHAT, {"messages": MESSAGES}))[1]
+        assert answer["choices"][0]["message"]["content"]
+
+    play(endpoint, alone, plain)
+    assert driver.log[0] == plain.log[0]  # what else is asked for changes no draw of the policy
+
+
 REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, b"{", 400, "The body is not JSON"),
     (CHAT, b"\xff", 400, "The body is not JSON"),

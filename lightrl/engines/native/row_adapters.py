@@ -1,0 +1,75 @@
+"""The adapter of each row of a forward, and what layers do for rows of several adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightrl.engines.weights.adapters import Factors
+
+NO_ADAPTER = -1  # in place of an adapter's number, which is its place among the engine's
+
+
+class MixedRows:
+    """Rows of several adapters."""
+
+    def __init__(self, adapters: NDArray[np.int64], device: torch.device) -> None:
+        """adapters: [n], the number of each row's adapter."""
+        self._adapters = adapters
+        self._by_row = torch.from_numpy(adapters).to(device)
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+
+    def adapter_of(self, row: int) -> int:
+        """Returns the number of a row's adapter."""
+        return int(self._adapters[row])
+
+    def not_theirs(self, widths: tuple[int, ...]) -> Tensor:
+        """Returns a mask [n, sum of widths], True where a column belongs to another adapter than the row's.
+
+        widths: the number of columns of each adapter, which lie side by side. Layers of the same share a mask.
+        """
+        mask = self._masks.get(widths)
+        if mask is None:
+            owners = torch.from_numpy(np.repeat(np.arange(len(widths)), widths)).to(self._by_row.device)
+            mask = self._masks[widths] = self._by_row[:, None] != owners
+        return mask
+
+    def add(self, outputs: Tensor, inputs: Tensor, factors: Mapping[int, Factors]) -> Tensor:
+        """Adds to outputs [n, ..., out] in place what each row's adapter makes of inputs [n, ..., in]."""
+        if outputs.shape[0] != len(self._adapters):
+            raise RuntimeError(
+                f"A layer with adapters was given {outputs.shape[0]} rows where {len(self._adapters)} samples decode, "
+                "so that nobody knows whose they are. Let requests of one adapter run at a time."
+            )
+        for adapter, pair in factors.items():
+            (rows,) = torch.nonzero(self._by_row == adapter, as_tuple=True)
+            if len(rows):
+                outputs.index_add_(0, rows, adapted(inputs[rows], pair))
+        return outputs
+
+
+Rows = int | MixedRows  # one adapter for all rows, or several
+
+
+class ChosenAdapters:
+    """What every layer looks up in a forward: the adapter of all its rows, or of each."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = 0
+
+
+def adapted(inputs: Tensor, factors: Factors) -> Tensor:
+    """Returns what an adapter adds to the output of a layer."""
+    return torch.nn.functional.linear(torch.nn.functional.linear(inputs, factors.down), factors.up)
+
+
+def rows_of(adapters: Sequence[int], device: torch.device) -> Rows:
+    """Returns how layers apply adapters to rows, by the number of each row's."""
+    first = adapters[0]
+    if all(adapter == first for adapter in adapters):
+        return first
+    return MixedRows(np.array(adapters, np.int64), device)

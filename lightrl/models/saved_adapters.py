@@ -1,0 +1,141 @@
+"""Adapters that peft saved, which an engine applies beside those that a run trains (--lora.others).
+
+They are checked on a model without memory for weights, into which peft puts what their files describe. So layers,
+ranks and scales are those that peft would use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lightrl.models.lora import (
+    ADAPTER,
+    WEIGHTS_FILE,
+    Adapter,
+    adapters_of,
+    check_layers,
+    file_name,
+    read_config,
+    trained_parameters,
+)
+from lightrl.models.policy import load_policy
+
+# What a config may ask for besides factors of linear layers. An engine would have to do it, and does not.
+_MORE_THAN_FACTORS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "megatron_config",
+    "modules_to_save",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+_DRAWS = ("gaussian", "eva", "orthogonal")  # of init_lora_weights, which leave the weights under the adapter alone
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """The factors of an adapter, whole and in float32, by the layer that each pair stands beside."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]  # [rank, inputs] and [outputs, rank], the latter scaled
+
+    @property
+    def rank(self) -> int:
+        """The largest of any layer."""
+        return max(down.shape[0] for down, _ in self.factors.values())
+
+
+def check_saved_adapters(folders: Mapping[str, str], model_path: str, *, trust_remote_code: bool) -> None:
+    """Raises ValueError for an adapter that does not fit the model; reads no weights."""
+    policy = load_policy(model_path, materialize=False, trust_remote_code=trust_remote_code)
+    for name, folder in folders.items():
+        _described(name, folder, policy.hf)
+
+
+def read_saved_adapters(folders: Mapping[str, str], model: nn.Module) -> dict[str, SavedAdapter]:
+    """Reads adapters by their names; model: their architecture, on the meta device and without adapters."""
+    return {name: _read(name, folder, model) for name, folder in folders.items()}
+
+
+def _read(name: str, folder: str, model: nn.Module) -> SavedAdapter:
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    described = _described(name, folder, model)
+    with safe_open(Path(folder) / WEIGHTS_FILE, "pt") as file:
+        for weight, adapter in described.items():
+            layer = weight.removesuffix(".weight")
+            down, up = (file.get_tensor(file_name(f"{layer}.lora_{part}.{ADAPTER}.weight")).float() for part in "AB")
+            if not (down.isfinite().all() and up.isfinite().all()):
+                raise ValueError(f"{_option(name, folder)}: the adapter of {layer} has values that are no numbers.")
+            found[layer] = (down, up * adapter.scale)
+    return SavedAdapter(found)
+
+
+def _described(name: str, folder: str, model: nn.Module) -> dict[str, Adapter]:
+    """Returns the adapters of a folder by the weight that each is added to, without values, if they fit the model."""
+    from peft import inject_adapter_in_model
+
+    option = _option(name, folder)
+    config = read_config(folder, option)
+    _require_factors_alone(config, option)
+    config.init_lora_weights = True  # of no account, since nothing is drawn on the meta device
+    host = copy.deepcopy(model)
+    for parameter in host.parameters():
+        parameter.requires_grad_(False)
+    try:
+        inject_adapter_in_model(config, host, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:  # no module has such a name
+        raise ValueError(f"{option} does not fit the model: {error}") from error
+    check_layers(host, option)
+    _check_file(Path(folder), option, dict(trained_parameters(host)))
+    return adapters_of(host)
+
+
+def _require_factors_alone(config: Any, option: str) -> None:
+    asked = [field for field in _MORE_THAN_FACTORS if getattr(config, field, None)]
+    drawn = config.init_lora_weights
+    if isinstance(drawn, str) and drawn not in _DRAWS:
+        asked.append(f"init_lora_weights {drawn}")  # it changed the weights under the adapter
+    if asked:
+        raise ValueError(
+            f"{option} asks for {', '.join(asked)}, which engines do not apply. Save it as plain LoRA: factors beside "
+            "linear layers, and nothing else."
+        )
+
+
+def _check_file(folder: Path, option: str, parameters: Mapping[str, Tensor]) -> None:
+    wanted = {file_name(name): tuple(parameter.shape) for name, parameter in parameters.items()}
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{option}: its {WEIGHTS_FILE} cannot be read: {error}") from error
+    unlike = [name for name in sorted(wanted.keys() & found.keys()) if found[name] != wanted[name]]
+    faults = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unknown": sorted(found.keys() - wanted.keys()),
+        "misshapen": [f"{name} {found[name]} instead of {wanted[name]}" for name in unlike],
+    }
+    if any(faults.values()):
+        described = "; ".join(f"{fault} {_first(names)}" for fault, names in faults.items() if names)
+        raise ValueError(f"{option} does not fit the model: {described}.")
+
+
+def _first(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
+    return ", ".join(listed[:_MOST_NAMED]) + more
+
+
+def _option(name: str, folder: str) -> str:
+    return f"--lora.others {name}={folder}"
