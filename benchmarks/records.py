@@ -100,6 +100,7 @@ def config_of(recipe: str, seed: int, folder: str) -> Any:
 
 
 def run_lightrl(task: Task, seed: int, folder: str) -> dict[str, Any]:
+    from lightrl.trainers.fit import build_trainer
     from lightrl.trainers.grpo import GRPOTrainer
 
     watch = Stopwatch(task.goal)
@@ -120,7 +121,7 @@ def run_lightrl(task: Task, seed: int, folder: str) -> dict[str, Any]:
             return metrics
 
     with contextlib.suppress(Reached):
-        Timed(config_of(task.recipe, seed, folder)).fit()
+        build_trainer(Timed, config_of(task.recipe, seed, folder)).fit()
     return watch.result()
 
 
