@@ -68,8 +68,8 @@ def sends_adapters(config: Any) -> bool:
         ("rollout.keep_cache", config.rollout.keep_cache, "the engine that keeps rows takes whole weights alone"),
         ("top_p", config.is_truncated, "the engine that reports the tokens to draw from takes whole weights alone"),
     )
-    if config.lora.others and config.engine != "native":
-        raise ValueError(f"--lora.others does not go with --engine {config.engine} yet: use --engine native.")
+    if config.lora.others and config.engine == "sglang":
+        raise ValueError("--lora.others does not go with --engine sglang yet: use --engine native or vllm.")
     refused = next(((name, reason) for name, is_refused, reason in reasons if is_refused), None)
     if config.lora.engine == "auto":
         # Not with sglang, which has no place beside some layers: only the model tells.

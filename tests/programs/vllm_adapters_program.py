@@ -3,8 +3,12 @@
 usage: vllm_adapters_program.py MODEL_FOLDER
 """
 
+import copy
 import sys
+import tempfile
+from pathlib import Path
 
+import other_adapters
 import torch
 from tiny_engine_models import load_tiny_model
 
@@ -34,11 +38,12 @@ def sync(strategy, policy):
     assert strategy.serving.last_sync.canary < 1e-5, strategy.serving.last_sync
 
 
-def held_factor(engine, name):
-    """The memory that vLLM's kernels read an adapter's factor from, on this rank."""
+def held_factor(engine, name, adapter=1):
+    """The memory that vLLM's kernels read a factor of an adapter from, on this rank; 1 is the policy's, 3 the judge."""
     (manager,) = engine._llm.apply_model(lambda model: model.lora_manager)
     layer = manager.modules[name.rsplit(".", 2)[0].replace("gate_proj", "gate_up_proj")]
-    return (layer.lora_a_stacked if "lora_A" in name else layer.lora_b_stacked)[0]
+    slot = manager.lora_index_to_id.index(adapter)
+    return (layer.lora_a_stacked if "lora_A" in name else layer.lora_b_stacked)[0][slot]
 
 
 def check_fault(strategy, policy, name, damage):
@@ -46,11 +51,11 @@ def check_fault(strategy, policy, name, damage):
     engine = strategy.engine.engine
     honest = engine._give
 
-    def give(adapters):
+    def give(adapters, *other):
         held = held_factor(engine, name)
         before = held.clone()
-        honest(adapters)
-        if strategy.comm.rank == 1:
+        honest(adapters, *other)
+        if strategy.comm.rank == 1 and not other:
             held.copy_(damage(held, before))
 
     engine._give = give
@@ -66,12 +71,35 @@ def check_fault(strategy, policy, name, damage):
     sync(strategy, policy)
 
 
+def check_others(strategy, models):
+    """Each rank has its slices of the user's adapters, too, and a fault in those of one rank is named."""
+    names = ("policy", "base", "opponent", "judge")
+    prompts, params, asked = other_adapters.mixed(names)
+    strategy.engine.wake()
+    items = strategy.engine.generate(prompts, params)
+    own = [(item, name) for item, name in zip(items, asked, strict=True) if name != "policy"]  # the canary has that
+    gap = other_adapters.largest_difference(*zip(*own, strict=True), models)
+    assert gap < 1e-5, gap
+    if strategy.comm.rank == 1:
+        held_factor(strategy.engine.engine, COLUMNS, 3).mul_(2)
+    try:
+        strategy.update_engine_weights(policy)
+    except (WeightSyncError, RankError) as error:
+        assert f"does not hold judge:{COLUMNS} as it was given" in str(error), error
+    else:
+        raise AssertionError("nobody noticed the judge")
+    sync(strategy, policy)
+
+
 if __name__ == "__main__":
     strategy = FSDPStrategy(0, 1.0, 1, 1, StrategyOptions(engine_tp_size=2, canary_every=1, exact_batches=True))
     strategy.setup_distributed()
     model = load_tiny_model("tied", sys.argv[1])
+    base, scratch = copy.deepcopy(model).eval(), tempfile.TemporaryDirectory()
+    folders = other_adapters.user_adapters(base, Path(scratch.name))  # the same on each rank
+    models = {name: other_adapters.with_adapter(base, folder) for name, folder in folders.items()} | {"base": base}
     lora.add_adapters(model, LoraConfig(rank=4), seed=0)
-    serve_adapters(strategy)
+    serve_adapters(strategy, folders)
     policy = strategy.prepare_model(Policy(model))
     move(policy, 1)
     strategy.setup_inference_engine(None, "vllm", actor=policy)
@@ -83,6 +111,7 @@ if __name__ == "__main__":
     assert strategy.serving.last_sync.num_bytes == size < first.num_bytes
     check_fault(strategy, policy, ROWS, lambda held, before: before)  # not delivered
     check_fault(strategy, policy, COLUMNS, lambda held, before: 2 * held)  # scaled twice
+    check_others(strategy, models)
     strategy.engine.sleep(2)
     sync(strategy, policy)
     strategy.close()

@@ -25,7 +25,7 @@ from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters, Mixe
 from lightrl.engines.native.sampler import SamplingPlan
 from lightrl.engines.native.scheduler import Admission, Request
 from lightrl.engines.weights.account import raise_problems
-from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, layer_sizes
+from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, label, layer_sizes, with_factors
 from lightrl.models.lora import lora_layers
 from lightrl.models.saved_adapters import SavedAdapter
 
@@ -135,11 +135,11 @@ class AdaptedEngine(NativeEngine):
         others: The adapters that stay as they are, by the names under which requests ask for them.
         """
         self._sizes = dict(layer_sizes(self.model, layers))
-        self._others = others
+        self._others = {name: with_factors(other) for name, other in others.items()}
         self.adapters = (POLICY, BASE, *others)
         numbers = enumerate((POLICY, *others))
         self._numbers = {BASE: NO_ADAPTER, **{name: number for number, name in numbers}}
-        adapted_layers = {*self._sizes, *(layer for item in others.values() for layer in item.factors)}
+        adapted_layers = {*self._sizes, *chain.from_iterable(self._others.values())}
         for name in sorted(adapted_layers):
             layer = self.model.get_submodule(name)
             layer.adapter_factors = {}  # type: ignore[assignment]
@@ -205,14 +205,14 @@ class AdaptedEngine(NativeEngine):
         self._version = version
 
     def _take_others(self) -> None:
-        for name, other in self._others.items():
-            for layer, pair in other.factors.items():
-                self._take(layer, Factors(*pair), self._numbers[name])
+        for name, factors in self._others.items():
+            for layer, pair in factors.items():
+                self._take(layer, pair, self._numbers[name])
 
     def _compare_others(self, arriving: ArrivingAdapters) -> None:
-        for name, other in self._others.items():
-            for layer, pair in other.factors.items():
-                arriving.compare(f"{name}:{layer}", Factors(*pair), self._held(layer, self._numbers[name]))
+        for name, factors in self._others.items():
+            for layer, pair in factors.items():
+                arriving.compare(label(name, layer), pair, self._held(layer, self._numbers[name]))
 
     def _fits(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> bool:
         is_fit = fits(pair, *self._sizes[name])

@@ -5,45 +5,70 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightrl.engines.base import NamedTensors, skeleton
+from lightrl.config.adapters import BASE, POLICY
+from lightrl.engines.base import NamedTensors, SamplingParams, skeleton
 from lightrl.engines.vllm.build import build_vllm_engine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.weights.account import raise_problems
-from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, cut_like, fits, layer_sizes, unwrapped
+from lightrl.engines.weights.adapters import (
+    DOWN,
+    UP,
+    ArrivingAdapters,
+    Factors,
+    cut_like,
+    fits,
+    label,
+    layer_sizes,
+    unwrapped,
+    with_factors,
+)
 from lightrl.engines.weights.placement import Placement, ServerRules
 from lightrl.models.lora import largest_rank, lora_layers
+from lightrl.models.saved_adapters import SavedAdapter
 
 logger = logging.getLogger(__name__)
 
-_NAME, _ID = "policy", 1
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
 _PREFIX = "base_model.model."  # before every name in an adapter's file
 
 
 class AdaptedVLLMEngine(VLLMEngine):
-    """Gives vLLM the adapters of each weight sync in place of those before, and asks for them with every request."""
+    """Gives vLLM the adapters of each weight sync in place of those before, and a request the one that it asks for."""
 
-    def __init__(self, arguments: Mapping[str, Any], **settings: Any) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, others: Mapping[str, SavedAdapter], **settings: Any) -> None:
+        """others: Adapters that stay as they are, by the names under which requests ask for them."""
         from vllm.lora.request import LoRARequest
 
         source = settings["source"]
-        self._sizes = layer_sizes(skeleton(source), [name for name, _ in lora_layers(source)])
-        self._rank = largest_rank(source)
-        room = next((rank for rank in _RANKS if rank >= self._rank), None)
-        if room is None:
-            raise ValueError(f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {self._rank}.")
-        super().__init__({"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **arguments}, **settings)
-        self._folder = Path(self._scratch.name) / "adapter"
-        self._folder.mkdir()
+        own, plain = [name for name, _ in lora_layers(source)], skeleton(source)
+        self._sizes = layer_sizes(plain, own)
+        self._others = {name: with_factors(other) for name, other in others.items()}
+        if settings["device"].type == "cpu":
+            self._others[BASE] = _nothing(self._sizes)
+        self._all_sizes = layer_sizes(plain, sorted({*own, *chain.from_iterable(self._others.values())}))
+        needed = {"max_loras": 1 + len(self._others), "max_lora_rank": _room(largest_rank(source), others)}
+        _check_room(arguments, needed)
+        super().__init__({"enable_lora": True, **needed, **arguments}, **settings)
+        self.adapters = (POLICY, BASE, *others)
+        self._requests: dict[str, LoRARequest] = {}
+        for number, name in enumerate((POLICY, *self._others), start=1):  # vLLM's own numbers; 0 is no adapter
+            folder = Path(self._scratch.name) / f"adapter-{number}"
+            folder.mkdir()
+            self._requests[name] = LoRARequest(name, number, str(folder))
         self._has_told = False  # which adapters are not read back
-        self._asked_for = {"lora_request": LoRARequest(_NAME, _ID, str(self._folder))}
+
+    def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
+        request = self._requests.get(params.adapter)
+        return {} if request is None else {"lora_request": request}
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
@@ -55,6 +80,8 @@ class AdaptedVLLMEngine(VLLMEngine):
         first = next(plain, None)
         if first is not None:
             super().load_weights(chain([first], plain), version)
+            for name, factors in self._others.items():
+                self._give(factors, name)
         given = arriving.factors()
         for name, pair in given.items():
             if not fits(pair, *self._sizes[name]):
@@ -70,27 +97,29 @@ class AdaptedVLLMEngine(VLLMEngine):
         with unwrapped(model):
             return super()._deliver(model, weights)
 
-    def _give(self, adapters: Mapping[str, Factors]) -> None:
-        """Has vLLM read the adapters from a folder, as it does those of users; each rank has a folder of its own."""
+    def _give(self, factors: Mapping[str, Factors], name: str = POLICY) -> None:
+        """Has vLLM read an adapter from a folder, as it does those of users; each rank has folders of its own."""
+        request = self._requests[name]
         tensors = {}
-        for name, pair in adapters.items():
+        for layer, pair in factors.items():
             for part, tensor in zip((DOWN, UP), pair, strict=True):
-                tensors[_PREFIX + name + part] = tensor.detach().cpu().contiguous()
-        save_file(tensors, self._folder / "adapter_model.safetensors")
+                tensors[_PREFIX + layer + part] = tensor.detach().cpu().contiguous()
+        save_file(tensors, Path(request.lora_path) / "adapter_model.safetensors")
+        rank = max(pair.down.shape[0] for pair in factors.values())
         described = {
             "peft_type": "LORA",
-            "r": self._rank,
-            "lora_alpha": self._rank,  # so that vLLM multiplies by 1: the scale is in the second factor
-            "target_modules": sorted({name.rpartition(".")[2] for name in adapters}),
+            "r": rank,
+            "lora_alpha": rank,  # so that vLLM multiplies by 1: the scale is in the second factor
+            "target_modules": sorted({layer.rpartition(".")[2] for layer in factors}),
             "bias": "none",
         }
-        (self._folder / "adapter_config.json").write_text(json.dumps(described))
-        self._engine.remove_lora(_ID)
-        self._engine.add_lora(self._asked_for["lora_request"])
+        (Path(request.lora_path) / "adapter_config.json").write_text(json.dumps(described))
+        self._engine.remove_lora(request.lora_int_id)
+        self._engine.add_lora(request)
 
     def _read_back(self, arriving: ArrivingAdapters, given: Mapping[str, Factors]) -> None:
-        """Compares the adapters in the memory that vLLM's kernels read, and of those it has cut this rank's slices."""
-        (held,) = self._llm.apply_model(lambda model: list(self._held(model, given)))
+        """Compares all adapters in the memory that vLLM's kernels read, and of those it has cut this rank's slices."""
+        (held,) = self._llm.apply_model(lambda model: list(self._held(model, {POLICY: given, **self._others})))
         unread = []
         for name, wanted, pair in held:
             if pair is None:
@@ -105,30 +134,62 @@ class AdaptedVLLMEngine(VLLMEngine):
             logger.info("vLLM cuts %d adapters in a way that is not read back: %s", len(unread), unread)
             self._has_told = True
 
-    def _held(self, model: Any, given: Mapping[str, Factors]) -> Iterator[tuple[str, Factors | None, Factors | None]]:
+    def _held(
+        self, model: Any, given: Mapping[str, Mapping[str, Factors]]
+    ) -> Iterator[tuple[str, Factors | None, Factors | None]]:
         """Yields what this rank should hold of each adapter, None if not known, and what it does, None if nothing."""
         with unwrapped(model):  # the weights have their own names
             placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
         is_whole = self._group.size == 1
         is_cut_otherwise = model.lora_manager.lora_config.fully_sharded_loras  # along the rank, too
-        for name, pair in given.items():
-            inputs, outputs = self._sizes[name]
-            places = placement.places(f"{name}.weight", (outputs, inputs))
-            wanted = pair if is_whole else cut_like(pair, places) if places and not is_cut_otherwise else None
-            slot = _slot(model, placement.own_name(f"{name}.weight").removesuffix(".weight"))
-            yield name, wanted, None if slot is None else _filled(slot, wanted or pair)
+        for adapter, factors in given.items():
+            number = self._requests[adapter].lora_int_id
+            for layer, pair in factors.items():
+                inputs, outputs = self._all_sizes[layer]
+                places = placement.places(f"{layer}.weight", (outputs, inputs))
+                wanted = pair if is_whole else cut_like(pair, places) if places and not is_cut_otherwise else None
+                slot = _slot(model, placement.own_name(f"{layer}.weight").removesuffix(".weight"), number)
+                yield label(adapter, layer), wanted, None if slot is None else _filled(slot, wanted or pair)
 
 
-def _slot(model: Any, own: str) -> Factors | None:
-    """Returns the memory for the adapter of a layer, padded; None for a layer that vLLM has none of."""
+def _nothing(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
+    """Returns an adapter that adds zeros, by which vLLM on a CPU computes the model without one.
+
+    Beside a request with an adapter, one without reads place -1 there, which is the last adapter's. This can go when
+    place -1 is masked as on a GPU (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/ops/torch_ops/lora_ops.py
+    """
+    return {
+        layer: Factors(torch.zeros(1, inputs), torch.zeros(outputs, 1)) for layer, (inputs, outputs) in sizes.items()
+    }
+
+
+def _room(rank: int, others: Mapping[str, SavedAdapter]) -> int:
+    """Returns the rank that vLLM is to make room for."""
+    largest = max([rank, *(other.rank for other in others.values())])
+    room = next((room for room in _RANKS if room >= largest), None)
+    if room is None:
+        raise ValueError(f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {largest}.")
+    return room
+
+
+def _check_room(arguments: Mapping[str, Any], needed: Mapping[str, int]) -> None:
+    """Raises ValueError for --engine_args with which vLLM would keep putting adapters out, or take none of a rank."""
+    for name, least in needed.items():
+        if int(arguments.get(name, least)) < least:
+            raise ValueError(f"--engine_args {name}={arguments[name]}: the adapters of the run need {least} or more.")
+
+
+def _slot(model: Any, own: str, number: int) -> Factors | None:
+    """Returns the memory for an adapter of a layer, padded; None for a layer that vLLM has none of."""
     manager = model.lora_manager
     parts = {part: (fused, i) for fused, each in manager.packed_modules_mapping.items() for i, part in enumerate(each)}
     parent, _, last = own.rpartition(".")
     fused, index = parts.get(last, (last, 0))
     layer = manager.modules.get(own) or manager.modules.get(f"{parent}.{fused}")
-    if layer is None or index >= len(layer.lora_a_stacked):
+    if layer is None or index >= len(layer.lora_a_stacked) or number not in manager.lora_index_to_id:
         return None
-    slot = manager.lora_index_to_id.index(_ID)
+    slot = manager.lora_index_to_id.index(number)
     return Factors(layer.lora_a_stacked[index][slot, 0], layer.lora_b_stacked[index][slot, 0])
 
 
@@ -138,8 +199,6 @@ def _filled(slot: Factors, wanted: Factors) -> Factors:
     return Factors(slot.down[:rank, :inputs], slot.up[: wanted.up.shape[0], :rank])
 
 
-def build_adapted_engine(*, others: Mapping[str, Any], **parts: Any) -> VLLMEngine:
-    """Makes a vLLM engine that expects the adapters of the source."""
-    if others:
-        raise ValueError("vLLM takes no other adapters than the policy's yet: use the native engine.")
-    return build_vllm_engine(kind=AdaptedVLLMEngine, **parts)
+def build_adapted_engine(*, others: Mapping[str, SavedAdapter], **parts: Any) -> VLLMEngine:
+    """Makes a vLLM engine that expects the adapters of the source, and holds others."""
+    return build_vllm_engine(kind=partial(AdaptedVLLMEngine, others=others), **parts)

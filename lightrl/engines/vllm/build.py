@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def build_vllm_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
-    kind: type[VLLMEngine] = VLLMEngine,
+    kind: Callable[..., VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
     """Makes an engine with the source's architecture; every rank of the world must do so at the same point."""
     if source is None:

@@ -122,7 +122,6 @@ class VLLMEngine(InferenceEngine):
         self._next_request_id = 0
         self._version = 0
         self._num_loads = 0
-        self._asked_for: dict[str, Any] = {}  # of vLLM with every request, besides what the request says
         self._asleep: set[EnginePart] = set()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages of the weights and their bytes
         self._is_closed = False
@@ -155,8 +154,12 @@ class VLLMEngine(InferenceEngine):
         # Blocks of keys and values are shared only among requests of one load: older ones may still be in use by
         # requests under way, and no reset of the prefix cache frees those.
         salted = {**rendered, "cache_salt": f"load {self._num_loads}"}
-        self._engine.add_request(sample.key, salted, self._sampling_params(sample), **self._asked_for)
+        self._engine.add_request(sample.key, salted, self._sampling_params(sample), **self._asked_for(sample.params))
         self._samples[sample.key] = sample
+
+    def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
+        """Returns further arguments of vLLM's add_request."""
+        return {}
 
     def _sampling_params(self, sample: _Sample) -> Any:
         from vllm import SamplingParams as Theirs

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightrl.config.adapters import POLICY
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import Place, WeightAccount
+from lightrl.models.saved_adapters import SavedAdapter
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -24,6 +26,16 @@ class Factors(NamedTuple):
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank], scaled
+
+
+def with_factors(other: SavedAdapter) -> dict[str, Factors]:
+    """Returns an adapter of the user by its layers."""
+    return {layer: Factors(*pair) for layer, pair in other.factors.items()}
+
+
+def label(adapter: str, layer: str) -> str:
+    """Returns what errors call an adapter of a layer: adapters of the user with their names."""
+    return layer if adapter == POLICY else f"{adapter}:{layer}"
 
 
 class ArrivingAdapters:

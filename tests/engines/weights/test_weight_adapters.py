@@ -6,7 +6,16 @@ import torch
 from torch import nn
 
 from lightrl.engines.weights.account import Place
-from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, cut_like, fits, layer_sizes
+from lightrl.engines.weights.adapters import (
+    ArrivingAdapters,
+    Factors,
+    cut_like,
+    fits,
+    label,
+    layer_sizes,
+    with_factors,
+)
+from lightrl.models.saved_adapters import SavedAdapter
 
 DOWN, UP = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)  # rank 2, 3 inputs, 4 outputs
 
@@ -49,3 +58,9 @@ def test_an_adapter_is_cut_as_the_weight_beside_it() -> None:
     by_columns = cut_like(whole, [Place("w", (), ((1, 2, 1),))])
     assert by_columns.down.equal(DOWN[:, 2:])
     assert by_columns.up.equal(UP)
+
+
+def test_adapters_of_the_user_go_by_their_names() -> None:
+    assert label("policy", "a.q_proj") == "a.q_proj"
+    assert label("judge", "a.q_proj") == "judge:a.q_proj"
+    assert with_factors(SavedAdapter({"a": (DOWN, UP)})) == {"a": Factors(DOWN, UP)}
