@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from simulated_cuda.simulated_cuda import LIBRARY, build, compiler
+from tiny_vlm import IMAGE, checkered, save_tiny_vlm
 
 from lightrl.testing import run_program, run_spmd
 
@@ -89,6 +90,22 @@ def test_ranks_with_a_device_each_compute_what_they_do_on_the_cpu(flags: str, li
     outputs = {name: ["--distributed.device", name, "--output_dir", str(tmp_path / name)] for name in ("cuda", "cpu")}
     simulated = str(FOLDER / "simulated_cuda.py")
     run_spmd(simulated, library, *command, *outputs["cuda"], world_size=2, timeout_s=180)
+    run_spmd(command[0], *command[1:], *outputs["cpu"], world_size=2, timeout_s=180)
+    compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance=1e-4)
+
+
+def test_ranks_split_the_tokens_of_images_on_the_device(library: str, tmp_path: Path) -> None:
+    save_tiny_vlm(tmp_path / "model", "qwen3_vl")
+    checkered(60, 90).save(tmp_path / "image.png")
+    lines = [{"prompt": f"what is here {IMAGE}", "images": ["image.png"]}, {"prompt": "no image is here"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "reward.py").write_text("def letters(sample):\n    return sum(map(str.isalpha, sample.text)) / 8\n")
+    flags = "--max_steps 2 --num_prompts 2 --group_size 4 --max_new_tokens 6 --eval.every 0 --strategy fsdp --sp_size 2"
+    files = ["--model", str(tmp_path / "model"), "--train_data", str(tmp_path / "train.jsonl")]
+    files += ["--reward", f"{tmp_path / 'reward.py'}:letters", "--share_prompts", "True"]
+    command = [str(ROOT / "scripts" / "train_grpo.py"), *flags.split(), *files]
+    outputs = {name: ["--distributed.device", name, "--output_dir", str(tmp_path / name)] for name in ("cuda", "cpu")}
+    run_spmd(str(FOLDER / "simulated_cuda.py"), library, *command, *outputs["cuda"], world_size=2, timeout_s=180)
     run_spmd(command[0], *command[1:], *outputs["cpu"], world_size=2, timeout_s=180)
     compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance=1e-4)
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from lightrl.models.multimodal import FAMILIES, blank_vision, decoder_inputs
+from lightrl.models.multimodal import FAMILIES, embedded
 from lightrl.models.packed_attention import packed_hidden_states
 from lightrl.models.policy import Policy, explained, prepare_decoder, remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
@@ -56,22 +57,16 @@ class Critic(nn.Module):
         self.body = body
         self.value_head = value_head
         self.sequence_group: SequenceGroup | None = None
-        self._takes_images = body.config.model_type in FAMILIES
+        self.takes_images = body.config.model_type in FAMILIES
         prepare_decoder(body)
         remove_randomness(body)
 
     def forward(self, batch: PackedBatch) -> StateValues:
         """Returns the values of the states of a pack."""
-        hidden = packed_hidden_states(
-            self.body.get_decoder(), batch, self._embeddings(batch) if self._takes_images else None, self.sequence_group
-        )
+        embed = partial(embedded, self.body) if self.takes_images else None
+        hidden = packed_hidden_states(self.body.get_decoder(), batch, embed, self.sequence_group)
         values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
         return StateValues(values=values, final_values=final_values)
-
-    def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
-        # Every rank runs the vision tower, as for a policy.
-        vision = batch.vision or blank_vision(self.body.config, batch.input_ids.device)
-        return decoder_inputs(self.body, batch.input_ids[None], vision)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Forwards to the body."""

@@ -6,13 +6,14 @@ Only this module knows how a family lays an image out. Trainers, the native engi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 
+from lightrl.models.token_split import Tokens
 from lightrl.records import EncodedPrompt, VisionInputs
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -273,6 +274,36 @@ def blank_vision(config: Any, device: torch.device) -> VisionInputs:
         grid_thw=torch.tensor([[1, side, side]], device=device),
         feature_positions=nothing,
         feature_index=nothing,
+    )
+
+
+def embedded(model: Any, tokens: Tokens) -> dict[str, Any]:
+    """Returns what the text decoder takes in place of the ids of a rank's tokens.
+
+    Every rank runs the vision tower, with or without an image: where the tower is sharded, a rank that left it out
+    would leave the others waiting.
+    """
+    config, vision = model.config, tokens.vision
+    shown = None if vision is None else _shown(vision, int(config.vision_config.spatial_merge_size) ** 2)
+    return decoder_inputs(model, tokens.input_ids[None], shown or blank_vision(config, tokens.input_ids.device))
+
+
+def _shown(vision: VisionInputs, per_feature: int) -> VisionInputs | None:
+    """Returns the images that a token stands for; None without any. A rank's part of a pack may hold some of them."""
+    counts = vision.grid_thw.prod(1)
+    ends = (counts // per_feature).cumsum(0)
+    image_of = torch.bucketize(vision.feature_index, ends, right=True)
+    is_shown = torch.zeros_like(counts, dtype=torch.bool).index_fill(0, image_of, True)
+    if bool(is_shown.all()):
+        return vision
+    if not len(image_of):
+        return None
+    left_out = torch.where(is_shown, 0, counts // per_feature).cumsum(0)  # features of images up to each
+    return replace(
+        vision,
+        pixel_values=vision.pixel_values[is_shown.repeat_interleave(counts)],
+        grid_thw=vision.grid_thw[is_shown],
+        feature_index=vision.feature_index - left_out[image_of],
     )
 
 

@@ -7,12 +7,12 @@ as a keyword argument of the model's forward, so that gradient checkpointing rec
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from lightrl.models.fixed_rope import fix_frequencies
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
+Embedding: TypeAlias = Callable[[Tokens], Mapping[str, Any]]
 ATTENTION_NAME = "lightrl_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 LAYOUT_KEYWORD = "packed_layout"
@@ -133,14 +134,14 @@ def mixes_by_attention(config: Any) -> bool:
 
 
 def packed_hidden_states(
-    decoder: nn.Module, tokens: Tokens, embeddings: Mapping[str, Any] | None = None, group: SequenceGroup | None = None
+    decoder: nn.Module, tokens: Tokens, embed: Embedding | None = None, group: SequenceGroup | None = None
 ) -> Tensor:
     """Returns the last hidden states, [T, H], of sequences laid end to end.
 
     Args:
         decoder: a model that use_packed_attention() has prepared.
         tokens: usually a PackedBatch.
-        embeddings: what the decoder takes in place of input_ids; None for text alone.
+        embed: returns what the decoder takes in place of the input_ids of some tokens; None for text alone.
         group: ranks that split the tokens among them: the result holds those of this rank.
     """
     layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device)
@@ -148,7 +149,7 @@ def packed_hidden_states(
         raise ValueError(f"cu_seqlens ends at {layout.num_tokens} for {len(tokens.input_ids)} tokens: they must agree.")
     if group is not None:
         tokens, layout = _split(tokens, group)
-    inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embeddings is None else dict(embeddings)
+    inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embed is None else dict(embed(tokens))
     if _takes_any_keyword(decoder):
         inputs[LAYOUT_KEYWORD] = layout
     token = CURRENT_LAYOUT.set(layout)

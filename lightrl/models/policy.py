@@ -29,15 +29,14 @@ from lightrl.models.hub import require_reachable
 from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 from lightrl.models.multimodal import (
     FAMILIES,
-    blank_vision,
-    decoder_inputs,
+    embedded,
     join_vision,
     pack_positions,
 )
 from lightrl.models.option_names import naming
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention, varies_with_length
 from lightrl.models.per_sequence import run_per_sequence
-from lightrl.models.token_split import SequenceGroup, apply_to_split
+from lightrl.models.token_split import SequenceGroup, Tokens, apply_to_split
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 disable_progress_bar()  # every rank would draw one; the run has its own
@@ -139,8 +138,8 @@ class Policy(nn.Module):
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Returns the states behind the last layer, [T, H]; only this rank's tokens where ranks split them."""
-        embeddings = self._embeddings(batch) if self.takes_images or batch.vision is not None else None
-        return packed_hidden_states(self.hf.get_decoder(), batch, embeddings, self.sequence_group)
+        embed = self._embeddings if self.takes_images or batch.vision is not None else None
+        return packed_hidden_states(self.hf.get_decoder(), batch, embed, self.sequence_group)
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
         """Returns the scores of the response tokens from hidden_states()."""
@@ -164,14 +163,11 @@ class Policy(nn.Module):
         transform = replace(self.logits, temperature=temperature, support=support, with_entropy=self.entropy)
         return chosen_logprobs(hidden, head.weight, targets, transform, bias=getattr(head, "bias", None))
 
-    def _embeddings(self, batch: PackedBatch) -> dict[str, Any]:
+    def _embeddings(self, tokens: Tokens) -> dict[str, Any]:
         """Returns tokens and images together, in place of token ids."""
         if not self.takes_images:
             raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
-        # Every rank runs the vision tower, with or without an image: where the tower is sharded, a rank that left it
-        # out would leave the others waiting.
-        vision = batch.vision or blank_vision(self.hf.config, batch.input_ids.device)
-        return decoder_inputs(self.hf, batch.input_ids[None], vision)
+        return embedded(self.hf, tokens)
 
 
 def prepare_decoder(model: PreTrainedModel) -> None:

@@ -6,11 +6,13 @@ Each rank of the group starts with the same pack and ends with the scores of all
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightrl.records import VisionInputs
 
 
 class SequenceGroup(Protocol):
@@ -54,6 +56,11 @@ class Tokens(Protocol):
         """The boundaries of the sequences of the whole pack, from 0."""
         ...
 
+    @property
+    def vision(self) -> VisionInputs | None:
+        """The images and videos that some of the tokens stand for."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSplit:
@@ -62,6 +69,7 @@ class TokenSplit:
     input_ids: Tensor  # [t] int64
     position_ids: Tensor  # [t] or [3, t] int64
     cu_seqlens: tuple[int, ...]  # of the whole pack with its padding
+    vision: VisionInputs | None = None  # all images of the pack, and the tokens of the rank that stand for them
 
 
 def split_tokens(batch: Tokens, group: SequenceGroup) -> TokenSplit:
@@ -78,7 +86,14 @@ def split_tokens(batch: Tokens, group: SequenceGroup) -> TokenSplit:
         input_ids=F.pad(batch.input_ids, (0, padding))[mine],
         position_ids=F.pad(batch.position_ids, (0, padding))[..., mine],
         cu_seqlens=(*batch.cu_seqlens, num_tokens + padding) if padding else batch.cu_seqlens,
+        vision=None if batch.vision is None else _split_vision(batch.vision, mine.start, mine.stop),
     )
+
+
+def _split_vision(vision: VisionInputs, start: int, stop: int) -> VisionInputs:
+    positions = vision.feature_positions
+    is_mine = (positions >= start) & (positions < stop)
+    return replace(vision, feature_positions=positions[is_mine] - start, feature_index=vision.feature_index[is_mine])
 
 
 def apply_to_split(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrl.models import logprobs
 from lightrl.plan.meter import StorageMeter
@@ -118,7 +119,7 @@ def _run(module: nn.Module, batch: PackedBatch, trains: bool) -> Pass:
             meter.peak = meter.live
         parameter.grad = None
 
-    first = {id(parameter) for block in transformer_blocks(module)[:1] for parameter in block.parameters()}
+    first = {id(parameter) for block in _text_blocks(module)[:1] for parameter in block.parameters()}
     for parameter in module.parameters() if trains else ():
         if parameter.requires_grad:
             is_first = id(parameter) in first
@@ -128,6 +129,12 @@ def _run(module: nn.Module, batch: PackedBatch, trains: bool) -> Pass:
         if trains:
             _loss(output).backward()
     return Pass(top=tops[0] if tops else meter.peak, bottom=meter.peak if tops else 0)
+
+
+def _text_blocks(module: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of the decoder, without those of a vision tower."""
+    inner = next(child for child in module.modules() if isinstance(child, PreTrainedModel))
+    return transformer_blocks(inner.get_decoder())
 
 
 def _loss(output: Any) -> Tensor:

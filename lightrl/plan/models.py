@@ -62,8 +62,15 @@ class Model:
         return [weight for weight in self.weights if weight.is_trained]
 
     def smaller(self, num_layers: int, tp_size: int = 1) -> nn.Module:
-        """Makes the module on the meta device with fewer layers, and a tensor-parallel rank's share of the widths."""
-        return self.make(_cut_down(self.hf_config, num_layers, tp_size))
+        """Makes the module on the meta device with fewer layers, and a tensor-parallel rank's share of the widths.
+
+        It runs no vision tower, whose need depends on the images.
+        """
+        module = self.make(_cut_down(self.hf_config, num_layers, tp_size))
+        for child in module.modules():
+            if isinstance(child, Policy | Critic):
+                child.takes_images = False
+        return module
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrl.models.packed_attention import PackedLayout, Scoring, SplitLayout
+from lightrl.records import VisionInputs
 from lightrl.sharing.attention import TreeLayout
 from lightrl.sharing.tree import KeptBatch
 
@@ -48,7 +49,14 @@ def deal(batch: KeptBatch, size: int) -> KeptBatch:
         cu_seqlens=(*batch.cu_seqlens, num_tokens + padding) if padding else batch.cu_seqlens,
         score_index=batch.score_index % size * length + batch.score_index // size,
         last=tuple(index % size * length + index // size for index in batch.last),
+        vision=None if batch.vision is None else _dealt_vision(batch.vision, size, length),
     )
+
+
+def _dealt_vision(vision: VisionInputs, size: int, length: int) -> VisionInputs:
+    positions = vision.feature_positions % size * length + vision.feature_positions // size
+    order = positions.argsort()
+    return replace(vision, feature_positions=positions[order], feature_index=vision.feature_index[order])
 
 
 def _rearranged(part: Tensor, dim: int, num_parts: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,13 @@ from lightrl.models.multimodal import (
     MediaProcessor,
     blank_vision,
     decoder_inputs,
+    embedded,
     join_vision,
     rope_positions,
     sequence_positions,
 )
+from lightrl.models.policy import response_batch
+from lightrl.models.token_split import TokenSplit
 
 
 def own_processor(family: str, text: str, images: list[object], videos: list[object]) -> dict[str, torch.Tensor]:
@@ -207,6 +211,41 @@ def test_a_blank_image_changes_nothing_and_trains_nothing(family: str) -> None:
     hidden.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "visual" in name}
     assert [name for name, gradient in gradients.items() if gradient is None or gradient.any()] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_of_a_pack_runs_the_images_that_it_shows(family: str) -> None:
+    """A rank may hold the end of one of three images and all of the next, one token of an image, or text alone."""
+    model, media = tiny_model(family), tiny_media(family)
+    images = [checkered(*size, seed=seed) for seed, size in enumerate([(60, 90), (30, 60), (90, 60)])]
+    prompt = media.encode(media.processor.tokenizer.encode(f"a{IMAGE}b{IMAGE}c{IMAGE}def"), images, [])
+    batch = response_batch([(prompt.token_ids, [5])], encoded=[prompt])
+    assert batch.vision is not None
+    seen: list[int] = []
+    model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    whole = embedded(model, batch)
+    counts, places = batch.vision.grid_thw.prod(1).tolist(), batch.vision.feature_positions
+    first = int(places[counts[0] // 4])  # token of the second image
+    length = len(batch.input_ids)
+    for start, stop in ((first + 1, length), (first, first + 1), (length - 3, length)):
+        is_mine = (places >= start) & (places < stop)
+        held = replace(
+            batch.vision,
+            feature_positions=places[is_mine] - start,
+            feature_index=batch.vision.feature_index[is_mine],
+        )
+        part = TokenSplit(
+            input_ids=batch.input_ids[start:stop],
+            position_ids=batch.position_ids[:, start:stop],
+            cu_seqlens=(),
+            vision=held,
+        )
+        found = embedded(model, part)
+        assert_close(found["inputs_embeds"], whole["inputs_embeds"][:, start:stop], atol=1e-5, rtol=1e-5)
+        layers = (output.get("deepstack_visual_embeds", ()) for output in (found, whole))
+        for ours, wanted in zip(*layers, strict=True):
+            assert_close(ours, wanted[is_mine], atol=1e-5, rtol=1e-5)
+    assert seen == [sum(counts), counts[1] + counts[2], counts[1], 4]  # 4: the smallest image
 
 
 def test_wrong_placeholders_are_told() -> None:

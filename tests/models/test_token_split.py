@@ -1,12 +1,13 @@
 """A pack split over two ranks, by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightrl.models.policy import response_batch
 from lightrl.models.token_split import apply_to_split, held_positions, split_tokens
+from lightrl.records import VisionInputs
 
 BATCH = response_batch([([5], [6]), ([7], [8, 9])])  # tokens 5 6 | 7 8 9, boundaries 0 2 5
 
@@ -33,6 +34,21 @@ def test_a_pack_is_padded_by_a_sequence_of_its_own_and_cut() -> None:
     assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([5, 6, 7], [8, 9, 0])
     assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 0], [1, 2, 0])
     assert first.cu_seqlens == second.cu_seqlens == (0, 2, 5, 6)
+
+
+def test_a_rank_holds_the_features_of_its_tokens() -> None:
+    """Tokens 0 and 4 are the features 1 and 0 of an image: one on each rank, the second at its place 1."""
+    nothing = torch.zeros(0)
+    vision = VisionInputs(
+        pixel_values=nothing,
+        grid_thw=nothing,
+        feature_positions=torch.tensor([0, 4]),
+        feature_index=torch.tensor([1, 0]),
+    )
+    parts = [split_tokens(replace(BATCH, vision=vision), Alone(rank)).vision for rank in range(2)]
+    held = [(part.feature_positions.tolist(), part.feature_index.tolist()) for part in parts if part is not None]
+    assert held == [([0], [1]), ([1], [0])]
+    assert split_tokens(BATCH, Alone(0)).vision is None
 
 
 def test_a_rank_scores_what_it_holds() -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tiny_vlm import FAMILIES, tiny_config
 
 from lightrl.config import GRPOConfig, PPOConfig, SFTConfig
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
@@ -33,6 +34,20 @@ def test_the_phases_of_ppo_and_sft(small_config: Any) -> None:
     names = [phase.name for phase in planned(PPOConfig(**SIZES), small_config).phases]
     assert names == ["generate", "score by critic", "train critic", "train policy", "weight sync"]
     assert [phase.name for phase in planned(SFTConfig(), small_config).phases] == ["train policy"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_takes_images_needs_what_its_text_does(family: str) -> None:
+    """The tower's weights count, its passes do not."""
+    hf_config = tiny_config(family)
+    small, large = (planned(PPOConfig(**SIZES | {"max_new_tokens": length}), hf_config) for length in (24, 56))
+    tower = sum(weight.numel for weight in Models(hf_config, GRPOConfig()).policy.weights if "visual" in weight.name)
+    assert tower > 0
+    assert all(phase.parts["weights"] > 4 * tower for phase in small.phases)
+    one, other = ({phase.name: phase.parts for phase in made.phases} for made in (small, large))
+    for name in ("score by critic", "train critic", "train policy"):
+        # Two sequences of 32 tokens in a micro-batch, and one of 64.
+        assert one[name]["activations"] == pytest.approx(other[name]["activations"], rel=0.25)
 
 
 def test_what_leaves_the_device_while_the_engine_generates(small_config: Any) -> None:

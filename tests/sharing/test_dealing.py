@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 from lightrl.models.packed_attention import Scoring, packed_layout
 from lightrl.models.policy import response_batch
 from lightrl.models.token_split import split_tokens
+from lightrl.records import VisionInputs
 from lightrl.sharing.attention import tree_layout
 from lightrl.sharing.dealing import DealtLayout, deal
 from lightrl.sharing.tree import KeptBatch, SharedBatch, kept_tokens, prefix_tree, share
@@ -39,6 +41,24 @@ def test_every_rank_gets_an_even_share_of_prompt_and_responses() -> None:
         dealt.input_ids[dealt.score_index].tolist() == batch.input_ids[batch.score_index].tolist() == [39, 1, 39, 3, 4]
     )
     assert dealt.input_ids[list(dealt.last_tokens)].tolist() == [2, 5]
+
+
+def test_features_of_images_go_with_their_tokens() -> None:
+    """Tokens 2 to 5 are the features 0 to 3: rank 0 of two gets 2 and 4 at its places 1 and 2, rank 1 gets 3 and 5."""
+    nothing = torch.zeros(0)
+    vision = VisionInputs(
+        pixel_values=nothing,
+        grid_thw=nothing,
+        feature_positions=torch.tensor([2, 3, 4, 5]),
+        feature_index=torch.tensor([0, 1, 2, 3]),
+    )
+    batch = replace(kept(), vision=vision)
+    dealt = deal(batch, 2)
+    assert dealt.vision is not None
+    assert dealt.vision.feature_positions.tolist() == [1, 2, 14, 15]  # ascending; 13 tokens on each rank
+    assert dealt.vision.feature_index.tolist() == [0, 2, 1, 3]
+    positions = dealt.vision.feature_positions
+    assert dealt.input_ids[positions].tolist() == [PROMPT[place] for place in (2, 4, 3, 5)]
 
 
 def test_attention_is_that_of_the_tree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,13 +260,13 @@ def test_a_run_with_images_learns_the_same(toy: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_with_images_learn_the_same(toy: Path, tmp_path: Path) -> None:
     (whole, _) = stepped(toy, tmp_path / "whole", share_prompts=False)
-    for way in ("auto", "True"):
-        folder = tmp_path / way
+    for way, split in product(("auto", "True"), ("1", "2")):
+        folder = tmp_path / (way + split)
         flags = [
             *("--model", str(toy / "model"), "--train_data", str(toy / "train.jsonl"), "--lr", "1e-3"),
             *("--reward", f"{toy / 'reward.py'}:letters", "--num_prompts", "3", "--group_size", "4"),
             *("--num_minibatches", "1", "--max_new_tokens", "6", "--optim.eps", str(EPS), "--max_steps", "1"),
-            *("--checkpoint.every", "0", "--eval.every", "0", "--strategy", "fsdp"),
+            *("--checkpoint.every", "0", "--eval.every", "0", "--strategy", "fsdp", "--sp_size", split),
         ]
         run_spmd(SCRIPT, *flags, "--share_prompts", way, "--output_dir", str(folder), world_size=2, timeout_s=200)
         (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -38,10 +38,10 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
     """Raises ValueError for a transformers config of a model that cannot be split this way."""
     if tp_size == sp_size == 1:
         return
-    if config.model_type in FAMILIES:
+    if tp_size > 1 and config.model_type in FAMILIES:
         raise ValueError(
-            f"Model type {config.model_type!r} takes images: --tp_size and --sp_size split models of text alone. "
-            "Leave both at 1."
+            f"Model type {config.model_type!r} takes images, and --tp_size {tp_size} cuts models of text alone. Use "
+            "--tp_size 1; --sp_size splits their tokens."
         )
     text = config.get_text_config()
     if not mixes_by_attention(text):

@@ -46,8 +46,9 @@ def test_what_cannot_be_split_is_told_with_what_can() -> None:
 
 def test_models_of_other_kinds_are_refused() -> None:
     check_splits(Qwen2_5_VLConfig(), tp_size=1, sp_size=1)
-    with pytest.raises(ValueError, match="'qwen2_5_vl' takes images"):
-        check_splits(Qwen2_5_VLConfig(), tp_size=1, sp_size=2)
+    check_splits(Qwen2_5_VLConfig(), tp_size=1, sp_size=2)
+    with pytest.raises(ValueError, match="'qwen2_5_vl' takes images, and --tp_size 2 cuts models of text alone"):
+        check_splits(Qwen2_5_VLConfig(), tp_size=2, sp_size=2)
     with pytest.raises(ValueError, match="'qwen3_moe': it has layers cut as moe_tp_experts, packed_colwise"):
         check_splits(Qwen3MoeConfig(), tp_size=2, sp_size=1)
     with pytest.raises(ValueError, match="'phi3': it has layers cut as colwise_gather_output"):
