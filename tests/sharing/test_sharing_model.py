@@ -19,8 +19,7 @@ from lightrl.models.critic import ActorCritic, Critic, ValueHead
 from lightrl.models.lora import WithoutAdapters, add_adapters
 from lightrl.models.policy import Policy, response_batch
 from lightrl.records import PackedBatch
-from lightrl.sharing import model as sharing_model
-from lightrl.sharing.model import attach_sharing, share_by_itself
+from lightrl.sharing.model import PromptSharing, attach_sharing, share_by_itself
 from lightrl.sharing.tree import SharedBatch, share
 from lightrl.strategy import create_strategy
 
@@ -161,8 +160,8 @@ def test_models_with_a_state_are_refused() -> None:
 
 def test_a_model_that_computes_something_else_then_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its branches see nothing of the prompt."""
-    layout_of = sharing_model.tree_layout
-    monkeypatch.setattr(sharing_model, "tree_layout", lambda tree: replace(layout_of(tree), branches=()))
+    layout_of = PromptSharing.layout_of
+    monkeypatch.setattr(PromptSharing, "layout_of", staticmethod(lambda tree: replace(layout_of(tree), branches=())))
     with pytest.raises(ValueError, match="scores of a few tokens differ by"):
         attach_sharing(Policy(hf_model("qwen3")), STRATEGY)
 
@@ -248,8 +247,8 @@ def test_a_model_that_cannot_runs_whole_beside_one_that_can(monkeypatch: pytest.
     assert not hasattr(has_state.hf.get_decoder(), "prompt_sharing")
     policy(batches()[0])
     assert computed_share(trainer) < 0.5
-    layout_of = sharing_model.tree_layout
-    monkeypatch.setattr(sharing_model, "tree_layout", lambda tree: replace(layout_of(tree), branches=()))
+    layout_of = PromptSharing.layout_of
+    monkeypatch.setattr(PromptSharing, "layout_of", staticmethod(lambda tree: replace(layout_of(tree), branches=())))
     other = trainer_of(batches="", policy=Policy(hf_model("qwen3")))
     share_by_itself(other)  # its check fails
     other.policy(batches()[0])
