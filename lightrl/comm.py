@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -15,16 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lightrl.parcels import exchange_objects, gather_objects, gather_rows
 from lightrl.process_group import consecutive_group, control_group, join, pick_gpu
 from lightrl.rank_board import RankBoard, describe, is_lost_peer
 from lightrl.stall_watch import StallWatch, is_wanted
 from lightrl.trees import map_by_kind, map_leaves
 
 T = TypeVar("T")
-Phase: TypeAlias = AbstractContextManager[None]
-# Renamed in torch 2.13, where the old name warns at every call.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPERATIONS = ("mean", "sum", "max", "min")
+_FAILED = 1 << 62  # in place of the number of a rank that failed in a local phase
+
+
+@dataclass(slots=True)
+class Largest:
+    """A number from 1 on: each rank sets its own in the body of a local phase, and has the largest of all after it."""
+
+    number: int = 0
+
+
+Phase: TypeAlias = AbstractContextManager[Largest]
 
 
 class UnknownReductionError(ValueError, AssertionError):
@@ -103,12 +112,13 @@ class Comm:
 
         Args:
             name: what the body does.
-            local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends.
-                Otherwise the failing rank posts its traceback before it raises, and the others read it there when
-                their collective breaks.
+            local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends,
+                and by the same collective the ranks may agree on a number, the largest of theirs. Otherwise the
+                failing rank posts its traceback before it raises, and the others read it there when their collective
+                breaks.
             late: an error of this kind comes after all collectives of the body, and is raised as with `local`.
         """
-        return nullcontext()
+        return nullcontext(Largest())
 
     def has_failed_elsewhere(self) -> bool:
         """Returns whether another rank has left with an error; no collective."""
@@ -237,35 +247,43 @@ class RankComm(Comm):
         return self._board.phase if self._board is not None else super().phase_name
 
     def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Phase:
-        return nullcontext() if self._board is None else self._watched_phase(self._board, name, local, late)
+        if self._board is None:
+            return self._unwatched(local)
+        return self._watched(self._board, name, local, late)
 
     @contextmanager
-    def _watched_phase(self, board: RankBoard, name: str, local: bool, late: type[Exception] | None) -> Iterator[None]:
+    def _unwatched(self, local: bool) -> Iterator[Largest]:
+        yield (largest := Largest())
+        if local and largest.number:
+            largest.number = self.max_int(largest.number)
+
+    @contextmanager
+    def _watched(self, board: RankBoard, name: str, local: bool, late: type[Exception] | None) -> Iterator[Largest]:
         _require_no_episode(f"phase {name!r}")
         board.enter(name)
         error: Exception | None = None
         try:
-            yield
+            yield (largest := Largest())
         except Exception as raised:
             error = raised
         try:
             if local or (late is not None and (error is None or isinstance(error, late))):
-                self._raise_everywhere(board, error)
+                self._raise_everywhere(board, error, largest)
             elif error is not None:
                 self._publish_or_explain(board, error)
                 raise error
         finally:
             board.leave()
 
-    def _raise_everywhere(self, board: RankBoard, error: Exception | None) -> None:
+    def _raise_everywhere(self, board: RankBoard, error: Exception | None, largest: Largest) -> None:
         try:
-            has_failed = self.any(error is not None)
+            largest.number = self.max_int(largest.number if error is None else _FAILED)
         except RankError as lost:  # another rank never came to the end of the body
             if error is None:
                 raise
             board.post_error(error)
             raise error from lost
-        if not has_failed:
+        if largest.number != _FAILED:
             return
         text = None if error is None else (describe(error), str(error) if isinstance(error, MISTAKES) else "")
         reports = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
@@ -342,17 +360,8 @@ class RankComm(Comm):
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         if self.world == 1:
             return super()._gather_rows(tensor)
-        kinds = self.all_gather_object((tensor.dtype, *tensor.shape))
-        if len({(kind[0], kind[2:]) for kind in kinds}) > 1:
-            raise ValueError(_describe_unequal(kinds))
-        lengths = [kind[1] for kind in kinds]
-        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        gathered = padded.new_empty((self.world * max(lengths), *tensor.shape[1:]))
         with self._explained("all_gather"):
-            all_gather_flat(gathered, padded, group=self._group_for(padded))
-        chunks = gathered.split(max(lengths)) if max(lengths) else [padded] * self.world
-        return torch.cat([chunk[:length] for chunk, length in zip(chunks, lengths, strict=True)])
+            return gather_rows(tensor, self._group_for(tensor), self._control)
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
         if self.world > 1:
@@ -362,11 +371,8 @@ class RankComm(Comm):
     def all_gather_object(self, item: T, group: dist.ProcessGroup | None = None) -> list[T]:
         if self.world == 1:
             return [item]
-        chosen = group or self._control
-        items: list[Any] = [None] * dist.get_world_size(chosen)
         with self._explained("all_gather_object"):
-            dist.all_gather_object(items, item, group=chosen)
-        return items
+            return gather_objects(item, group or self._control)
 
     def broadcast_object(self, item: T, source: int = 0) -> T:
         if self.world == 1:
@@ -377,17 +383,8 @@ class RankComm(Comm):
         return cast(T, box[0])
 
     def _exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
-        parcels = [pickle.dumps(list(items)) for items in outgoing]
-        sizes = torch.tensor([len(parcel) for parcel in parcels])
-        incoming = torch.empty_like(sizes)
         with self._explained("exchange"):
-            dist.all_to_all_single(incoming, sizes, group=self._control)
-            payload = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
-            received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
-            dist.all_to_all_single(received, payload, incoming.tolist(), sizes.tolist(), group=self._control)
-        parts = received.split(incoming.tolist())
-        # Bytes of our own ranks over our own process group, never of a file.
-        return [item for part in parts for item in pickle.loads(part.numpy().tobytes())]
+            return exchange_objects(outgoing, self._control)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None
@@ -433,14 +430,6 @@ def _as_tensor(leaf: Any) -> Tensor:
 def _kind_of(leaf: Any) -> tuple[str, str]:
     tensor = _as_tensor(leaf)
     return tensor.device.type, str(tensor.dtype)
-
-
-def _describe_unequal(kinds: Sequence[tuple[Any, ...]]) -> str:
-    given = "; ".join(f"rank {rank}: {kind[0]} {list(kind[1:])}" for rank, kind in enumerate(kinds))
-    return (
-        "all_gather concatenates along the first dimension, so types and all other dimensions must be equal on all "
-        f"ranks. Given: {given}. Pad the tensors to the same width first."
-    )
 
 
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:

@@ -27,6 +27,9 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert comm.exchange([[1, 2]]) == [1, 2]
     assert comm.any(True)
     assert not comm.agree(False)
+    with comm.phase("x", local=True) as most:
+        most.number = 2
+    assert most.number == 2
     with pytest.raises(ZeroDivisionError), comm.phase("x", local=True):
         raise ZeroDivisionError
 

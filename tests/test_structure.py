@@ -13,6 +13,7 @@ PACKAGE = ROOT / "lightrl"
 COVERED_BY = {  # what only means something as a whole, on real ranks, is started once for several modules
     "__main__.py": "test_programs.py",
     "doctor/__main__.py": "doctor/test_ranks.py",
+    "parcels.py": "test_comm.py",
     "train.py": "test_programs.py",
     "engines/sglang/adapted.py": "engines/real_sglang/test_sglang_adapted.py",
     "engines/sglang/adapted_loader.py": "engines/real_sglang/test_sglang_adapted.py",

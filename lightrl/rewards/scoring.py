@@ -267,6 +267,8 @@ class RewardRunner:
 class FailureBudget:
     """The number of failures that a scoring may have before it is given up."""
 
+    most_errors = 0  # of both kinds on one rank, which is the same number on all
+
     def __init__(self, max_failures: int = 0) -> None:
         self.max_failures = max_failures
         self.failures: list[RewardError] = []

@@ -6,7 +6,8 @@ Failures of rewards are counted over all ranks, and stop all ranks or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from lightrl.comm import Comm
@@ -50,7 +51,7 @@ class Scorer:
         """
         budget = FailureBudget(self._rewards.policy.max_failures)
         outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
-        if self._comm.any(bool(budget.failures or budget.no_verdicts)):
+        if budget.most_errors:
             self._report_failures(budget)
         scores = self._rewards.combine(outcomes)
         if statistics is not None:
@@ -60,7 +61,7 @@ class Scorer:
     def _run(self, label: str, reward: object, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         if is_collective(reward):
             return self._run_together(label, reward, samples, budget)
-        with self._comm.phase(f"reward {label}", local=True):
+        with self._counting(label, budget):
             return self._rewards.run(label, samples, budget)
 
     def _run_together(
@@ -69,9 +70,17 @@ class Scorer:
         """Applies a reward that all ranks compute together."""
         with self._comm.phase(f"reward {label}"):
             outcomes: list[Outcome] = reward(samples)  # type: ignore[operator]
-        with self._comm.phase(f"reward {label}", local=True):
+        with self._counting(label, budget):
             budget.record(outcomes)
         return outcomes
+
+    @contextmanager
+    def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
+        """Tells the budget of every rank the largest number of errors that a rank has after the body."""
+        with self._comm.phase(f"reward {label}", local=True) as most:
+            yield
+            most.number = 1 + len(budget.failures) + len(budget.no_verdicts)
+        budget.most_errors = most.number - 1
 
     def _report_failures(self, budget: FailureBudget) -> None:
         """Prints the first failures of all ranks; raises on every rank if there are too many."""
@@ -137,10 +146,9 @@ class Collector(Scorer):
         return self._generate(prompts, [0] * len(prompts), 1, replace(self._sampling, temperature=0.0))
 
     def _generate(self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
-        params = [replace(sampling, n=n, seed=seed) for seed in seeds]
-        with self._comm.phase("preparing the prompts", local=True):
+        with self._comm.phase("preparing the prompts", local=self._strategy.media is not None):  # from files
             requests = [engine_prompt(prompt) for _, prompt in prompts]
-        completions = self._strategy.generate(requests, params)
+        completions = self._strategy.generate(requests, [replace(sampling, n=n, seed=seed) for seed in seeds])
         owners = [owner for owner in prompts for _ in range(n)]
         return [self.sample_of(*owner, item) for owner, item in zip(owners, completions, strict=True)]
 

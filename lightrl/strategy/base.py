@@ -274,8 +274,7 @@ class StrategyBase(ForeignNames, ABC):
         self.trained.require_on_device(trained.optimizer)  # now: later there would be gradients left over
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
-        total = self.comm.all_reduce(sum((weights[index] for index in mine), 0.0), "sum")
-        batches = self._equal(batches)
+        batches, total = self._equal(batches, sum((weights[index] for index in mine), 0.0))
         if not 0 < total < math.inf:
             return nothing_to_train(self, trained, total)
         trained.model.train()
@@ -299,11 +298,15 @@ class StrategyBase(ForeignNames, ABC):
         )
         return explained(self, result, trained.model, data) if result.skipped else result
 
-    def _equal(self, batches: list[Any]) -> list[Any]:
-        """Repeats the last micro-batch until all ranks have as many: every rank must run every pass."""
-        if self.comm.any(not batches):
+    def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
+        """Repeats the last micro-batch until all ranks have as many: every rank must run every pass.
+
+        Also returns the sum of the ranks' weights.
+        """
+        counts, weights = zip(*self.comm.all_gather_object((len(batches), weight)), strict=True)
+        if not all(counts):
             raise _no_micro_batch(self.comm.rank, len(batches))
-        return [*batches, *batches[-1:] * (self.comm.max_int(len(batches)) - len(batches))]
+        return [*batches, *batches[-1:] * (max(counts) - len(batches))], sum(weights)
 
     def _add_gradients(
         self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
@@ -327,7 +330,7 @@ class StrategyBase(ForeignNames, ABC):
         chosen.eval()
         batches, mine = self.group_batches(data)
         outputs = []
-        for index, micro_batch in enumerate(self._equal(batches)):
+        for index, micro_batch in enumerate(self._equal(batches)[0]):
             output = chosen(micro_batch)
             outputs += [output] if index in mine else []
         self.after_forward_only(chosen)

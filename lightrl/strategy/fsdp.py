@@ -84,7 +84,8 @@ class FSDPStrategy(TorchStrategy):
             self._shard_float32_parts(model, settings)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
             fully_shard(block, mesh=self.meshes.block, **settings)
-        fully_shard(model, mesh=self.meshes.rest, **settings)
+        # The backward begins with the root unit. after_forward_only() shards it where there is none.
+        fully_shard(model, mesh=self.meshes.rest, **{**settings, "reshard_after_forward": False})
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
         move_buffers(model, self.device)  # also with --fsdp.cpu_offload, since they meet activations
         for name, tensor in _named_tensors(model):
@@ -168,7 +169,7 @@ class FSDPStrategy(TorchStrategy):
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """Shards the root unit again, which stays gathered after a forward."""
+        """Shards the root unit again, which stays gathered after a forward, and blocks that do."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

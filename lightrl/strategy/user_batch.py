@@ -106,11 +106,11 @@ def _micro_batches(strategy: Trainer, data: Mapping[str, Any], *, over_ranks: bo
     if over_ranks:
         rows = _balanced(comm, rows)
     limits = _limits(strategy, batch)
-    with comm.phase("micro-batches", local=True):
+    with comm.phase("micro-batches", local=True) as most:
         parts = split_micro_batches(rows, **limits)
-    count = comm.max_int(max(1, len(parts)))
-    if len(parts) < count:
-        parts = split_micro_batches(rows, min_num=count, **limits)
+        most.number = len(parts)
+    if len(parts) < most.number:
+        parts = split_micro_batches(rows, min_num=most.number, **limits)
     return [pack_rows(part or [dummy_row(kinds)]).to(strategy.device) for part in parts]
 
 

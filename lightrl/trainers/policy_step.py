@@ -290,14 +290,12 @@ def _without_old_logprobs() -> ValueError:
 
 def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, comm: Comm) -> list[list[_Item]]:
     """Cuts items into micro-batches within the limits, the same number on every rank; the last may be empty."""
-    max_tokens = None if config.micro_batch_size else config.max_tokens_per_microbatch
-    max_samples = config.micro_batch_size or None
-    with comm.phase("micro-batches", local=True):
-        parts = split_micro_batches(items, max_tokens=max_tokens, max_samples=max_samples)
-    count = comm.max_int(max(1, len(parts)))
-    if len(parts) < count:
-        parts = split_micro_batches(items, max_tokens=max_tokens, max_samples=max_samples, min_num=count)
-    return parts
+    size = config.micro_batch_size
+    limits: Any = {"max_tokens": None if size else config.max_tokens_per_microbatch, "max_samples": size or None}
+    with comm.phase("micro-batches", local=True) as most:
+        parts = split_micro_batches(items, **limits)
+        most.number = len(parts)
+    return parts if len(parts) == most.number else split_micro_batches(items, min_num=most.number, **limits)
 
 
 def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[float]]:

@@ -55,16 +55,16 @@ def profile(trainer: Any) -> None:
 
 
 def _spanned(
-    measure: Callable[..., AbstractContextManager[None]], timeline: Timeline, category: str
-) -> Callable[..., AbstractContextManager[None]]:
+    measure: Callable[..., AbstractContextManager[Any]], timeline: Timeline, category: str
+) -> Callable[..., AbstractContextManager[Any]]:
     """Returns a context manager that also records its body as a span of the name that it is given."""
 
     @contextmanager
-    def measured(name: str, **options: Any) -> Iterator[None]:
-        with measure(name, **options), timeline.span(name.removeprefix("time/"), category):
-            yield
+    def spanned(name: str, **options: Any) -> Iterator[Any]:
+        with measure(name, **options) as measured, timeline.span(name.removeprefix("time/"), category):
+            yield measured
 
-    return measured
+    return spanned
 
 
 # ---- Phases ----------------------------------------------------------------------------------------------------------

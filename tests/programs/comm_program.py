@@ -1,5 +1,6 @@
 """Calls every collective of lightrl.comm on 2 ranks, and shows how errors travel."""
 
+import pickle
 import sys
 import time
 from datetime import timedelta
@@ -7,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.testing import assert_close
 
-from lightrl.comm import RankError, UnknownReductionError, connect
+from lightrl.comm import RankComm, RankError, UnknownReductionError, connect
 from lightrl.metrics import Statistics
 
 
@@ -64,9 +65,21 @@ def check_all_gather(comm):
     assert comm.all_gather(torch.zeros(0, 4)).shape == (0, 4)
 
 
+def check_sizes_of_objects(comm):
+    """An object of up to 4,096 bytes costs one collective, and a larger one on any rank two."""
+    frame = len(pickle.dumps(bytes(4000))) - 4000
+    for sizes, num_collectives in {(0, 0): 1, (1, 4096): 1, (4097, 0): 2, (3, 100_000): 2}.items():
+        parts = [rank_byte * (size - frame) for rank_byte, size in zip((b"0", b"1"), sizes, strict=True)]
+        before = comm._control._get_sequence_number_for_group()
+        assert comm.all_gather_object(parts[comm.rank]) == parts
+        assert comm._control._get_sequence_number_for_group() - before == num_collectives, sizes
+
+
 def check_objects(comm):
     rank = comm.rank
+    check_sizes_of_objects(comm)
     assert comm.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert comm.all_gather_object(torch.tensor([rank]))[1].tolist() == [1]
     assert comm.broadcast_object("from 1" if rank else None, source=1) == "from 1"
     outgoing = [[f"{rank}->0"] * rank, [f"{rank}->1"]]
     assert comm.exchange(outgoing) == (["1->0"] if rank == 0 else ["0->1", "1->1"])
@@ -115,9 +128,30 @@ def check_local_error(comm):
         assert "comm_program.py" in str(error)  # the traceback
         assert error.mistake == ""
     check_mistake(comm)
+    check_number_of_a_phase(comm)
     check_late_error(comm)
     assert comm.phase_name == "between two phases"
     comm.barrier()  # and the group still works
+
+
+def check_number_of_a_phase(comm):
+    """Ranks agree on the largest number by the collective that tells of errors."""
+    before = comm._control._get_sequence_number_for_group()
+    with comm.phase("micro-batches", local=True) as most:
+        most.number = 3 + comm.rank
+    assert most.number == 4
+    assert comm._control._get_sequence_number_for_group() - before == 1
+
+    def body():
+        with comm.phase("micro-batches", local=True) as most:
+            most.number = 1 << 40
+            if comm.rank == 1:
+                raise KeyError("too late")
+
+    expect(KeyError if comm.rank == 1 else RankError, "too late", body)
+    with RankComm(control_group=comm._control).phase("micro-batches", local=True) as most:  # no store, so no errors
+        most.number = 5 + comm.rank
+    assert most.number == 6
 
 
 def check_late_error(comm):

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from lightrl.comm import Comm, all_gather_flat
+from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span, span_of
+from lightrl.parcels import all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
 

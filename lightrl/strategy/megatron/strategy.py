@@ -158,10 +158,11 @@ class MegatronStrategy(TorchStrategy):
         own = sum(losses)
         return own if self.ranks.reports or not math.isfinite(own) else 0.0
 
-    def _equal(self, batches: list[Any]) -> list[Any]:
+    def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
         """Repeats the last micro-batch until all ranks, and all chunks of a pipeline, have as many."""
-        batches = super()._equal(batches)
-        return [*batches, *batches[-1:] * (-len(batches) % self.sizes.pp)] if self.sizes.vpp > 1 else batches
+        batches, total = super()._equal(batches, weight)
+        missing = -len(batches) % self.sizes.pp if self.sizes.vpp > 1 else 0
+        return [*batches, *batches[-1:] * missing], total
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
@@ -172,7 +173,7 @@ class MegatronStrategy(TorchStrategy):
         self.trained.require_on_device(chosen)
         placed = placed_of(chosen)
         batches, mine = self.group_batches(data)
-        batches = self._equal(batches)
+        batches, _ = self._equal(batches)
         was_training = chosen.training
         chosen.eval()
         outputs = run_schedule(placed, batches, lambda _, outputs: outputs, trains=False)

@@ -110,7 +110,8 @@ class ColocatedServing:
         """
         if self.group.size > 1:
             return self._generate_together(prompts, params, sleep_engine)
-        with self.session(sleep_engine=sleep_engine) as engine, self.group.comm.phase("generate", local=True):
+        with self._lent(sleep_engine) as engine, self.group.comm.phase("generate", local=True):
+            self.wake()
             completions = engine.generate(prompts, params)
             self.canary.keep(prompts)
         return completions
@@ -132,12 +133,17 @@ class ColocatedServing:
     @contextmanager
     def session(self, *, sleep_engine: bool = True) -> Iterator[ColocatedEngine]:
         """Lends the engine, awake and with the trainer's weights; a collective. Unless told not to, it sleeps after."""
-        engine, comm = self.require_engine(), self.group.comm
+        with self._lent(sleep_engine) as engine:
+            with self.group.comm.phase("generate", local=True):
+                self.wake()
+            yield engine
+
+    @contextmanager
+    def _lent(self, sleep_engine: bool) -> Iterator[ColocatedEngine]:
+        engine = self.require_engine()
         try:
             if engine.needs_weights:  # after sleep level 2; the same on every rank
                 self._send_again()
-            with comm.phase("generate", local=True):
-                self.wake()
             yield engine
         finally:
             if sleep_engine and not self._is_kept_awake:
