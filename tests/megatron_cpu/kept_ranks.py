@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from lightrl.config import GRPOConfig, parse_config
 from lightrl.models.policy import Policy
-from lightrl.plan.activations import PackShape, _batch
+from lightrl.plan.activations import PackShape, paper_batch
 from lightrl.plan.meter import StorageMeter
 from lightrl.plan.models import policy_of
 from lightrl.plan.stages import _of_stage
@@ -40,7 +40,7 @@ def kept(strategy: Any, family: str, num_layers: int) -> int:
     torch.manual_seed(0)
     policy = strategy.prepare_model(Policy(AutoModelForCausalLM.from_config(config_with(family, num_layers))))
     (stage,) = placed_of(policy).stages
-    batch = _batch(PACK)
+    batch = paper_batch(PACK)
     if family == "experts":  # tokens that are alike all go to the same experts, so that a tie decides
         draw = torch.Generator().manual_seed(strategy.comm.rank)
         batch.input_ids.copy_(torch.randint(SIZES["vocab_size"], batch.input_ids.shape, generator=draw))
