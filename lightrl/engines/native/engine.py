@@ -94,13 +94,8 @@ def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcess
 
 
 def _kind_of(options: NativeEngineConfig, source: PreTrainedModel) -> Callable[..., NativeEngine]:
-    if options.lookup:
-        return partial(
-            load_object(_GUESSING, builtin={}, what="engine", example="MyEngine"), num_guesses=options.lookup
-        )
-    if options.share_weights:
-        return partial(load_object(_LENT, builtin={}, what="engine", example="MyEngine"), source)
-    return NativeEngine
+    make = load_object(_GUESSING if options.lookup else _LENT, builtin={}, what="engine", example="MyEngine")
+    return partial(make, num_guesses=options.lookup) if options.lookup else partial(make, source)
 
 
 @torch.no_grad()
