@@ -1,5 +1,6 @@
 """The programs behind scripts/, `lightrl` and `python -m lightrl.train`."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_help_and_mistakes(words: list[str], code: int, wanted: str, capsys: pyt
     said = capsys.readouterr()
     assert ended == code
     assert wanted in " ".join(f"{said.out} {said.err}".split()).replace("\u2502 ", "")
+
+
+@pytest.mark.parametrize("name", ["hash", "replay"])
+def test_a_script_ends_with_the_code_of_its_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.programs.start", lambda name: 1)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+    assert end.value.code == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -75,14 +75,17 @@ class ReplayTrainer(Trainer):
         return {}
 
 
-def learn_from_record(trainer: Any, record: Path) -> StepReport:
-    """Learns once from the groups that a record has of the trainer's step."""
+def learn_from_record(trainer: Any, record: Path, *, has_whole_rollout: bool = True) -> StepReport:
+    """Learns once from the groups that a record has of the trainer's step.
+
+    has_whole_rollout: whether those are all that were sampled, so that they tell what the rollout was like.
+    """
     comm, step = trainer.strategy.comm, trainer.step_index
     with comm.phase("reading the record", local=True):
         groups = read_groups(record, step, trainer.prompts.train, rank=comm.rank, world=comm.world)
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [reward for group in groups for reward in group.rewards]
-    describe_rollout(samples, rewards, trainer.statistics)
+    if has_whole_rollout:
+        describe_rollout(samples, [reward for group in groups for reward in group.rewards], trainer.statistics)
     items = [Experience(sample=sample, reward=0.0, advantage=0.0) for sample in samples]
     trainer.updates.stale = older_samples(items, step, comm)
     experience = trainer.learn_from(groups)

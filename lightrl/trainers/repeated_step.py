@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.config import RolloutConfig
+from lightrl.config import GRPOConfig, RolloutConfig
 from lightrl.rollout.record import step_folder
 from lightrl.trainers.fit import StepReport, Trainer, run_program
 from lightrl.trainers.health import batches_of
@@ -65,7 +65,7 @@ def _repeat(
         breakpoint()
     record = batches_of(run)
     has_batch = step_folder(record, step - 1).is_dir()
-    report = _one_step(trainer, partial(learn_from_record, trainer, record) if has_batch else trainer.step)
+    report = _one_step(trainer, partial(_learn_again, trainer, record) if has_batch else trainer.step)
     different += differences(wanted, report.metrics)
     if not wanted:
         _say(trainer, f"{run} has no metrics of step {step} to compare with")
@@ -75,6 +75,13 @@ def _repeat(
         _say(
             trainer, f"step {step} was repeated to the bit: {len(_compared(wanted, report.metrics))} metrics are equal"
         )
+
+
+def _learn_again(trainer: Any, record: Path) -> StepReport:
+    """Learns from a kept batch, which lacks the groups that dynamic sampling drew and did not learn from."""
+    config = trainer.config
+    draws_more = isinstance(config, GRPOConfig) and config.dynamic_sampling.enabled
+    return learn_from_record(trainer, record, has_whole_rollout=not draws_more)
 
 
 def _one_step(trainer: Trainer, take: Callable[[], StepReport]) -> StepReport:

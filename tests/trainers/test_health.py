@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.comm import Comm
-from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig
 from lightrl.config.health_section import RolloutHealthConfig
 from lightrl.metrics import findings
 from lightrl.trainers.grpo import GRPOTrainer
@@ -153,10 +153,17 @@ def test_a_planted_fault_stops_the_run(
     assert [row["step"] for row in trainer.folder.metrics()] == [1, 2]
 
 
+@pytest.mark.parametrize("draws_more", [False, True], ids=["", "dynamic sampling"])
 def test_the_step_after_which_a_run_stopped_is_repeated_to_the_bit(
-    train: Callable[..., GRPOTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., GRPOTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str], draws_more: bool
 ) -> None:
-    trainer = train("run", health=RolloutHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0))
+    trainer = train(
+        "run",
+        health=RolloutHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0),
+        dynamic_sampling=DynamicSamplingConfig(
+            enabled=draws_more, oversample=2.0
+        ),  # half of the groups is learned from
+    )
     with pytest.raises(UnhealthyRunError):
         trainer.fit()
     trainer.close()
