@@ -7,9 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from split_program import loss_of, outputs_of
+from split_program import compare
 from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media, tiny_model
-from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, parse_config
 from lightrl.metrics import Statistics
@@ -91,28 +90,9 @@ def check_model(strategy, family, kind, way) -> None:
     mine = everyones[strategy.comm.rank]
     given = [share(batch) for batch in mine] if way == "asked" else mine
     assert way != "asked" or any(isinstance(batch, SharedBatch) for batch in given)
-    for output, batch in zip(strategy.forward(given, model=model), mine, strict=True):
-        for ours, wanted in zip(outputs_of(output), outputs_of(alone(batch)), strict=True):
-            assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-    for batch in (batch for part in everyones for batch in part):
-        loss_of(alone(batch)).backward()
-    for batch in strategy.group_batches(given).batches:
-        strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
-    compare_gradients(strategy, alone, model)
-
-
-def compare_gradients(strategy, alone, model) -> None:
-    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    assert any("visual" in name and gradient is not None and gradient.any() for name, gradient in wanted.items())
-    for name, parameter in sorted(model.named_parameters()):
-        if wanted[name] is None:
-            assert parameter.grad is None, name
-            continue
-        scale = float(wanted[name].abs().max()) + 1e-3
-        found = strategy.layout.gather(parameter.grad)
-        assert_close(
-            found / scale, wanted[name] / scale, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    compare(strategy, alone, model, everyones=everyones, given=given, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    assert any("visual" in name and gradient is not None and gradient.any() for name, gradient in gradients.items())
 
 
 def main() -> None:

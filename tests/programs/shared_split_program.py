@@ -7,8 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from split_program import MODELS, ONLY_TOKENS, SIZES, loss_of, outputs_of, seeded
-from torch.testing import assert_close
+from split_program import MODELS, ONLY_TOKENS, SIZES, compare, seeded
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from lightrl.config import GRPOConfig, parse_config
@@ -71,23 +70,10 @@ def check_model(strategy, build, by_itself) -> None:
     sizes = []
     decoder = (model.hf if isinstance(model, Policy) else model.body).get_decoder()
     hook = decoder.layers[0].mlp.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
-    found = strategy.forward(given, model=model)
+    strategy.forward(given, model=model)
     hook.remove()
     assert sizes == halves([num_kept(batch) for part in everyones for batch in part], strategy.options.sp_size), sizes
-    for output, batch in zip(found, mine, strict=True):
-        for ours, wanted in zip(outputs_of(output), outputs_of(alone(batch)), strict=True):
-            assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-    for batch in (batch for part in everyones for batch in part):
-        loss_of(alone(batch)).backward()
-    for batch in strategy.group_batches(given).batches:
-        strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
-    wanted = dict(alone.named_parameters())
-    for name, parameter in sorted(model.named_parameters()):
-        scale = float(wanted[name].grad.abs().max()) + 1e-3
-        assert_close(
-            strategy.layout.gather(parameter.grad) / scale, wanted[name].grad / scale, atol=1e-4, rtol=0,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+    compare(strategy, alone, model, everyones=everyones, given=given)
 
 
 def main() -> None:

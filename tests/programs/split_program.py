@@ -93,24 +93,39 @@ def loss_of(output) -> Tensor:
 def check_model(strategy, build) -> None:
     """Outputs and gradients of all ranks' micro-batches; the whole of every parameter."""
     alone, model = seeded(build), strategy.prepare_model(seeded(build))
-    everyones = [make_batch(samples(0)[rank :: strategy.comm.world]) for rank in range(strategy.comm.world)]
-    mine = everyones[strategy.comm.rank]
-    (found,) = strategy.forward([mine], model=model)
-    for ours, wanted in zip(outputs_of(found), outputs_of(alone(mine)), strict=True):
-        assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-    for batch in everyones:
-        loss_of(alone(batch)).backward()
-    for batch in strategy.group_batches([mine]).batches:
-        strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
+    everyones = [[make_batch(samples(0)[rank :: strategy.comm.world])] for rank in range(strategy.comm.world)]
+    compare(strategy, alone, model, everyones=everyones)
     wanted = dict(alone.named_parameters())
     for name, parameter in sorted(model.named_parameters()):
         weight = strategy.layout.gather(parameter.detach())
         assert torch.equal(weight, wanted[name].detach()), name
-        scale = float(wanted[name].grad.abs().max()) + 1e-3
+
+
+def compare(strategy, alone, model, *, everyones, given=None, atol=1e-4) -> None:
+    """Compares outputs and gradients of a model with those of the same one in one process.
+
+    everyones: the micro-batches of each rank. given: those of this rank as the model takes them, if it takes others.
+    atol: of gradients, as a share of the largest of a parameter.
+    """
+    mine = everyones[strategy.comm.rank]
+    given = given or mine
+    for output, batch in zip(strategy.forward(given, model=model), mine, strict=True):
+        for ours, wanted in zip(outputs_of(output), outputs_of(alone(batch)), strict=True):
+            assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+    for batch in (batch for part in everyones for batch in part):
+        loss_of(alone(batch)).backward()
+    for batch in strategy.group_batches(given).batches:
+        strategy.backward(loss_of(model(batch)), model, None, weight=1.0)
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in sorted(model.named_parameters()):
+        if wanted[name] is None:
+            assert parameter.grad is None, name
+            continue
+        scale = float(wanted[name].abs().max()) + 1e-3
+        found = strategy.layout.gather(parameter.grad)
         assert_close(
-            strategy.layout.gather(parameter.grad) / scale, wanted[name].grad / scale, atol=1e-4, rtol=0,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+            found / scale, wanted[name] / scale, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def check_replicas_stay_equal(strategy) -> None:
