@@ -225,6 +225,14 @@ def logit_scale(text_config: Any, model_type: str) -> float:
     return float(scale * divisor if "hyperclovax" in model_type else scale / divisor)
 
 
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
+    state = model.state_dict(keep_vars=True)
+    # A module may have extra state too, which is no tensor.
+    tensors = [(name, item) for name, item in state.items() if isinstance(item, Tensor)]
+    return sorted((name, item) for name, item in tensors if not isinstance(item, nn.Parameter))
+
+
 # ---- Loading -----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from lightrl.models.policy import Policy, predicting_positions, response_batch
+from lightrl.models.policy import Policy, persistent_buffers, predicting_positions, response_batch
 from lightrl.models.score_check import check_scores
 from lightrl.records import PackedBatch
 
@@ -160,3 +160,23 @@ def test_check_scores_names_a_model_with_unknown_logits() -> None:
 
 def test_policy_is_the_actor() -> None:
     assert Policy(tiny_model("qwen3")).is_actor
+
+
+class _WithCount(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def get_extra_state(self) -> str:
+        return "no tensor"
+
+
+def test_the_buffers_of_a_saved_model_are_those_that_a_checkpoint_holds() -> None:
+    inner = _WithCount()
+    model = torch.nn.ModuleDict({"b": inner, "a": _WithCount()})
+    found = persistent_buffers(model)
+    assert [name for name, _ in found] == ["a.count", "b.count"]
+    assert found[1][1] is inner.count
+    assert [name for name, _ in persistent_buffers(inner)] == ["count"]

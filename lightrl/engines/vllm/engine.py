@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import found_world
@@ -35,6 +35,7 @@ from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_p
 from lightrl.engines.weights.placement import Placement, ServerRules
 from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.multimodal import VIDEO_FPS
+from lightrl.models.policy import persistent_buffers
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed
 
@@ -103,7 +104,7 @@ class VLLMEngine(InferenceEngine):
         self._group = group
         self._scratch = scratch
         self._shapes, self._tied = named_shapes(skeleton(source))
-        self._buffers = persistent_buffers(source)
+        self._buffers = persistent_buffers(source)  # some are parameters to vLLM
         self._eos = eos_token_ids
         self.vocab_size = int(source.config.get_text_config().vocab_size)
         self.max_model_len = int(self._engine.model_config.max_model_len)
@@ -294,7 +295,7 @@ class VLLMEngine(InferenceEngine):
         rules = ServerRules(compares_experts=not packs)
         placement = Placement(model, rules, tp_rank=self._group.rank, tp_size=self._group.size)
         taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-        buffers = [(name, buffer) for name, buffer in self._buffers.items() if placement.own_name(name) in taken]
+        buffers = [(name, buffer) for name, buffer in self._buffers if placement.own_name(name) in taken]
         shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
         account = WeightAccount(shapes, self._tied)
         load: Any = self._reload if packs else model.load_weights
@@ -429,13 +430,3 @@ def media_token(source: PreTrainedModel, kind: str) -> int | None:
         if token is not None:
             return int(token)
     return None
-
-
-def persistent_buffers(source: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that a checkpoint holds; some of them are parameters to vLLM."""
-    buffers = {}
-    for path, module in source.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[f"{path}.{name}" if path else name] = buffer
-    return buffers

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.checkpoint import open_directory, resolve_checkpoint
 from lightrl.comm import Comm
+from lightrl.models.policy import persistent_buffers
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
@@ -250,14 +251,6 @@ class TrainingStateSaver:
         for hook in self._trainer.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
         self._trainer.layout.load_optimizer_states(model, optimizer, reader)
-
-
-def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
-    state = model.state_dict(keep_vars=True)
-    # A module may have extra state too, which is no tensor.
-    tensors = [(name, item) for name, item in state.items() if isinstance(item, Tensor)]
-    return sorted((name, item) for name, item in tensors if not isinstance(item, nn.Parameter))
 
 
 def _is_plain(value: Any) -> bool:
