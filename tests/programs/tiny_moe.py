@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
 
 VOCAB, NUM_LAYERS, NUM_EXPERTS, TOP_K = 61, 2, 6, 2
 SHAPE: dict[str, Any] = {
@@ -50,3 +51,44 @@ def tiny_moe(name: str, seed: int = 0) -> PreTrainedModel:
             torch.nn.init.normal_(parameter, std=0.3)
     result: PreTrainedModel = model.eval()
     return result
+
+
+class ListedExperts(torch.nn.ModuleList):
+    """Experts as layers of their own, each of which sees its tokens alone, as models from outside transformers may have
+    them."""
+
+    def __init__(self, config: Any) -> None:
+        sizes = {"intermediate_size": config.moe_intermediate_size}
+        super().__init__(Qwen3MoeMLP(config, **sizes) for _ in range(config.num_experts))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self):
+            rows, places = torch.where(chosen == number)
+            found.index_add_(0, rows, expert(hidden[rows]) * weights[rows, places, None])
+        return found
+
+
+class ListedConfig(transformers.Qwen3MoeConfig):
+    model_type = "listed_moe"  # else peft takes the experts for one tensor
+
+
+class ListedMoe(transformers.Qwen3MoeForCausalLM):
+    """A Qwen3-MoE whose experts can have adapters."""
+
+    config_class = ListedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.experts = ListedExperts(config)
+
+
+def listed_moe() -> ListedMoe:
+    transformers.AutoModelForCausalLM.register(ListedConfig, ListedMoe, exist_ok=True)
+    torch.manual_seed(0)
+    model = ListedMoe(ListedConfig(**SHAPE, **QWEN, head_dim=8))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()

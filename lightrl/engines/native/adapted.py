@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lightrl.config.adapters import BASE, POLICY
 from lightrl.engines.base import NamedTensors
+from lightrl.engines.native.cache import LayerStorage, RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState
 from lightrl.engines.native.own_cache import OwnCacheForward
@@ -99,6 +100,7 @@ class AdaptedRunner(ModelRunner):
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.chosen = ChosenAdapters()  # by all that follows in a prefill
         self.decoded: Rows = 0  # of the rows that decode
+        self.takes_turns = False  # whether rows of several adapters decode one adapter after the other
         self.make_fused = partial(AdaptedForward, chosen=self.chosen)
         super().__init__(model, device)
 
@@ -106,8 +108,24 @@ class AdaptedRunner(ModelRunner):
         self, tokens: Tensor, positions: Tensor, cache: SampleState, rope_deltas: Tensor | None = None
     ) -> Tensor:
         """Runs one token in each of the first n rows by the adapter of each row."""
-        self.chosen.rows = self.decoded
+        rows = self.chosen.rows = self.decoded
+        if isinstance(rows, MixedRows) and isinstance(cache, RowCache) and self.takes_turns:
+            return self._decode_in_turn(rows, tokens, positions, cache, rope_deltas)
         return super().decode(tokens, positions, cache, rope_deltas)
+
+    def _decode_in_turn(
+        self, rows: MixedRows, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None
+    ) -> Tensor:
+        """Runs all rows by each adapter that one of them has, and keeps of every run the rows that it is for."""
+        found, kept = torch.empty(0), list[tuple[Tensor, Tensor, list[LayerStorage | None]]]()
+        for number, own in rows.by_adapter():
+            self.chosen.rows = number
+            logits = super().decode(tokens, positions, cache, rope_deltas)
+            found = logits if not kept else found.index_copy_(0, own, logits[own])
+            kept.append((own, positions[own], cache.read_tokens(own, positions[own])))
+        for where in kept:
+            cache.write_tokens(*where)  # since each run stored the keys and values of all rows
+        return found
 
     def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
         self.chosen.rows = 0
@@ -144,19 +162,8 @@ class AdaptedEngine(NativeEngine):
             layer = self.model.get_submodule(name)
             layer.adapter_factors = {}  # type: ignore[assignment]
             layer.forward = partial(_adapted, layer, layer.forward, self._runner.chosen)
-        self._require_rows(adapted_layers)
-
-    def _require_rows(self, layers: Iterable[str]) -> None:
-        """Leaves the policy's adapter alone where a layer sees some of the rows, and nobody knows which."""
-        choosy = [name for name in layers if "experts" in name.split(".")]
-        if choosy and self._others:
-            raise ValueError(
-                f"--lora.others {' '.join(self._others)}: {min(choosy)} is run for some tokens of a step only, so that "
-                "the native engine cannot tell requests of several adapters apart there. Leave experts out of "
-                "--lora.target_modules and of the adapters, or use --engine vllm."
-            )
-        if choosy:
-            self.adapters = (POLICY,)
+        # An expert sees some of the rows, and nobody knows which.
+        self._runner.takes_turns = any("experts" in name.split(".") for name in adapted_layers)
 
     # ---- Requests ----------------------------------------------------------------------------------------------
 

@@ -245,6 +245,20 @@ class RowCache(Cache):
                 layer.keys[rows, :, :length] = copy.keys
                 layer.values[rows, :, :length] = copy.values
 
+    def read_tokens(self, rows: Tensor, positions: Tensor) -> list[LayerStorage | None]:
+        """Returns a copy of one position of each of the rows."""
+        return [
+            layer and LayerStorage(layer.keys[rows, :, positions], layer.values[rows, :, positions])
+            for layer in self.storage
+        ]
+
+    def write_tokens(self, rows: Tensor, positions: Tensor, content: list[LayerStorage | None]) -> None:
+        """Puts back what read_tokens returned."""
+        for layer, copy in zip(self.storage, content, strict=True):
+            if layer is not None and copy is not None:
+                layer.keys[rows, :, positions] = copy.keys
+                layer.values[rows, :, positions] = copy.values
+
     def free(self) -> int:
         """Gives the storage back; returns its bytes."""
         num_bytes = sum(layer.free() for layer in self.storage if layer is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ class MixedRows:
     def adapter_of(self, row: int) -> int:
         """Returns the number of a row's adapter."""
         return int(self._adapters[row])
+
+    def by_adapter(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields the number of each adapter that a row has, and its rows."""
+        for number in np.unique(self._adapters).tolist():
+            yield number, torch.nonzero(self._by_row == number, as_tuple=True)[0]
 
     def not_theirs(self, widths: tuple[int, ...]) -> Tensor:
         """Returns a mask [n, sum of widths], True where a column belongs to another adapter than the row's.

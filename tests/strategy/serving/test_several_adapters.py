@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.config import GRPOConfig
+from lightrl.config import GRPOConfig, LoraConfig
 from lightrl.engines.base import SamplingParams, WeightSyncError
 from lightrl.engines.native.adapted import AdaptedEngine, factors_of
 from lightrl.models import lora
@@ -22,6 +22,7 @@ from lightrl.testing.tiny_training import tiny_policy
 pytest.importorskip("peft")
 program = pytest.importorskip("lora_program")
 others = pytest.importorskip("other_adapters")
+moe = pytest.importorskip("tiny_moe")
 
 ALL = ("policy", "base", "opponent", "judge")
 Served = tuple[StrategyBase, Policy, dict[str, Any]]
@@ -177,3 +178,44 @@ def test_gathered_requests_choose_an_adapter_and_are_not_trainable(served: Serve
     items = strategy.engine_generate_local(asked, prompt_token_ids=others.PROMPTS)
     assert others.largest_difference(items, ["judge"] * 3, models) < 1e-5
     assert not any(item.is_trainable for item in items)
+
+
+def served_moe(base: Any, folder: Path) -> Served:
+    """The same of a mixture of experts, whose layers are run by modules."""
+    folders = {
+        "opponent": others.save_adapter(base, folder / "opponent", rank=2, seed=1, targets=("o_proj",)),
+        "judge": others.save_adapter(base, folder / "judge", rank=5, seed=2, targets=lora._inner_linear_layers(base)),
+    }
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
+    serve_adapters(strategy, folders)
+    hf = copy.deepcopy(base)
+    lora.add_adapters(hf, LoraConfig(rank=3), seed=0)
+    policy: Any = strategy.prepare_model(Policy(hf))
+    move(policy)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    models = {name: others.with_adapter(base, folder) for name, folder in folders.items()}
+    return strategy, policy, {"policy": plain(policy.hf), "base": base, **models}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_mixtures_of_experts_mix_adapters_beside_what_all_tokens_pass(name: str, tmp_path: Path) -> None:
+    strategy, _, models = served_moe(plain(moe.tiny_moe(name)), tmp_path)
+    assert not engine_of(strategy)._runner.takes_turns
+    assert difference(strategy, models) < 1e-5
+    strategy.serving.close()
+
+
+def test_rows_take_turns_where_experts_have_adapters(tmp_path: Path) -> None:
+    strategy, policy, models = served_moe(plain(moe.listed_moe()), tmp_path)
+    assert any(".experts.3.up_proj" in layer for layer in lora.adapters_of(policy.hf))
+    runner = engine_of(strategy)._runner
+    assert runner.takes_turns
+    assert difference(strategy, models) < 1e-5
+    assert difference(strategy, models, ("judge",)) < 1e-5
+    assert not runner.uses_fused_forward
+    runner._verified = None
+    runner._modules = object()  # type: ignore[assignment]  # fails its comparison
+    assert difference(strategy, models) < 1e-5
+    assert type(runner._verified).__name__ == "OwnCacheForward"
+    strategy.serving.close()
