@@ -1,6 +1,6 @@
 """Two ranks share one vLLM that applies adapters unmerged: each rank proves its slices, and a fault on one is named.
 
-usage: vllm_adapters_program.py MODEL_FOLDER
+usage: vllm_adapters_program.py MODEL_FOLDER [ENGINE_ARGS]
 """
 
 import copy
@@ -92,7 +92,8 @@ def check_others(strategy, models):
 
 
 if __name__ == "__main__":
-    strategy = FSDPStrategy(0, 1.0, 1, 1, StrategyOptions(engine_tp_size=2, canary_every=1, exact_batches=True))
+    options = StrategyOptions(engine_tp_size=2, canary_every=1, exact_batches=True, engine_args=tuple(sys.argv[2:]))
+    strategy = FSDPStrategy(0, 1.0, 1, 1, options)
     strategy.setup_distributed()
     model = load_tiny_model("tied", sys.argv[1])
     base, scratch = copy.deepcopy(model).eval(), tempfile.TemporaryDirectory()

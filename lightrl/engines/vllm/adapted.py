@@ -141,14 +141,15 @@ class AdaptedVLLMEngine(VLLMEngine):
         with unwrapped(model):  # the weights have their own names
             placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
         is_whole = self._group.size == 1
-        is_cut_otherwise = model.lora_manager.lora_config.fully_sharded_loras  # along the rank, too
         for adapter, factors in given.items():
             number = self._requests[adapter].lora_int_id
             for layer, pair in factors.items():
                 inputs, outputs = self._all_sizes[layer]
                 places = placement.places(f"{layer}.weight", (outputs, inputs))
-                wanted = pair if is_whole else cut_like(pair, places) if places and not is_cut_otherwise else None
+                wanted = pair if is_whole else cut_like(pair, places) if places else None
                 slot = _slot(model, placement.own_name(f"{layer}.weight").removesuffix(".weight"), number)
+                if wanted is not None and slot is not None:
+                    wanted = _cut_to(slot, wanted, self._group.rank)
                 yield label(adapter, layer), wanted, None if slot is None else _filled(slot, wanted or pair)
 
 
@@ -193,10 +194,18 @@ def _slot(model: Any, own: str, number: int) -> Factors | None:
     return Factors(layer.lora_a_stacked[index][slot, 0], layer.lora_b_stacked[index][slot, 0])
 
 
+def _cut_to(slot: Factors, factors: Factors, rank: int) -> Factors:
+    """Returns what a slot of a rank holds of factors where fully_sharded_loras cuts the whole one of them, too."""
+    (part, _), (outputs, room) = slot.down.shape, slot.up.shape
+    down = factors.down[rank * part :][:part] if part < room else factors.down
+    up = factors.up[rank * outputs :][:outputs] if outputs < factors.up.shape[0] else factors.up
+    return Factors(down, up)
+
+
 def _filled(slot: Factors, wanted: Factors) -> Factors:
     """Returns the part of a slot that an adapter fills."""
-    rank, inputs = wanted.down.shape
-    return Factors(slot.down[:rank, :inputs], slot.up[: wanted.up.shape[0], :rank])
+    down, up = (held[: part.shape[0], : part.shape[1]] for held, part in zip(slot, wanted, strict=True))
+    return Factors(down, up)
 
 
 def build_adapted_engine(*, others: Mapping[str, SavedAdapter], **parts: Any) -> VLLMEngine:

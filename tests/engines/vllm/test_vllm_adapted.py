@@ -95,9 +95,10 @@ def test_the_canary_sees_adapters_that_are_scaled_twice(
 
 
 @pytest.mark.slow
-def test_a_fault_in_the_slice_of_one_rank_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [(), ("fully_sharded_loras=true",)], ids=["", "cut along the rank, too"])
+def test_a_fault_in_the_slice_of_one_rank_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     folder = save_tiny_model("tied", tmp_path)
-    assert run_spmd(PROGRAM, folder, world_size=2, timeout_s=240).count("all checked") == 2
+    assert run_spmd(PROGRAM, folder, *arguments, world_size=2, timeout_s=240).count("all checked") == 2
 
 
 ALL = ("policy", "base", "opponent", "judge")
