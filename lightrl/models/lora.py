@@ -119,11 +119,11 @@ def _new_config(options: LoraConfig, model: nn.Module) -> Any:
     return PeftConfig(**settings)
 
 
-def read_config(path: str, option: str) -> Any:
+def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_config.json", WEIGHTS_FILE)) -> Any:
     """Returns the peft config of an adapter's folder; FileNotFoundError or ValueError, which begin with the option."""
     from peft import LoraConfig as PeftConfig
 
-    for name in ("adapter_config.json", WEIGHTS_FILE):
+    for name in files:
         if not (Path(path) / name).is_file():
             raise FileNotFoundError(f"{option} is no adapter that peft saved: it has no {name}.")
     config = PeftConfig.from_pretrained(path)

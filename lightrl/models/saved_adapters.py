@@ -68,6 +68,14 @@ def read_saved_adapters(folders: Mapping[str, str], model: nn.Module) -> dict[st
     return {name: _read(name, folder, model) for name, folder in folders.items()}
 
 
+def described_ranks(name: str, folder: str, model: nn.Module) -> dict[str, int]:
+    """Returns the rank of an adapter beside each layer, by adapter_config.json alone; ValueError if it does not fit."""
+    option = _option(name, folder)
+    host = _injected(read_config(folder, option, files=("adapter_config.json",)), option, model)
+    adapters = adapters_of(host)
+    return {weight.removesuffix(".weight"): adapter.down.shape[0] for weight, adapter in adapters.items()}
+
+
 def _read(name: str, folder: str, model: nn.Module) -> SavedAdapter:
     found: dict[str, tuple[Tensor, Tensor]] = {}
     described = _described(name, folder, model)
@@ -83,10 +91,16 @@ def _read(name: str, folder: str, model: nn.Module) -> SavedAdapter:
 
 def _described(name: str, folder: str, model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters of a folder by the weight that each is added to, without values, if they fit the model."""
+    option = _option(name, folder)
+    host = _injected(read_config(folder, option), option, model)
+    _check_file(Path(folder), option, dict(trained_parameters(host)))
+    return adapters_of(host)
+
+
+def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
+    """Returns a copy of the model with the adapters that a config describes, without values."""
     from peft import inject_adapter_in_model
 
-    option = _option(name, folder)
-    config = read_config(folder, option)
     _require_factors_alone(config, option)
     config.init_lora_weights = True  # of no account, since nothing is drawn on the meta device
     host = copy.deepcopy(model)
@@ -97,8 +111,7 @@ def _described(name: str, folder: str, model: nn.Module) -> dict[str, Adapter]:
     except ValueError as error:  # no module has such a name
         raise ValueError(f"{option} does not fit the model: {error}") from error
     check_layers(host, option)
-    _check_file(Path(folder), option, dict(trained_parameters(host)))
-    return adapters_of(host)
+    return host
 
 
 def _require_factors_alone(config: Any, option: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightrl.config import RolloutConfig
+from lightrl.plan.adapters import EngineAdapters
 from lightrl.plan.batches import Batches, kv_bytes_of_token
 from lightrl.plan.models import Model
 from lightrl.plan.spread import strategy_name
@@ -20,6 +21,7 @@ class Engine:
     """The bytes of the engine on a rank."""
 
     weights: float
+    adapters: float  # beside the weights
     cache: float  # keys and values, while it is awake
     work: float  # logits, while it is awake
     asleep: float
@@ -29,10 +31,19 @@ class Engine:
     @property
     def awake(self) -> float:
         """All of it while it generates."""
-        return self.weights + self.cache + self.work
+        return self.weights + self.adapters + self.cache + self.work
 
 
-def engine_of(config: RolloutConfig, policy: Model, batches: Batches, *, ranks: int, memory: float) -> Engine:
+def engine_of(
+    config: RolloutConfig,
+    policy: Model,
+    batches: Batches,
+    adapters: EngineAdapters | None = None,
+    *,
+    ranks: int,
+    memory: float,
+    is_accelerator: bool = True,
+) -> Engine:
     """Returns the engine of a rank. memory: bytes of the device, of which vllm and sglang take a share."""
     size = 2 if config.dtype == "bfloat16" else _FLOAT
     plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]
@@ -46,15 +57,21 @@ def engine_of(config: RolloutConfig, policy: Model, batches: Batches, *, ranks: 
         logits = _LOGITS_COPIES * _FLOAT * rows * policy.hf_config.get_text_config().vocab_size
         tokens = rows * positions
         own = 0 if config.native.share_weights else size * numel  # of the weights; else it reads the trainer's
+        beside = float(size * adapters.native_numel()) if adapters is not None else 0.0
         return Engine(
-            weights=own, cache=tokens * per_token, work=logits, asleep=own, sync=sync, cached_tokens=tokens
+            weights=own, adapters=beside, cache=tokens * per_token, work=logits, asleep=own + beside, sync=sync,
+            cached_tokens=tokens,
         )  # fmt: skip
-    weights = size * numel / config.engine_tp_size
+    weights, beside = size * numel / config.engine_tp_size, 0.0
+    if adapters is not None and config.engine == "vllm":
+        beside = size * adapters.vllm_numel(config, is_accelerator=is_accelerator)
     share = config.engine_mem_fraction * memory
-    cache = max(0.0, share - weights)
+    cache = max(0.0, share - weights - beside)
     asleep = share if config.engine_sleep_level == 0 else 0.0
     room = cache * config.engine_tp_size / per_token
-    return Engine(weights=weights, cache=cache, work=0, asleep=asleep, sync=sync, cached_tokens=room)
+    return Engine(
+        weights=weights, adapters=beside, cache=cache, work=0, asleep=asleep, sync=sync, cached_tokens=room
+    )  # fmt: skip
 
 
 def _sync(config: RolloutConfig, numel: float, largest: float, size: int, ranks: int) -> float:

@@ -96,6 +96,11 @@ def reward_model_of(hf_config: Any, config: RunConfig) -> Model:
     return _described("policy", partial(_make_reward_model, config), hf_config)
 
 
+def plain_of(hf_config: Any) -> Any:
+    """Returns the language model on the meta device, as transformers makes it."""
+    return _from_config(model_loader(hf_config).from_config, copy.deepcopy(hf_config))
+
+
 def _make_policy(config: RunConfig, hf_config: Any) -> nn.Module:
     hf = _from_config(model_loader(hf_config).from_config, hf_config)
     if config.lora.is_on:

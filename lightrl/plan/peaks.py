@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
+from lightrl.config.adapters import sends_adapters
 from lightrl.models import logprobs
 from lightrl.plan.activations import Computation, Pass, Settings, needs_of
+from lightrl.plan.adapters import EngineAdapters, described_adapters
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
@@ -66,7 +69,7 @@ class Models:
     def __init__(self, hf_config: Any, config: RunConfig, others: dict[str, Any] | None = None) -> None:
         """others: the configs of models that are not the policy's, by role."""
         others = others or {}
-        self.hf_config, self._others = hf_config, others
+        self.hf_config, self._others, self._lora = hf_config, others, config.lora
         is_classifier = isinstance(config, RMConfig)
         self.policy = reward_model_of(hf_config, config) if is_classifier else policy_of(hf_config, config)
         self.frozen: list[Model] = []
@@ -89,6 +92,14 @@ class Models:
         """Returns the models of the same files for other options."""
         return Models(self.hf_config, config, self._others)
 
+    def adapters_of(self, config: RunConfig) -> EngineAdapters | None:
+        """Returns the adapters that the engine applies; None if it has none."""
+        return self._adapters if config.lora.is_on and sends_adapters(config) else None
+
+    @cached_property
+    def _adapters(self) -> EngineAdapters:
+        return described_adapters(self._lora, self.policy)
+
 
 def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     """Returns the phases of a step of a run whose every rank is as full as it can be."""
@@ -103,7 +114,15 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     batches = with_shared_prompts(batches, config, sharing, trainers, models.all)
     engine = None
     if isinstance(config, RolloutConfig):
-        engine = engine_of(config, models.policy, batches, ranks=own_ranks or trainers, memory=machine.memory)
+        engine = engine_of(
+            config,
+            models.policy,
+            batches,
+            models.adapters_of(config),
+            ranks=own_ranks or trainers,
+            memory=machine.memory,
+            is_accelerator=machine.is_accelerator,
+        )
     is_staged = strategy_name(config, trainers) == "megatron"
     steps = [
         _Step(config, models, replace(machine, ranks=trainers), batches, engine, stage, is_beside=not own_ranks)
@@ -188,6 +207,7 @@ class _Step:
         if config.offload_while_generating:
             self.host += sum(resident.values())
         awake = {"engine weights": engine.weights, "KV cache": engine.cache, "logits": engine.work}
+        awake |= {"adapters": engine.adapters} if engine.adapters else {}
         return Phase(name="generate", parts={**({} if leaves else resident), **awake})
 
     def _score(self, role: str, resident: dict[str, float]) -> Phase:

@@ -47,7 +47,8 @@ _RESPONSE = 512  # tokens of an example whose data is not read
 class PlanConfig:
     """Say what a run needs before it starts: lightrl plan grpo|ppo|sft|rm|dpo [OPTIONS OF THE TRAINER] [THESE].
 
-    Nothing but the model's config.json is read. The exit code is 0 if the run fits, else 1.
+    Nothing but the model's config.json is read, and adapter_config.json of --lora.others. The exit code is 0 if the run
+    fits, else 1.
     """
 
     ranks: int = option(0, at_least=0)
@@ -98,6 +99,7 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
     except (ValueError, OSError, ImportError) as error:
         exit_with_user_error(error)
     _warn_of_short_responses(config, asked)
+    _warn_of_unread_adapters(config, models)
     is_enough = fits(made, machine)
     found = [] if is_enough else remedies(config, models, machine, made)
     if os.environ.get("RANK", "0") == "0":
@@ -119,6 +121,12 @@ def _warn_of_short_responses(config: RunConfig, asked: PlanConfig) -> None:
             f"The plan is for responses of {default} tokens, the default of --max_new_tokens: give the length of those "
             "of your run.\n\n"
         )
+
+
+def _warn_of_unread_adapters(config: RunConfig, models: Models) -> None:
+    adapters = models.adapters_of(config)
+    for reason in adapters.unread if adapters is not None and os.environ.get("RANK", "0") == "0" else ():
+        sys.stderr.write(f"The plan leaves an adapter out, which the engine would hold, too: {reason}\n\n")
 
 
 def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:

@@ -55,7 +55,8 @@ class AdaptedVLLMEngine(VLLMEngine):
         if settings["device"].type == "cpu":
             self._others[BASE] = _nothing(self._sizes)
         self._all_sizes = layer_sizes(plain, sorted({*own, *chain.from_iterable(self._others.values())}))
-        needed = {"max_loras": 1 + len(self._others), "max_lora_rank": _room(largest_rank(source), others)}
+        largest = max(largest_rank(source), *(other.rank for other in others.values()), 0)
+        needed = {"max_loras": 1 + len(self._others), "max_lora_rank": room_of(largest)}
         _check_room(arguments, needed)
         super().__init__({"enable_lora": True, **needed, **arguments}, **settings)
         self.adapters = (POLICY, BASE, *others)
@@ -165,9 +166,8 @@ def _nothing(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
     }
 
 
-def _room(rank: int, others: Mapping[str, SavedAdapter]) -> int:
-    """Returns the rank that vLLM is to make room for."""
-    largest = max([rank, *(other.rank for other in others.values())])
+def room_of(largest: int) -> int:
+    """Returns the rank that vLLM is to make room for, by the largest of any adapter."""
     room = next((room for room in _RANKS if room >= largest), None)
     if room is None:
         raise ValueError(f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {largest}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightrl.engines.base import WeightSyncError
 from lightrl.engines.vllm import adapted
 from lightrl.imports import is_installed
 from lightrl.models import lora
+from lightrl.plan.adapters import described_adapters
+from lightrl.plan.models import policy_of
 from lightrl.strategy import create_strategy
 from lightrl.strategy.serving.adapter_source import serve_adapters
 from lightrl.testing import run_spmd
@@ -164,6 +167,17 @@ def held_by(strategy: Any, number: int) -> Any:
     (manager,) = engine._llm.apply_model(lambda model: model.lora_manager)
     slot = manager.lora_index_to_id.index(number + 1)
     return manager.modules["model.layers.0.mlp.down_proj"].lora_b_stacked[0][slot]
+
+
+def test_a_plan_counts_the_slots_that_there_are(several: tuple[Any, Any, dict[str, Any]]) -> None:
+    strategy, _, models = several
+    config = GRPOConfig(engine="vllm", lora=LoraConfig(rank=4, engine="unmerged"))
+    planned = described_adapters(config.lora, policy_of(models["base"].config, config))
+    planned = replace(planned, ranks=[*planned.ranks, {"layer": 2}, {"layer": 7}])
+    (manager,) = strategy.serving.require_engine().engine._llm.apply_model(lambda model: model.lora_manager)
+    stacked = [part for layer in manager.modules.values() for part in (layer.lora_a_stacked, layer.lora_b_stacked)]
+    tensors = [tensor for part in stacked for tensor in (part if isinstance(part, tuple) else (part,))]
+    assert planned.vllm_numel(config, is_accelerator=False) == sum(tensor.numel() for tensor in tensors)
 
 
 @pytest.mark.parametrize("factor", [0, 2])
