@@ -40,7 +40,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
         words = [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args
         import tyro  # noqa: PLC0415  (only the command line needs it)
 
-        plain = (tyro.conf.FlagConversionOff,)
+        # The help is in docstrings: looking for comments too would read the sources again at every start.
+        plain = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
         return tyro.cli(config_class, prog=program, args=words, config=plain, use_underscores=True)
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
