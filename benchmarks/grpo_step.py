@@ -13,6 +13,8 @@ tail: a random model of 0.8 million parameters with a vocabulary of 64, 8 prompt
 layers of "equal". The settings are in trl_side.py. A step is the time from its start to the start of the next, from the
 second on. Of lightrl it includes the weight sync to its engine and its metrics and samples files. "whole" is lightrl
 with --share_prompts False; by default it computes prompts once on a CPU, which TRL has no counterpart of.
+Memory is the peak of the process, and at its end PSS and the anonymous part: what is not a mapped file, whose pages
+ranks share. Most of the peak of a small run is libraries.
 """
 
 from __future__ import annotations
@@ -189,7 +191,15 @@ def run_child(system: str, task: str, num_steps: int) -> dict[str, Any]:
         folder = Path(name)
         made = make_task(task, folder / "model")
         result = SYSTEMS[system](made, num_steps, folder)
-    return {**result, "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    return {**result, **memory()}
+
+
+def memory() -> dict[str, float]:
+    """Returns GB of this process: its peak, and now its PSS and what is of no mapped file. Linux only."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {name: int(size.split()[0]) for name, size in (line.split(":") for line in lines)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"gb": peak * 1.024e-6, "pss": kilobytes["Pss"] * 1.024e-6, "own": kilobytes["Anonymous"] * 1.024e-6}
 
 
 def in_a_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -233,20 +243,21 @@ def main() -> None:
             first, last = statistics.mean(rewards[:tenth]), statistics.mean(rewards[-tenth:])
             print(
                 f"round {turn + 1} {system:8s} step {result['seconds'] * 1e3:7.1f} ms, "
-                f"CPU {result['cpu'] * 1e3:7.1f} ms, peak {result['gb']:.2f} GB, reward {first:.2f} -> {last:.2f} ",
+                f"CPU {result['cpu'] * 1e3:7.1f} ms, peak {result['gb']:.2f} GB "
+                f"(PSS {result['pss']:.2f}, anonymous {result['own']:.2f}), reward {first:.2f} -> {last:.2f} ",
                 *(f"{name[5:]} {seconds * 1e3:.1f}" for name, seconds in result.get("phases", {}).items()),
                 flush=True,
             )
     setting = f"{args.ranks} rank(s) x {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps"
     print(f"{args.task}, {setting}, TRL {trl_version}")
     for system in ("lightrl", "whole"):
-        time_, cpu, memory = (
+        time_, cpu, peak, own = (
             statistics.median(
                 theirs[unit] / ours[unit] for ours, theirs in zip(found[system], found["trl"], strict=True)
             )
-            for unit in ("seconds", "cpu", "gb")
+            for unit in ("seconds", "cpu", "gb", "own")
         )
-        print(f"TRL / {system}: {time_:.2f}x time, {cpu:.2f}x CPU time, {memory:.2f}x memory")
+        print(f"TRL / {system}: {time_:.2f}x time, {cpu:.2f}x CPU time, {peak:.2f}x memory ({own:.2f}x anonymous)")
 
 
 if __name__ == "__main__":
