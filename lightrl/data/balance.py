@@ -79,7 +79,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def _check_assignment(lengths: Sequence[int], ranks: Sequence[int], world: int) -> None:
     if len(lengths) != len(ranks):
         raise ValueError(f"There are {len(lengths)} lengths and {len(ranks)} ranks: each sample needs one of both.")
-    if any(length < 0 for length in lengths):
+    if min(lengths, default=0) < 0:
         raise ValueError(f"A length is {min(lengths)}: it counts tokens, so it must be at least 0.")
-    if any(not 0 <= rank < world for rank in ranks):
+    if not set(ranks) <= set(range(world)):  # all samples of all ranks are checked on each
         raise ValueError(f"The ranks {sorted(set(ranks))} are not all in a world of {world}: 0 to {world - 1}.")
