@@ -16,7 +16,7 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "parcels.py": "test_comm.py",
     "train.py": "test_programs.py",
     "engines/sglang/adapted.py": "engines/real_sglang/test_sglang_adapted.py",
-    "engines/sglang/adapted_loader.py": "engines/real_sglang/test_sglang_adapted.py",
+    "engines/sglang/adapted_loader.py": "engines/sglang/test_sglang_pool.py",
     "engines/sglang/engine.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",

@@ -68,8 +68,6 @@ def sends_adapters(config: Any) -> bool:
         ("rollout.keep_cache", config.rollout.keep_cache, "the engine that keeps rows takes whole weights alone"),
         ("top_p", config.is_truncated, "the engine that reports the tokens to draw from takes whole weights alone"),
     )
-    if config.lora.others and config.engine == "sglang":
-        raise ValueError("--lora.others does not go with --engine sglang yet: use --engine native or vllm.")
     refused = next(((name, reason) for name, is_refused, reason in reasons if is_refused), None)
     if config.lora.engine == "auto":
         # Not with sglang, which has no place beside some layers: only the model tells.

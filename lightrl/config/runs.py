@@ -88,7 +88,7 @@ class LoraConfig:
     others: tuple[str, ...] = ()
     """Further adapters that the engine applies where a request asks for them, as NAME=FOLDER, such as
     opponent=runs/old/final/adapter. Each folder is one that peft wrote. They are not trained. Needs --lora.engine
-    unmerged."""
+    unmerged and --engine native, vllm or sglang."""
 
     @property
     def is_on(self) -> bool:

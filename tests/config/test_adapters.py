@@ -79,4 +79,7 @@ def test_other_adapters_need_an_engine_that_keeps_them_apart() -> None:
         GRPOConfig(lora=LoraConfig(others=("a=b",)))
     with pytest.raises(ValueError, match="this kind of run has none"):
         DPOConfig(lora=LoraConfig(rank=4, engine="unmerged", others=("a=b",)), train_data="x")
-    assert sends_adapters(GRPOConfig(lora=LoraConfig(path="x", engine="unmerged", others=("a=b",))))
+    for engine in ("native", "vllm", "sglang"):
+        assert sends_adapters(GRPOConfig(engine=engine, lora=LoraConfig(path="x", engine="unmerged", others=("a=b",))))
+    with pytest.raises(ValueError, match=r"use --engine native or vllm or sglang"):
+        others("a=b", engine="my_package:MyEngine")

@@ -3,59 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import nn
+import torch
 from transformers import PreTrainedModel
 
-from lightrl.engines.base import NamedTensors, skeleton
-from lightrl.engines.sglang.adapted_loader import LOADER
+from lightrl.config.adapters import BASE, POLICY
+from lightrl.engines.base import NamedTensors, SamplingParams, skeleton
+from lightrl.engines.sglang.adapted_loader import IN_USE, LOADER
 from lightrl.engines.sglang.engine import SGLangEngine, build_sglang_engine
 from lightrl.engines.sglang.sync import serialized
-from lightrl.engines.weights.adapters import DOWN, UP, ArrivingAdapters, Factors, fits, layer_sizes
+from lightrl.engines.weights.account import raise_problems
+from lightrl.engines.weights.adapters import (
+    DOWN,
+    UP,
+    ArrivingAdapters,
+    Factors,
+    fits,
+    label,
+    layer_sizes,
+    with_factors,
+)
 from lightrl.models.lora import largest_rank, lora_layers
+from lightrl.models.saved_adapters import SavedAdapter
 
-_NAME = "policy"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the names that configs give it
 
 
 class AdaptedSGLangEngine(SGLangEngine):
-    """Writes the adapters of each weight sync over those before, and asks for them with every request."""
+    """Writes the adapters of each weight sync over those before, and asks for one with each request."""
 
     loader = LOADER
-    asked_for: ClassVar[Mapping[str, Any]] = {"lora_path": _NAME}
 
-    def __init__(self, source: PreTrainedModel, *others: Any) -> None:
-        names = [name for name, _ in lora_layers(source)]
-        check_layers(source, names)
-        self._sizes = layer_sizes(skeleton(source), names)
-        self._rank = largest_rank(source)
-        super().__init__(source, *others)
+    def __init__(self, source: PreTrainedModel, *parts: Any, others: Mapping[str, SavedAdapter]) -> None:
+        """others: Adapters that stay as they are, by the names under which requests ask for them."""
+        plain, own = skeleton(source), [name for name, _ in lora_layers(source)]
+        check_layers(plain, own, "--lora.target_modules")
+        for name, other in others.items():
+            check_layers(plain, other.factors, f"--lora.others {name}")
+        self._sizes = layer_sizes(plain, own)
+        self._others = {
+            label(name, layer): pair for name, other in others.items() for layer, pair in with_factors(other).items()
+        }
+        adapted = chain(own, *(other.factors for other in others.values()))
+        self._targets = sorted({layer.rpartition(".")[2] for layer in adapted})
+        self._rank = max([largest_rank(source), *(other.rank for other in others.values())])
+        self.adapters = (POLICY, BASE, *others)
+        super().__init__(source, *parts)
+        try:
+            self._make_room((POLICY, *others))
+        except Exception:
+            self.close()
+            raise
 
     def _defaults(self) -> dict[str, Any]:
         return {
             "enable_lora": True,
-            "max_loras_per_batch": 2,  # one is for requests without adapters; with fewer the other could be evicted
+            "max_loras_per_batch": len(self.adapters),  # with fewer, one could be evicted
             "max_lora_rank": self._rank,
-            "lora_target_modules": self._targets(),
+            "lora_target_modules": self._targets,
             # The others are written in Triton, which needs a GPU.
             **({"lora_backend": "torch_native"} if self._device.type == "cpu" else {}),
         }
 
-    def _targets(self) -> list[str]:
-        return sorted({name.rpartition(".")[2] for name in self._sizes})
+    def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
+        return {} if params.adapter == BASE else {"lora_path": params.adapter}
 
-    def _make_ready(self) -> None:
-        """Registers an adapter and uses it once, whereupon it has its memory."""
+    def _make_room(self, names: Iterable[str]) -> None:
+        """Has SGLang give each adapter its memory, and the schedulers note where it lies."""
+        for name in names:
+            self._together(partial(self._use_once, name))
+            raise_problems(self._send([(name + IN_USE, torch.zeros(1))], version=0), f"Making room for {name}")
+
+    def _use_once(self, name: str) -> None:
+        """Registers an adapter and asks for a token by it, whereupon it has its memory."""
         from sglang.srt.managers import io_struct
 
+        # All of one rank, and with zeros where they have less: the parts of a fused layer lie that far apart.
         described = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._rank, "bias": "none"}
         adapter = io_struct.LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=_NAME,
-            config_dict={**described, "target_modules": self._targets()},
+            lora_name=name,
+            config_dict={**described, "target_modules": self._targets},
             serialized_named_tensors=[serialized({}) for _ in range(self._group.size)],  # zeros
         )
         manager = self._owned.manager
@@ -63,9 +95,10 @@ class AdaptedSGLangEngine(SGLangEngine):
         if not result.success:
             raise RuntimeError(f"SGLang: {result.error_message}")
         request = io_struct.GenerateReqInput(
-            input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0}, **self.asked_for
+            input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0}, lora_path=name
         )
         self._owned.run(manager.generate_request(request, None).__anext__())
+        self._owned.run(self._become_idle())
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Sends the adapters, and all weights or none of them: after the first sync adapters may come alone."""
@@ -73,35 +106,46 @@ class AdaptedSGLangEngine(SGLangEngine):
         arriving = ArrivingAdapters(self._sizes)
         plain = arriving.taken_from(weights)
         first = next(plain, None)
+        pairs: list[tuple[str, Factors]] = []
         if first is not None:
             super().load_weights(chain([first], plain), version)
-        pairs = [pair for item in arriving.factors().items() for pair in self._fitting(*item, arriving)]
-        problems = self._send(pairs, version)
+            pairs += self._others.items()
+        pairs += [(name, pair) for name, pair in arriving.factors().items() if self._fits(name, pair, arriving)]
+        problems = self._send(_named(pairs), version)
         self._finish_load(arriving.account.problems() + problems, version)
 
-    def _fitting(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> NamedTensors:
-        if fits(pair, *self._sizes[name]):
-            return [(name + DOWN, pair.down), (name + UP, pair.up)]
-        arriving.account.add_problem(f"misshapen adapter of {name}: got {[tuple(part.shape) for part in pair]}")
-        return []
+    def _fits(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> bool:
+        is_fit = fits(pair, *self._sizes[name])
+        if not is_fit:
+            arriving.account.add_problem(f"misshapen adapter of {name}: got {[tuple(part.shape) for part in pair]}")
+        return is_fit
 
 
-def check_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError for layers beside which SGLang puts no adapters, or puts them beside experts, too."""
-    config: Any = model.config
-    text = config.get_text_config()
+def _named(pairs: Iterable[tuple[str, Factors]]) -> NamedTensors:
+    for layer, pair in pairs:
+        yield layer + DOWN, pair.down
+        yield layer + UP, pair.up
+
+
+def check_layers(model: Any, names: Iterable[str], option: str) -> None:
+    """Raises ValueError for layers beside which SGLang puts no adapters, or puts them beside experts, too.
+
+    option: What named the layers.
+    """
+    text = model.config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS)
     known = _ATTENTION if has_experts else _ATTENTION + _MLP
-    unknown = sorted({name.rpartition(".")[2] for name in names} - set(known))
-    if unknown:
+    inside = set(model.get_decoder().modules())
+    wrong = sorted(
+        name for name in names if name.rpartition(".")[2] not in known or model.get_submodule(name) not in inside
+    )
+    if wrong:
         raise ValueError(
-            f"--engine sglang applies adapters beside {', '.join(known)} of this model, not beside "
-            f"{', '.join(unknown)}. Use --lora.engine merged, or leave these out of --lora.target_modules."
+            f"{option}: --engine sglang applies adapters beside {', '.join(known)} of this language model, not beside "
+            f"{wrong[0]} (such layers: {len(wrong)}). Leave these out, or use --lora.engine merged or another engine."
         )
 
 
-def build_adapted_engine(*, others: Mapping[str, Any], **parts: Any) -> SGLangEngine:
-    """Makes an SGLang engine that expects the adapters of the source."""
-    if others:
-        raise ValueError("SGLang takes no other adapters than the policy's yet: use the native engine.")
-    return build_sglang_engine(kind=AdaptedSGLangEngine, **parts)
+def build_adapted_engine(*, others: Mapping[str, SavedAdapter], **parts: Any) -> SGLangEngine:
+    """Makes an SGLang engine that expects the adapters of the source, and holds others."""
+    return build_sglang_engine(kind=partial(AdaptedSGLangEngine, others=others), **parts)

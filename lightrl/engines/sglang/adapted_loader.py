@@ -9,28 +9,44 @@ https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/lora/layers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightrl.config.adapters import POLICY
 from lightrl.engines.sglang import loader
 from lightrl.engines.weights.account import Place, is_held, sampled_indices
-from lightrl.engines.weights.adapters import DOWN, UP, Factors, unwrapped
+from lightrl.engines.weights.adapters import DOWN, UP, Factors, adapter_and_layer, unwrapped
 from lightrl.engines.weights.placement import Placement
 
 LOADER = f"{__name__}.load_bucket"
-_SLOT = 1  # of the only adapter in SGLang's pool; slot 0 is for requests without one
+IN_USE = ".in_use"  # ends the name of a tensor that only says which adapter the last batch was of
 
-_came: dict[str, tuple[dict[str, Any], Tensor]] = {}  # descriptions and values of the factors, by name
+
+@dataclass(slots=True)
+class Adapters:
+    """What a scheduler knows of adapters from one call to the next."""
+
+    slots: dict[str, int] = field(default_factory=dict)  # in SGLang's pool, by adapter
+    came: dict[str, Tensor] = field(default_factory=dict)  # factors of the sync that is under way
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)  # all factors that must be there
+
+    def begin(self) -> None:
+        """Forgets the factors of a sync that failed, and those that each sync brings."""
+        self.came.clear()
+        self.described = {name: item for name, item in self.described.items() if _adapter(name) != POLICY}
+
+
+_adapters = Adapters()
 
 
 def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Loads a bucket of weights, or of adapters, and reads everything back after the last."""
     with unwrapped(model) as wrappers:
-        loader.load_bucket(model, named_tensors, AdapterSlots(wrappers, _came))
+        loader.load_bucket(model, named_tensors, AdapterSlots(wrappers, _adapters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,47 +54,60 @@ class AdapterSlots:
     """The memory that SGLang's kernels read adapters from, and the factors that belong there."""
 
     wrappers: Mapping[str, Any]  # of the layers that may have an adapter
-    came: dict[str, tuple[dict[str, Any], Tensor]]
+    adapters: Adapters
 
     def begin(self) -> None:
-        """Forgets the factors of a sync that failed."""
-        self.came.clear()
+        """Comes before the first bucket of a sync."""
+        self.adapters.begin()
 
     def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
         """Keeps a factor until its partner is there."""
-        is_factor = str(item["name"]).endswith((DOWN, UP))
+        name = str(item["name"])
+        if name.endswith(IN_USE):
+            self.adapters.slots[name.removesuffix(IN_USE)] = int(self._last_batch().weight_indices[0])
+            return True
+        is_factor = name.endswith((DOWN, UP))
         if is_factor:
-            self.came[item["name"]] = item, tensor.clone()
+            self.adapters.came[name], self.adapters.described[name] = tensor.clone(), item
         return is_factor
 
     @torch.no_grad()
     def finish(self, placement: Placement) -> list[str]:
-        """Writes all factors and then reads them back; returns what is wrong."""
-        if not self.came:
+        """Writes the factors that came, and then reads back all that must be there; returns what is wrong."""
+        came = self.adapters.came
+        if not came:
             return []
         spots = [spot for layer in self._layers() for spot in self._spots(layer, placement)]
-        for slot in filter(None, map(_slot, self.wrappers.values())):
+        for slot in self._slots({_adapter(name) for name in came}):
             for part in slot:
-                part.zero_()  # an adapter of a lower rank than others leaves some of it as it is
+                part.zero_()  # an adapter of a lower rank, or of fewer layers, leaves some of it as it is
         for name, held, place in spots:
-            _copy(self.came[name][1], held, place)
-        problems = self._missing(spots) + list(self._changed(spots)) + _wrong_scale(self.wrappers)
-        self.came.clear()
+            if name in came:
+                _copy(came[name], held, place)
+        problems = self._missing(spots) + list(self._changed(spots)) + list(self._wrong_scales())
+        came.clear()
         return problems
 
     def _layers(self) -> list[str]:
-        return sorted(name.removesuffix(DOWN) for name in self.came if name.endswith(DOWN))
+        return sorted(name.removesuffix(DOWN) for name in self.adapters.described if name.endswith(DOWN))
 
-    def _spots(self, layer: str, placement: Placement) -> Iterator[tuple[str, Tensor, Place]]:
+    def _slots(self, adapters: Collection[str]) -> Iterator[Factors]:
+        for wrapper in self.wrappers.values():
+            yield from filter(None, (_slot(wrapper, self.adapters.slots[name]) for name in adapters))
+
+    def _spots(self, labelled: str, placement: Placement) -> Iterator[tuple[str, Tensor, Place]]:
         """Yields (name, memory, place in it) for each part of an adapter's factors that this scheduler holds."""
-        rank, inputs = self.came[layer + DOWN][0]["shape"]
-        outputs = self.came[layer + UP][0]["shape"][0]
+        adapter, layer = adapter_and_layer(labelled)
+        rank, inputs = self.adapters.described[labelled + DOWN]["shape"]
+        outputs = self.adapters.described[labelled + UP]["shape"][0]
         places = placement.places(f"{layer}.weight", (outputs, inputs)) or []
         for place in places:
-            slot = _slot(self.wrappers.get(place.parameter.removesuffix(".weight")))
+            wrapper = self.wrappers.get(place.parameter.removesuffix(".weight"))
+            slot = _slot(wrapper, self.adapters.slots[adapter])
             if slot is not None:
-                yield layer + DOWN, slot.down, _down_place(place, placement.part_of(place) * slot.up.shape[1], rank)
-                yield layer + UP, slot.up, _up_place(place, rank)
+                start = placement.part_of(place) * slot.up.shape[1]
+                yield labelled + DOWN, slot.down, _down_place(place, start, rank)
+                yield labelled + UP, slot.up, _up_place(place, rank)
 
     def _missing(self, spots: list[tuple[str, Tensor, Place]]) -> list[str]:
         found = {name for name, _, _ in spots}
@@ -90,18 +119,32 @@ class AdapterSlots:
 
     def _changed(self, spots: list[tuple[str, Tensor, Place]]) -> Iterator[str]:
         for name in sorted({name for name, _, _ in spots}):
-            item = self.came[name][0]
+            item = self.adapters.described[name]
             shape = tuple(item["shape"])
             where, values = sampled_indices(shape), torch.tensor(item["values"], dtype=torch.float64)
             mine = [(held, place) for other, held, place in spots if other == name]
             if not all(is_held(held, place, shape, where, values) for held, place in mine):
                 yield f"{name} is not held as it was given"
 
+    def _wrong_scales(self) -> Iterator[str]:
+        """Yields what is wrong with the last batch: every adapter has its scale in it already."""
+        info = self._last_batch()
+        for name, slot in self.adapters.slots.items() if info is not None else ():
+            if info.lora_ranks[slot] and info.scalings[slot] != 1:  # both are 0 where no request used the adapter
+                yield f"SGLang's last batch multiplied the adapter {name} by {float(info.scalings[slot]):g}, not by 1"
 
-def _slot(wrapper: Any) -> Factors | None:
+    def _last_batch(self) -> Any:
+        return next(iter(self.wrappers.values())).lora_backend.get_batch_info()
+
+
+def _adapter(factor: str) -> str:
+    return adapter_and_layer(factor)[0]
+
+
+def _slot(wrapper: Any, number: int) -> Factors | None:
     """Returns the memory for a layer's adapter: [parts * largest rank, inputs] and [outputs, largest rank]."""
     down, up = getattr(wrapper, "lora_a", None), getattr(wrapper, "lora_b", None)
-    return None if down is None or up is None else Factors(down[_SLOT], up[_SLOT])
+    return None if down is None or up is None else Factors(down[number], up[number])
 
 
 def _down_place(weight: Place, start: int, rank: int) -> Place:
@@ -120,11 +163,3 @@ def _copy(given: Tensor, held: Tensor, place: Place) -> None:
     for window in place.given:
         given = given.narrow(*window)
     held.copy_(given)
-
-
-def _wrong_scale(wrappers: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the last batch: its requests must use the adapter, which has its scale in it."""
-    backend = next(iter(wrappers.values())).lora_backend
-    info = backend.get_batch_info()
-    scale = 1.0 if info is None else float(info.scalings[_SLOT])
-    return [] if scale == 1 else [f"SGLang's last batch multiplied the adapters by {scale:g}, not by 1"]

@@ -40,6 +40,8 @@ _OPTION_FOR = {  # arguments of SGLang that are ours, and where to say what they
     "enable_lora": "--lora.engine",
     "max_lora_rank": "--lora.rank",  # at a larger one the parts of an adapter lie elsewhere than where it is written
     "max_loras_per_batch": "",
+    "max_loaded_loras": "",
+    "lora_paths": "--lora.others",
     "lora_target_modules": "--lora.target_modules",
 }
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -79,7 +79,7 @@ def build_sglang_engine(
     options: StrategyOptions,
     device: torch.device,
     group: EngineGroup,
-    kind: type[SGLangEngine] | None = None,
+    kind: Callable[..., SGLangEngine] | None = None,
 ) -> SGLangEngine:
     """Makes an engine with the source's architecture and folder; its weights come by the first weight sync."""
     if source is None:
@@ -95,7 +95,6 @@ class SGLangEngine(InferenceEngine):
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
     loader = LOADER  # what the schedulers load a bucket with
-    asked_for: ClassVar[Mapping[str, Any]] = {}  # of SGLang with every request, besides what the request says
 
     def __init__(
         self,
@@ -159,9 +158,8 @@ class SGLangEngine(InferenceEngine):
             eos_ids=self._eos_ids,
             vocab_size=self.vocab_size,
             is_deterministic=bool(arguments.get("enable_deterministic_inference")),
-            asked_for=self.asked_for,
+            asked_for=self._asked_for,
         )
-        self._make_ready()
         length = self._process.manager.context_len - SPARE_PLACES
         return _Traits(
             model_path=arguments["model_path"],
@@ -174,8 +172,9 @@ class SGLangEngine(InferenceEngine):
         """Returns arguments of SGLang that --engine_args may replace."""
         return {}
 
-    def _make_ready(self) -> None:
-        """Does on the owner what must come before the first weight sync."""
+    def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
+        """Returns what SGLang is asked with a request besides what every engine is."""
+        return {}
 
     def _new_folder(self) -> Path:
         self._folders.append(Path(tempfile.mkdtemp(prefix="lightrl-sglang-")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,15 +84,15 @@ class SampleTasks:
         eos_ids: Sequence[int],
         vocab_size: int,
         is_deterministic: bool,
-        asked_for: Mapping[str, Any] | None = None,
+        asked_for: Callable[[SamplingParams], Mapping[str, Any]],
     ) -> None:
-        """asked_for: what SGLang is asked with every request, besides what the request says."""
+        """asked_for: gives what SGLang is asked with a request, besides what is asked here."""
         self.version = 0  # of the weights that new samples start with
         self._process = process
         self._eos_ids = set(eos_ids)
         self._vocab_size = vocab_size
         self._is_deterministic = is_deterministic
-        self._asked_for = asked_for or {}
+        self._asked_for = asked_for
         self._waiting: list[Sample] = []
         self._running: dict[asyncio.Task[Any], Sample] = {}
 
@@ -157,7 +157,7 @@ class SampleTasks:
             # Keys and values are shared among requests of one weight version only, also where no flush was possible.
             cache_salt=str(self.version),
             **({"return_sampling_mask": True} if is_cut(sample.params) else {}),
-            **self._asked_for,
+            **self._asked_for(sample.params),
         )
         if sample.features is not None:
             request.image_data = [dict(sample.features)]

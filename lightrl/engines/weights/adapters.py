@@ -38,6 +38,12 @@ def label(adapter: str, layer: str) -> str:
     return layer if adapter == POLICY else f"{adapter}:{layer}"
 
 
+def adapter_and_layer(labelled: str) -> tuple[str, str]:
+    """Returns what label() was given."""
+    adapter, _, layer = labelled.rpartition(":")
+    return adapter or POLICY, layer
+
+
 class ArrivingAdapters:
     """The adapters of one weight sync, taken out of the stream of weights."""
 

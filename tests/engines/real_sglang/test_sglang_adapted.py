@@ -1,7 +1,9 @@
 """SGLang with the adapters of a policy: it computes what the trainer does, from adapters alone after the first sync."""
 
+import copy
 from contextlib import contextmanager
 
+import other_adapters
 import pytest
 import sabotaged_adapters
 import torch
@@ -20,21 +22,27 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 PARAMS = [SamplingParams(max_new_tokens=20, ignore_eos=True, n=2)] * len(PROMPTS)
 
 
+def rounded():
+    """A model whose weights are numbers of bfloat16, as those of a checkpoint are."""
+    model = tiny("tied")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
 @contextmanager
-def served(*, is_unmerged=True, rank=4, **options):
+def served(*, is_unmerged=True, others=None, **options):
     """(strategy, policy) with an engine that has the model's weights and adapters; the canary checks every sync."""
     from lightrl.engines.sglang.adapted import AdaptedSGLangEngine
 
     AdaptedSGLangEngine.loader = f"{sabotaged_adapters.__name__}.load_bucket"
-    model = tiny("tied")
-    lora.add_adapters(model, LoraConfig(rank=rank), seed=0)
-    with torch.no_grad():
-        for _, parameter in lora.plain_parameters(model):
-            parameter.copy_(parameter.bfloat16())  # as those of a checkpoint are
+    model = rounded()
+    lora.add_adapters(model, LoraConfig(rank=4), seed=0)
     strategy = create_strategy(GRPOConfig(strategy="single", canary_every=1, engine_mem_fraction=0.2, **options))
     strategy.setup_distributed()
     if is_unmerged:
-        serve_adapters(strategy)
+        serve_adapters(strategy, others)
     move(model, 0.02)
     policy = strategy.prepare_model(Policy(model))
     strategy.setup_inference_engine(None, "sglang", actor=policy)
@@ -54,9 +62,22 @@ def move(model, ratio):
 
 
 @pytest.fixture(scope="module")
-def started():
-    with served() as both:
+def folders(tmp_path_factory):
+    """Of two adapters of a user's, one of a larger rank than the policy's."""
+    return other_adapters.user_adapters(rounded(), tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture(scope="module")
+def started(folders):
+    with served(others=folders) as both:
         yield both
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    """What each adapter makes of the model, as peft has it, but for the policy's."""
+    base = rounded()
+    return {"base": base, **{name: other_adapters.with_adapter(base, folder) for name, folder in folders.items()}}
 
 
 @pytest.fixture
@@ -101,6 +122,56 @@ def test_the_engine_has_the_logprobs_of_the_trainer(ready):
     assert differences(strategy, policy, before).max() > 1e-2
 
 
+ALL = ("policy", "base", "opponent", "judge")
+
+
+def plain(policy):
+    """A copy that runs one sequence at a time, as transformers does."""
+    model = copy.deepcopy(policy.hf)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def gap_of(strategy, models, names=ALL):
+    """The largest difference of a logprob to the model of the adapter that its request asked for."""
+    prompts, params, asked = other_adapters.mixed(names)
+    items = strategy.serving.require_engine().generate(prompts, params)
+    return other_adapters.largest_difference(items, asked, models)
+
+
+def test_one_batch_mixes_adapters_and_each_sample_has_its_own(ready, models):
+    strategy, policy = ready
+    assert raw_of(strategy).adapters == ALL
+    models = {**models, "policy": plain(policy)}
+    assert gap_of(strategy, models) < 1e-5
+    for name in (*ALL, *reversed(ALL)):  # the same prompts, which are cached
+        assert gap_of(strategy, models, (name,)) < 1e-5, name
+    swapped = {**models, "opponent": models["judge"], "policy": models["base"]}
+    assert gap_of(strategy, swapped, ("opponent",)) > 1e-2  # the adapters are not alike
+    assert gap_of(strategy, swapped, ("policy",)) > 1e-2
+    move(policy.hf, 0.05)
+    strategy.update_engine_weights(policy)
+    strategy.serving.require_engine().wake()
+    assert gap_of(strategy, models, ("policy",)) > 1e-3
+    assert gap_of(strategy, {**models, "policy": plain(policy)}) < 1e-5
+
+
+def test_samples_of_all_adapters_go_on_during_a_sync(ready, models):
+    strategy, policy = ready
+    raw, names = raw_of(strategy), ("base", "opponent", "judge")
+    many = {"max_new_tokens": 200, "ignore_eos": True}
+    asked = {raw.submit([5, 6, 7], SamplingParams(adapter=name, **many)): name for name in names}
+    raw.step()
+    move(policy.hf, 0.05)
+    raw.load_weights(strategy.serving.source.full_parameters(policy, torch.float32), 98)
+    done = []
+    while raw.has_unfinished():
+        done += raw.step()
+    assert {len(item.output_token_ids) for item in done} == {200}
+    assert any(98 in item.versions for item in done)
+    assert other_adapters.largest_difference(done, [asked[item.request_id] for item in done], models) < 1e-5
+
+
 def test_requests_under_way_go_on_with_the_new_adapters(ready):
     strategy, policy = ready
     raw = raw_of(strategy)
@@ -117,16 +188,18 @@ def test_requests_under_way_go_on_with_the_new_adapters(ready):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_keeps_adapters_or_is_followed_by_whole_weights(ready, level):
+def test_sleep_keeps_adapters_or_is_followed_by_whole_weights(ready, models, level):
     strategy, policy = ready
     engine = strategy.serving.require_engine()
     engine.sleep(level)
     if level == 2:
         assert engine.needs_weights
+        (raw_of(strategy)._reports / FAULT_FILE).write_text("memory_given_back")
         strategy.update_engine_weights(policy)
         assert strategy.serving.last_sync.num_bytes > sum(item.nbytes for _, item in lora.plain_parameters(policy.hf))
     engine.wake()
     assert differences(strategy, policy).max() < 1e-5
+    assert gap_of(strategy, {**models, "policy": plain(policy)}) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -134,12 +207,13 @@ def test_sleep_keeps_adapters_or_is_followed_by_whole_weights(ready, level):
     [
         ("lose_one", f"{sabotaged_adapters.VICTIM} is not held as it was given"),
         ("double_one", f"{sabotaged_adapters.VICTIM} is not held as it was given"),
-        ("scale_of_engine", "multiplied the adapters by 2, not by 1"),
+        ("scale_of_engine", "multiplied the adapter policy by 2, not by 1"),
         ("double_unseen", "a logprob of the engine differs"),
     ],
 )
 def test_an_adapter_that_did_not_land_or_is_scaled_twice_is_named(ready, fault, named):
     strategy, policy = ready
+    generate(strategy)  # the last batch has the policy's adapter
     file = raw_of(strategy)._reports / FAULT_FILE
     file.write_text(fault)
     move(policy.hf, 0.05)
@@ -149,6 +223,21 @@ def test_an_adapter_that_did_not_land_or_is_scaled_twice_is_named(ready, fault, 
     file.unlink()
     strategy.update_engine_weights(policy)
     assert strategy.serving.last_sync.canary < 1e-5
+
+
+@pytest.mark.parametrize("fault", ["lose_judge", "double_judge"])
+def test_a_lost_or_doubled_adapter_of_the_users_is_named(ready, models, fault):
+    strategy, policy = ready
+    file = raw_of(strategy)._reports / FAULT_FILE
+    victim = "model.layers.0.mlp.down_proj.lora_B.weight"
+    file.write_text(f"{fault} {victim}")
+    with pytest.raises(WeightSyncError, match=f"judge:{victim} is not held as it was given") as caught:
+        strategy.update_engine_weights(policy)
+    assert str(caught.value).count(" is not held") == 1
+    file.unlink()
+    strategy.update_engine_weights(policy)  # sends everything again
+    strategy.serving.require_engine().wake()
+    assert gap_of(strategy, {**models, "policy": plain(policy)}) < 1e-5
 
 
 def test_missing_unknown_and_misshapen_adapters_are_named(ready):

@@ -16,6 +16,15 @@ def test_two_ranks_share_an_engine():
     assert output.count("all checked") == 2
 
 
+@pytest.mark.parametrize("engine_tp_size", [1, 2])
+def test_two_ranks_hold_the_adapters_of_users(engine_tp_size):
+    """An engine on each rank, and one with two schedulers for both."""
+    pytest.importorskip("peft")
+    program = PROGRAMS / "sglang_adapters_program.py"
+    output = run_spmd(program, str(engine_tp_size), world_size=2, timeout_s=220, torchrun=True)
+    assert output.count("all checked") == 2
+
+
 def first_steps(folder, *flags, cwd=None):
     """Runs three steps of GRPO, syncs with canaries; returns the metrics of each."""
     arguments = ["--engine", "sglang", "--max_steps", "3", "--output_dir", str(folder / "run"), "--canary_every", "1"]

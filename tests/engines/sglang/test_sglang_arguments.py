@@ -16,6 +16,8 @@ KNOWN = [
     "grammar_backend",
     "load_format",
     "log_level",
+    "lora_paths",
+    "max_loaded_loras",
     "max_lora_rank",
     "max_running_requests",
     "max_total_tokens",
@@ -77,6 +79,8 @@ def test_given_arguments_win_over_defaults():
         ("max_runing_requests=8", "no argument 'max_runing_requests'. Did you mean max_running_requests"),
         ("dtype=float16", "dtype is set by lightrl and cannot be given. Use --dtype."),
         ("max_lora_rank=64", "max_lora_rank is set by lightrl and cannot be given. Use --lora.rank."),
+        ("lora_paths=a", "lora_paths is set by lightrl and cannot be given. Use --lora.others."),
+        ("max_loaded_loras=2", "max_loaded_loras is set by lightrl and cannot be given."),
         ("load_format=auto", "load_format is set by lightrl and cannot be given."),
     ],
 )

@@ -9,7 +9,9 @@ from lightrl.seeding import mix_seed
 
 
 def tasks(is_deterministic=False):
-    return SampleTasks(None, eos_ids=(2, 3), vocab_size=50, is_deterministic=is_deterministic)
+    return SampleTasks(
+        None, eos_ids=(2, 3), vocab_size=50, is_deterministic=is_deterministic, asked_for=lambda params: {}
+    )
 
 
 def sample(index=0, request_id=0, **given):

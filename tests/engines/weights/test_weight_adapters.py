@@ -9,6 +9,7 @@ from lightrl.engines.weights.account import Place
 from lightrl.engines.weights.adapters import (
     ArrivingAdapters,
     Factors,
+    adapter_and_layer,
     cut_like,
     fits,
     label,
@@ -63,4 +64,6 @@ def test_an_adapter_is_cut_as_the_weight_beside_it() -> None:
 def test_adapters_of_the_user_go_by_their_names() -> None:
     assert label("policy", "a.q_proj") == "a.q_proj"
     assert label("judge", "a.q_proj") == "judge:a.q_proj"
+    for adapter in ("policy", "judge"):
+        assert adapter_and_layer(label(adapter, "a.q_proj")) == (adapter, "a.q_proj")
     assert with_factors(SavedAdapter({"a": (DOWN, UP)})) == {"a": Factors(DOWN, UP)}
