@@ -25,7 +25,6 @@ from lightrl.models.lora import (
     read_config,
     trained_parameters,
 )
-from lightrl.models.policy import load_policy
 
 # What a config may ask for besides factors of linear layers. An engine would have to do it, and does not.
 _MORE_THAN_FACTORS = (
@@ -56,15 +55,17 @@ class SavedAdapter:
         return max(down.shape[0] for down, _ in self.factors.values())
 
 
-def check_saved_adapters(folders: Mapping[str, str], model_path: str, *, trust_remote_code: bool) -> None:
-    """Raises ValueError for an adapter that does not fit the model; reads no weights."""
-    policy = load_policy(model_path, materialize=False, trust_remote_code=trust_remote_code)
-    for name, folder in folders.items():
-        _described(name, folder, policy.hf)
+def layers_of_saved(folders: Mapping[str, str], model: nn.Module) -> dict[str, list[str]]:
+    """Returns the layers of each adapter; ValueError for one that does not fit the model. Reads no weights.
+
+    model: The architecture, on the meta device and without adapters.
+    """
+    described = {name: _described(name, folder, model) for name, folder in folders.items()}
+    return {name: [weight.removesuffix(".weight") for weight in found] for name, found in described.items()}
 
 
 def read_saved_adapters(folders: Mapping[str, str], model: nn.Module) -> dict[str, SavedAdapter]:
-    """Reads adapters by their names; model: their architecture, on the meta device and without adapters."""
+    """Reads adapters by their names; model: as for layers_of_saved()."""
     return {name: _read(name, folder, model) for name, folder in folders.items()}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lightrl.models.saved_adapters import check_saved_adapters, read_saved_adapters
+from lightrl.models.saved_adapters import layers_of_saved, read_saved_adapters
 from lightrl.testing.tiny_training import tiny_policy
 
 peft = pytest.importorskip("peft")
@@ -130,11 +130,11 @@ def test_a_folder_without_safe_weights_is_refused(tmp_path: Path) -> None:
         read_saved_adapters({"rival": str(tmp_path / "nowhere")}, empty())
 
 
-def test_the_check_reads_the_config_of_the_model_alone(tmp_path: Path) -> None:
-    policy = tiny_policy()
-    folder = others.save_adapter(policy.hf, tmp_path / "adapter", rank=2)
-    policy.hf.config.save_pretrained(tmp_path / "model")  # without weights
-    check_saved_adapters({"rival": folder}, str(tmp_path / "model"), trust_remote_code=False)
-    GPT2.save_pretrained(tmp_path / "other_model")
+def test_the_check_names_the_layers_and_reads_no_weights(tmp_path: Path) -> None:
+    folder = others.save_adapter(tiny_policy().hf, tmp_path, rank=2, targets=["v_proj"])
+    layers = [f"model.layers.{index}.self_attn.v_proj" for index in range(2)]
+    assert layers_of_saved({"rival": folder}, empty()) == {"rival": layers}
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(GPT2)
     with pytest.raises(ValueError, match="does not fit the model"):
-        check_saved_adapters({"rival": folder}, str(tmp_path / "other_model"), trust_remote_code=False)
+        layers_of_saved({"rival": folder}, other)

@@ -15,7 +15,8 @@ from lightrl.engines.weights.adapters import DOWN, UP
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.imports import load_object
 from lightrl.models import lora
-from lightrl.models.saved_adapters import check_saved_adapters, read_saved_adapters
+from lightrl.models.policy import load_policy
+from lightrl.models.saved_adapters import layers_of_saved, read_saved_adapters
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.layout.plain import NamedShard, has_adapters
 from lightrl.strategy.torch_native import TorchStrategy
@@ -25,14 +26,23 @@ _BUILDERS = {
     "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
     "sglang": "lightrl.engines.sglang.adapted:build_adapted_engine",
 }
+_CHECKS = {"sglang": "lightrl.engines.sglang.adapted:check_layers"}  # of engines that cannot take every layer
 
 
 def check_adapters(config: Any, model_path: str) -> None:
-    """Raises where peft is missing, or where an adapter of the user does not fit the model; reads no weights."""
+    """Raises where peft is missing, or where an adapter does not fit model or engine; reads no weights."""
     lora.require_peft(config.lora)
-    if config.lora.others:
-        folders = other_adapters(config.lora)
-        check_saved_adapters(folders, model_path, trust_remote_code=config.trust_remote_code)
+    check = _CHECKS.get(config.engine) if sends_adapters(config) else None
+    if not (config.lora.others or check):
+        return
+    model = load_policy(model_path, materialize=False, trust_remote_code=config.trust_remote_code).hf
+    layers = layers_of_saved(other_adapters(config.lora), model)
+    if check:
+        check_layers = load_object(check, builtin={}, what="check", example="check_layers")
+        for name, own in layers.items():
+            check_layers(model, own, f"--lora.others {name}")
+        lora.add_adapters(model, config.lora, seed=0)
+        check_layers(model, [name for name, _ in lora.lora_layers(model)], "--lora.target_modules")
 
 
 def serve_as_configured(strategy: StrategyBase, config: Any) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config
 
-from lightrl.config import GRPOConfig
+from lightrl.config import GRPOConfig, LoraConfig
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.native import adapted
 from lightrl.engines.native.adapted import AdaptedEngine
 from lightrl.models import lora
 from lightrl.models.policy import Policy
 from lightrl.strategy import StrategyBase, create_strategy
-from lightrl.strategy.serving.adapter_source import serve_adapters
+from lightrl.strategy.serving.adapter_source import check_adapters, serve_adapters
 
 pytest.importorskip("peft")
 program = pytest.importorskip("lora_program")
+other_adapters = pytest.importorskip("other_adapters")
 
 LAYER = "model.layers.1.self_attn.v_proj"
 UP = f"{LAYER}.lora_B.weight"
@@ -176,3 +179,37 @@ def test_modules_apply_adapters_like_the_fused_forward() -> None:
     runner._fused = runner._verified = None
     assert program.largest_difference(strategy, policy) < 1e-5
     assert not runner.uses_fused_forward
+
+
+SHAPE = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+SHAPE |= {"intermediate_size": 24, "num_key_value_heads": 1}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+ATTENTION = ("q_proj", "o_proj")
+
+
+def check_for_sglang(folder: Path, model: Any, rival: Any, targets: tuple[str, ...]) -> None:
+    """Checks a run before it reads weights: the model's folder has none."""
+    model.config.save_pretrained(folder / "model")
+    saved = other_adapters.save_adapter(model, folder / "rival", rank=2, targets=rival)
+    options = LoraConfig(rank=2, engine="unmerged", others=(f"rival={saved}",), target_modules=targets)
+    check_adapters(GRPOConfig(engine="sglang", lora=options), str(folder / "model"))
+
+
+def test_layers_that_sglang_takes_no_adapters_beside_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    check_for_sglang(tmp_path, AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE)), "all-linear", ("all-linear",))
+    model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**SHAPE, **EXPERTS))
+    check_for_sglang(tmp_path, model, ATTENTION, ATTENTION)
+    named = r": --engine sglang applies adapters beside q_proj, k_proj, v_proj, o_proj, qkv_proj of .*, not beside "
+    layer = r"model\.layers\.0\.mlp\.shared_expert_gate \(such layers: 2\)"
+    with pytest.raises(ValueError, match=rf"--lora\.others rival{named}{layer}"):
+        check_for_sglang(tmp_path, model, ("q_proj", "shared_expert_gate"), ATTENTION)
+    with pytest.raises(ValueError, match=rf"--lora\.target_modules{named}{layer}"):
+        check_for_sglang(tmp_path, model, ATTENTION, ("q_proj", "shared_expert_gate"))
+
+
+def test_layers_of_a_vision_tower_are_refused_for_sglang(tmp_path: Path) -> None:
+    tiny_vlm = pytest.importorskip("tiny_vlm", exc_type=ImportError)
+    model, targets = tiny_vlm.tiny_model("qwen2_5_vl"), ("q_proj", "v_proj")
+    check_for_sglang(tmp_path, model, r"model\.language_model\..*proj", targets)
+    with pytest.raises(ValueError, match=r"rival: .* of this language model, not beside model\.visual\.blocks\.0\."):
+        check_for_sglang(tmp_path, model, r"model\.visual\..*gate_proj", targets)  # a name of the language model's, too
