@@ -1,7 +1,8 @@
 """Attention over the tree of a pack: each segment sees itself causally, and all of every segment above it.
 
 The parts are computed apart and joined by their log-sum-exps, as flash-attention joins blocks of keys. The backward
-gives each part the joined output and log-sum-exp: with these, its gradients are those of the whole.
+gives each part the joined output and log-sum-exp: with these, its gradients are those of the whole. Where trees are so
+small that their calls cost more than what they compute, all of them are computed by one call with a mask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,6 +25,30 @@ from lightrl.sharing.tree import Branch, PrefixTree
 # They can go once it returns it: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/native_functions.yaml
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_PAIRS_OF_A_CALL = 8192  # of tokens: they take about as long as a call for a few of them, forward and backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The small trees of a pack, a row for each, padded to the largest."""
+
+    count: int
+    width: int
+    places: Tensor  # [count * width] int64 in [0, U): the token, or the first of the row where there is none
+    inverse: Tensor  # [U] int64 in [0, count * width)
+    mask: Tensor  # [count, 1, width, width] float32: 0 where a query's token sees a key's, else -inf
+
+    def seen(self, part: Tensor) -> Tensor:
+        """Returns the mask in the type of a part: the kernel misreads another beside more than 32 tokens of float64."""
+        return self.mask.to(part.dtype)
+
+    def rows(self, part: Tensor) -> Tensor:
+        """Turns [1, heads, U, dim] into [count, heads, width, dim]."""
+        return stack_sequences(part.index_select(2, self.places), self.count, self.width)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Undoes rows()."""
+        return _flat(rows).index_select(2, self.inverse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +56,7 @@ class TreeLayout(PackedLayout):
     """The segments of a tree. The runs are those of the segments sorted by length."""
 
     branches: tuple[Branch, ...]
+    grid: Grid | None  # None: too large for one
     order: Tensor  # [U] int64: the tokens of the segments sorted by length
     inverse: Tensor  # [U] int64: undoes it
     copying: list[Scoring] = field(default_factory=list)  # the kinds of attention that had to copy keys
@@ -42,23 +69,71 @@ class TreeLayout(PackedLayout):
             return attend_by_paths(query, key, value, self, scoring)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
-        output: Tensor = _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
+        run: Any = (_TreeAttention, self) if self.grid is None else (_GridAttention, self.grid)
+        output: Tensor = run[0].apply(query, key, value, run[1], scoring.scale)
         return output.transpose(1, 2)
 
 
 def tree_layout(tree: PrefixTree) -> TreeLayout:
     """Returns the layout of a tree."""
-    spans = sorted(pairwise(tree.cu_seqlens), key=lambda span: (span[1] - span[0], span[0]))
-    order = torch.cat([torch.arange(start, end) for start, end in spans])
+    lengths = np.diff(tree.cu_seqlens)
+    order = np.repeat(lengths, lengths).argsort(kind="stable")
     device = tree.kept.device
+    runs = tuple((len(list(same)), length) for length, same in groupby(sorted(lengths.tolist())))
     return TreeLayout(
         cu_seqlens=tree.cu_seqlens,
-        runs=tuple((len(list(same)), length) for length, same in groupby(end - start for start, end in spans)),
+        runs=runs,
         boundaries=None,
         branches=tree.branches,
-        order=order.to(device),
-        inverse=order.argsort().to(device),
+        grid=_grid(tree, _PAIRS_OF_A_CALL * (len(runs) + len(tree.branches))) if device.type == "cpu" else None,
+        order=torch.from_numpy(order).to(device),
+        inverse=torch.from_numpy(order.argsort()).to(device),
     )
+
+
+def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
+    """Returns the trees of a pack in rows; None for more pairs of tokens than that."""
+    ends = {branch.start: branch.end for branch in tree.branches}
+    spans = [(start, ends.get(start, stop)) for start, stop in pairwise(tree.cu_seqlens)]
+    rows = [span for span in spans if not any(branch.start < span[0] < branch.end for branch in tree.branches)]
+    count, width = len(rows), max(end - start for start, end in rows)
+    if count * width**2 > most_pairs:
+        return None
+    starts, stops = np.asarray(rows).T[..., None]
+    is_token = starts + np.arange(width) < stops
+    places = np.where(is_token, starts + np.arange(width), starts)
+    # A token is seen by those behind it, up to the end of the tree below its segment.
+    seen_until = np.repeat([end for _, end in spans], np.diff(tree.cu_seqlens))
+    query, key = places[:, :, None], places[:, None]
+    sees = (key <= query) & (query < seen_until[key]) & is_token[:, :, None] & is_token[:, None]
+    sees |= np.eye(width, dtype=np.bool_)  # padding sees itself, so that it is neither NaN nor seen by a token
+    return Grid(
+        count=count,
+        width=width,
+        places=torch.from_numpy(places.ravel()),
+        inverse=torch.from_numpy(np.flatnonzero(is_token)),
+        mask=torch.from_numpy(np.where(sees, np.float32(0), np.float32("-inf"))[:, None]),
+    )
+
+
+class _GridAttention(torch.autograd.Function):
+    """Attention by one call of the kernel of a CPU. The gradient of padding stays in it: only padding sees padding."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: Grid, scale: float) -> Tensor:
+        parts = [grid.rows(part) for part in (query, key, value)]
+        output, logsumexp = _flash(*parts, 0.0, False, attn_mask=grid.seen(query), scale=scale)
+        ctx.save_for_backward(*parts, output, logsumexp)
+        ctx.grid, ctx.scale = grid, scale
+        return grid.tokens(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grid: Grid = ctx.grid
+        kept = (grid.rows(grad), *ctx.saved_tensors)
+        grads = _flash_backward(*kept, 0.0, False, attn_mask=grid.seen(grad), scale=ctx.scale)
+        return (*(grid.tokens(part) for part in grads), None, None)
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -158,10 +158,19 @@ def test_models_with_a_state_are_refused() -> None:
             attach_sharing(policy, STRATEGY)
 
 
+def cut_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no segment see those above it."""
+    layout_of = PromptSharing.layout_of
+
+    def cut(tree: Any) -> Any:
+        return replace(layout_of(tree), branches=(), grid=None)
+
+    monkeypatch.setattr(PromptSharing, "layout_of", staticmethod(cut))
+
+
 def test_a_model_that_computes_something_else_then_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its branches see nothing of the prompt."""
-    layout_of = PromptSharing.layout_of
-    monkeypatch.setattr(PromptSharing, "layout_of", staticmethod(lambda tree: replace(layout_of(tree), branches=())))
+    cut_branches(monkeypatch)
     with pytest.raises(ValueError, match="scores of a few tokens differ by"):
         attach_sharing(Policy(hf_model("qwen3")), STRATEGY)
 
@@ -247,8 +256,7 @@ def test_a_model_that_cannot_runs_whole_beside_one_that_can(monkeypatch: pytest.
     assert not hasattr(has_state.hf.get_decoder(), "prompt_sharing")
     policy(batches()[0])
     assert computed_share(trainer) < 0.5
-    layout_of = PromptSharing.layout_of
-    monkeypatch.setattr(PromptSharing, "layout_of", staticmethod(lambda tree: replace(layout_of(tree), branches=())))
+    cut_branches(monkeypatch)
     other = trainer_of(batches="", policy=Policy(hf_model("qwen3")))
     share_by_itself(other)  # its check fails
     other.policy(batches()[0])
