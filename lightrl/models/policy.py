@@ -79,10 +79,11 @@ def response_batch(
     lengths = [len(prompt) + len(response) for prompt, response in pairs]
     num_scored = [len(response) for _, response in pairs]
     cu_seqlens = (0, *accumulate(lengths))
+    starts = torch.tensor(cu_seqlens[:-1]).repeat_interleave(torch.tensor(lengths))
     zeros = torch.zeros(sum(num_scored))
     batch = PackedBatch(
         input_ids=torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=torch.arange(cu_seqlens[-1]) - starts,
         cu_seqlens=cu_seqlens,
         score_index=torch.tensor(predicting_positions(cu_seqlens, num_scored), dtype=torch.int64),
         targets=torch.tensor([token for _, response in pairs for token in response], dtype=torch.int64),

@@ -95,7 +95,9 @@ def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
     """Returns the trees of a pack in rows; None for more pairs of tokens than that."""
     ends = {branch.start: branch.end for branch in tree.branches}
     spans = [(start, ends.get(start, stop)) for start, stop in pairwise(tree.cu_seqlens)]
-    rows = [span for span in spans if not any(branch.start < span[0] < branch.end for branch in tree.branches)]
+    rows: list[tuple[int, int]] = []
+    for span in spans:
+        rows += [span] if not rows or span[0] == rows[-1][1] else []
     count, width = len(rows), max(end - start for start, end in rows)
     if count * width**2 > most_pairs:
         return None

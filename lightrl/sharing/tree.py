@@ -117,11 +117,11 @@ def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int], most: float = 1.0) ->
     if bounds[-1] == len(tokens) or bounds[-1] > most * len(tokens):
         return None
     source, kept = np.empty(len(tokens), dtype=np.int64), []
+    begins = np.asarray(cu_seqlens)[order]
     for (first, last, start, stop), bound in zip(segments, bounds, strict=False):
         places = np.arange(start, stop)
-        for member in order[first:last]:
-            source[places + cu_seqlens[member]] = places + (bound - start)
-        kept.append(places + cu_seqlens[order[first]])
+        source[places + begins[first:last, None]] = places + (bound - start)
+        kept.append(places + begins[first])
     return PrefixTree(
         kept=torch.from_numpy(np.concatenate(kept)),
         source=torch.from_numpy(source),
