@@ -67,14 +67,6 @@ class LayerStorage:
         return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Prompts enter: row target_rows[j] receives the keys and values of prompt source_prompts[j]."""
-
-    target_rows: Tensor  # [m] int64
-    source_prompts: Tensor  # [m] int64
-
-
 @dataclass(slots=True)
 class Decode:
     """Decoding of one token a row: rows 0 .. n - 1 write at their position and read the first num_read positions."""
@@ -128,7 +120,7 @@ class RowCache(Cache):
         self.num_rows = 0
         self.capacity = 0
         self.decode_phase = Decode(torch.empty(0), torch.empty(0), 0, None, ())  # the one that was begun last
-        self._prefill: Prefill | None = None  # None while decoding
+        self._prefill: tuple[slice | Tensor, Tensor] | None = None  # rows, and the prompt of each; None in decoding
         self._views: dict[tuple[int, int], _Views] = {}  # by layer and part; valid while the same parts are read
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
@@ -145,8 +137,10 @@ class RowCache(Cache):
         self.storage = [layer and layer.resized(self.num_rows, self.capacity) for layer in self.storage]
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
-        """Makes update() store prompts."""
-        self._prefill = Prefill(target_rows, source_prompts)
+        """Makes update() store prompts, that of source_prompts[j] in row target_rows[j]; both [m] int64."""
+        is_run = target_rows.device.type == "cpu" and bool((target_rows.diff() == 1).all())
+        # Rows side by side are written in a tenth of the time.
+        self._prefill = slice(int(target_rows[0]), int(target_rows[-1]) + 1) if is_run else target_rows, source_prompts
 
     def begin_decode(
         self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
@@ -181,17 +175,16 @@ class RowCache(Cache):
         """Stores keys and values [prompts, kv_heads, t, dim] in the rows of the prefill phase."""
         assert self._prefill is not None
         self.storage.extend([None] * (layer_idx + 1 - len(self.storage)))
-        layer = self.storage[layer_idx]
-        if layer is None:
-            layer = self.storage[layer_idx] = LayerStorage.zeros(keys, values, self.num_rows, self.capacity)
-        length = keys.shape[2]
-        layer.keys[self._prefill.target_rows, :, :length] = keys[self._prefill.source_prompts]
-        layer.values[self._prefill.target_rows, :, :length] = values[self._prefill.source_prompts]
+        layer = self.storage[layer_idx] or LayerStorage.zeros(keys, values, self.num_rows, self.capacity)
+        self.storage[layer_idx] = layer
+        (rows, sources), length = self._prefill, keys.shape[2]
+        # Laid out as in the storage first, so that the copy for each sample is one block.
+        layer.keys.transpose(2, 3)[rows, ..., :length] = keys.transpose(2, 3).contiguous().index_select(0, sources)
+        layer.values[rows, :, :length] = values.contiguous().index_select(0, sources)
 
     def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
-        phase = self.decode_phase
-        layer = self.layer(layer_idx)
+        phase, layer = self.decode_phase, self.layer(layer_idx)
         if phase.shared_position is not None:  # plain copies take half the time of indexed ones
             views = self._views_of(layer_idx, 0)  # rows at one position are one part
             views.keys_by_position[phase.shared_position] = keys

@@ -314,8 +314,7 @@ class NativeEngine(InferenceEngine):
         uniforms = uniform_array(rows.seed_state[running], rows.first_draw[running] + rows.num_produced[running])
         if rows.is_constrained[running].any():
             logits = constrain(logits, rows, first_row, self._scheduler.eos_table)
-        drawn = self.draw(logits, self._put(uniforms), plan)
-        tokens, logprobs = (column.cpu().numpy() for column in drawn)
+        tokens, logprobs = (column.cpu().numpy() for column in self.draw(logits, self._put(uniforms), plan))
         if np.isnan(logprobs).any():
             self._raise_not_finite(first_row + int(np.isnan(logprobs).argmax()))
         done, moves = self._scheduler.record(first_row, tokens, logprobs, self._version)

@@ -75,9 +75,8 @@ class ModelRunner:
     ) -> Tensor:
         """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab]."""
         self.prefill_tokens += sum(map(len, prompts))
-        ids, last = _padded(prompts, self.device)
         cache.begin_prefill(target_rows, source_prompts)
-        logits: Tensor = self._forward().prefill(ids, last, cache)
+        logits: Tensor = self._forward().prefill(*_padded(prompts, self.device), cache)
         return logits
 
     def prefill_with_images(
@@ -203,15 +202,16 @@ class RMSNorm:
 
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
         self._parameters, self._eps = parameters, eps
-        self.by_parts = True  # in float32 on a CPU by fewer operations, which round otherwise than rms_norm()
+        self.by_parts = True  # on a CPU by fewer operations, which round otherwise than rms_norm()
         self.refresh()
 
     def __call__(self, values: Tensor) -> Tensor:
         if not self._goes_by_parts:
             return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
         # rms_norm is a dozen small operations on a CPU; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
-        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
-        return (values * self._scaled).div_(length.hypot_(self._floor))
+        wide = values.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide * self._scaled).div_(length.hypot_(self._floor)).to(values.dtype)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -220,9 +220,9 @@ class RMSNorm:
         if first.untyped_storage().nbytes() == 0:
             return  # dropped while the engine sleeps: reading it would crash, and loading it refreshes again
         self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
-        self._goes_by_parts = self.by_parts and first.dtype == torch.float32 and first.device.type == "cpu"
+        self._goes_by_parts = self.by_parts and first.dtype != torch.float64 and first.device.type == "cpu"
         root = math.sqrt(first.shape[0])
-        self._scaled = self._weight * root
+        self._scaled = self._weight.float() * root
         self._floor = torch.tensor(root * math.sqrt(self._eps), device=first.device)
 
 

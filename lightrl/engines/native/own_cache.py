@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lightrl.engines.native.cache import LayerStorage, Prefill
+from lightrl.engines.native.cache import LayerStorage
 from lightrl.engines.native.row_parts import RowPart
 from lightrl.models.per_sequence import leave_weights_alone
 
@@ -34,7 +34,7 @@ class SampleCaches:
     def __init__(self) -> None:
         self.states: list[Any] = []
         self.positions = torch.empty(0)
-        self.prefill: Prefill | None = None
+        self.prefill: tuple[Tensor, Tensor] | None = None  # rows, and the prompt of each, [m] int64 both
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
         """Makes room for rows; a state grows by itself."""
@@ -42,7 +42,7 @@ class SampleCaches:
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
         """Says which rows receive which prompts."""
-        self.prefill = Prefill(target_rows, source_prompts)
+        self.prefill = target_rows, source_prompts
 
     def begin_decode(
         self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
@@ -53,7 +53,8 @@ class SampleCaches:
     def store_prompt(self, prompt: int, state: Any) -> None:
         """Gives the state of a prompt of the prefill phase to its rows, each its own copy."""
         assert self.prefill is not None
-        rows = self.prefill.target_rows[self.prefill.source_prompts == prompt].tolist()
+        target_rows, source_prompts = self.prefill
+        rows = target_rows[source_prompts == prompt].tolist()
         for row in rows:
             self.states[row] = state if row == rows[-1] else copy.deepcopy(state)
 

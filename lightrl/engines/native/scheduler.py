@@ -263,4 +263,4 @@ def prefill_groups(lengths: list[int]) -> list[list[int]]:
         else:
             groups.append([index])
             real = length
-    return groups
+    return [sorted(group) for group in groups]  # so that the rows of a single group lie side by side

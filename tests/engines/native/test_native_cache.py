@@ -28,6 +28,21 @@ def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     assert keys.shape[2] == 8
 
 
+@pytest.mark.parametrize("rows", [[1, 2, 3], [1, 3, 2]])
+def test_prompts_go_to_the_same_places_in_rows_side_by_side_and_in_others(rows):
+    cache = RowCache()
+    cache.reserve(rows=4, positions=2, most_rows=4, most_positions=2)
+    keys = torch.arange(16.0).view(2, 2, 2, 2)  # [prompts, kv_heads, t, dim]
+    cache.begin_prefill(torch.tensor(rows), torch.tensor([1, 0, 1]))
+    cache.store_prompts(keys, -keys, 0)
+    layer = cache.layer(0)
+    for row, prompt in zip(rows, [1, 0, 1], strict=True):
+        assert layer.keys[row, :, :2].tolist() == keys[prompt].tolist()
+        assert layer.values[row, :, :2].tolist() == (-keys[prompt]).tolist()
+    assert not layer.keys[0].any()
+    assert not layer.keys[:, :, 2:].any()
+
+
 def test_tokens_are_stored_where_torch_refuses_what_gives_other_bits():
     cache = filled_cache()
     cache.begin_decode(torch.tensor([2, 0, 5]), 0, 5)

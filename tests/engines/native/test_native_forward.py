@@ -19,6 +19,15 @@ def test_rms_norm_by_hand_and_after_a_refresh():
     assert_close(heads, torch.tensor([[[3.0, 1.0], [6.0, 2.0]]]), atol=1e-6, rtol=0)
 
 
+def test_a_norm_of_bfloat16_is_rounded_once():
+    # mean of squares of (1, 3) is 5; with eps 4 the root is 3. 1.25 / 3 = 213.3 / 512, and bfloat16 holds 512ths there;
+    # 1 / 3 rounded by itself is 171 / 512, which times 1.25 would be 213.75 / 512.
+    norm = RMSNorm([torch.tensor([1.25, 1.25], dtype=torch.bfloat16)], eps=4.0)
+    result = norm(torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16))
+    assert result.tolist() == [[213 / 512, 1.25]]
+    assert result.dtype == torch.bfloat16
+
+
 def test_refreshing_a_norm_whose_weights_are_dropped_waits_for_the_next_refresh():
     weight = torch.tensor([1.0, 2.0])
     norm = RMSNorm([weight], eps=3.5)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lightrl.engines.native import sampler
 from lightrl.engines.native.sampler import PLAIN, SAMPLING, exact_running_sums, keep_top, plan_sampling, sample
 
 CPU = torch.device("cpu")
@@ -98,6 +99,20 @@ def test_searching_by_blocks_equals_one_search(vocab):
     assert torch.equal(tokens, expected)
     chosen = logits.double().log_softmax(-1).gather(1, expected[:, None]).squeeze(1).float()
     assert_close(logprobs, chosen, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [98, 3000])
+def test_a_draw_does_not_depend_on_the_rows_beside_it(vocab, dtype, monkeypatch):
+    monkeypatch.setattr(sampler, "_PART", 7 * vocab)  # 20 rows in parts of 7
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(20, vocab, generator=generator) * 3).to(dtype)
+    uniforms = torch.rand(20, generator=generator, dtype=torch.float64)
+    tokens, logprobs = sample(logits, uniforms, PLAIN)
+    alone = [sample(logits[row : row + 1], uniforms[row : row + 1], PLAIN) for row in range(20)]
+    assert tokens.tolist() == [int(token) for token, _ in alone]
+    assert logprobs.tolist() == [float(logprob) for _, logprob in alone]
+    assert logprobs.dtype == torch.float32
 
 
 def test_frequencies_follow_the_distribution():
