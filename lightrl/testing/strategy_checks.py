@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightrl.strategy.base import StrategyBase
 from lightrl.testing.skipped_updates import check_updates_that_are_not_made
 from lightrl.testing.tiny_training import (
     EVERYTHING,
+    StaleSource,
     counted_reductions,
     differ,
     expect,
@@ -110,14 +111,10 @@ def check_engine_weights(strategy: StrategyBase) -> None:
     assert len(items) == len(prompts)
     for item in items:
         assert item.output_token_ids == greedy(alone.hf, item.prompt_token_ids, len(item.output_token_ids))
-    honest = strategy.full_parameters
-
-    def stale(*args: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor - 1e-3 if name == VICTIM else tensor) for name, tensor in honest(*args))
-
-    strategy.full_parameters = stale  # type: ignore[assignment, method-assign]
+    honest = strategy.serving.source
+    strategy.serving.source = StaleSource(honest, VICTIM)
     expect((WeightSyncError, RankError), VICTIM, lambda: strategy.update_engine_weights(policy))
-    strategy.full_parameters = honest  # type: ignore[method-assign]
+    strategy.serving.source = honest
     strategy.update_engine_weights(policy)
     assert strategy.engine is not None
     strategy.engine.close()

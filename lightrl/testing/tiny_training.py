@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.algorithms.losses import PolicyTokens, ppo_clip
 from lightrl.data.packing import dummy_batch, pack
+from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.policy import Policy
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.strategy.base import StrategyBase, TrainBatchResult
+from lightrl.strategy.serving.colocated_serving import WeightSource
 
 VOCAB = 98  # no multiple of 3 or 4 ranks; the embedding is tied: both have broken sharded training before
 TEMPERATURE = 0.8
@@ -227,6 +229,22 @@ def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str,
             raise AssertionError(f"{text!r} is not in the error") from error
         return
     raise AssertionError(f"no error with {text!r}")
+
+
+class StaleSource:
+    """Sends what another source sends, except for one parameter, which is stale."""
+
+    def __init__(self, honest: WeightSource, victim: str) -> None:
+        self._honest, self._victim = honest, victim
+
+    def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
+        """Returns those of the other source."""
+        return self._honest.weight_fingerprints(model, dtype)
+
+    def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields names and tensors."""
+        for name, tensor in self._honest.full_parameters(model, dtype):
+            yield name, tensor - 1e-3 if name == self._victim else tensor
 
 
 @contextmanager
