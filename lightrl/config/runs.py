@@ -31,6 +31,7 @@ from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactCon
 from lightrl.config.truncation import check_truncation, truncated_engine
 
 BUILTIN_MODEL = "builtin:addition"
+_TIMED = ("auto", "single", "ddp", "fsdp")  # strategies with which --share_prompts auto has been timed
 
 # ---- Every run ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +222,16 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     eval: EvalConfig = section(EvalConfig, resume="free")
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
     health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
+
+    @property
+    def may_share_prompts(self) -> bool:
+        """Whether the run shares prompts by itself if its device is a CPU and its models allow it.
+
+        It is where sharing has been timed, and where no option needs whole sequences.
+        """
+        is_timed = self.dtype == "float32" and self.strategy in _TIMED and self.distributed.device != "cuda"
+        is_whole = self.exact or self.routing.is_on or self.compile or self.tp_size > 1 or self.is_truncated
+        return self.share_prompts == "auto" and is_timed and not is_whole
 
     @property
     def engine_path(self) -> str:

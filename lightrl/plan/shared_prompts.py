@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 
 from lightrl.config import RolloutConfig, RunConfig
-from lightrl.config.sharing import may_share_prompts
 from lightrl.data.packing import Key, split_micro_batches
 from lightrl.plan.activations import PackShape, paper_batch, to_half
 from lightrl.plan.batches import Batches
@@ -59,7 +58,7 @@ def sharing_of(config: RunConfig, *, is_accelerator: bool) -> Sharing:
     """Returns what --share_prompts comes to on the planned machine."""
     if not isinstance(config, RolloutConfig):
         return Sharing(way="none", reason="")
-    if config.share_prompts == "auto" and not is_accelerator and may_share_prompts(config):
+    if config.share_prompts == "auto" and not is_accelerator and config.may_share_prompts:
         return Sharing(way="by itself", reason="--share_prompts auto is on for a CPU")
     if config.share_prompts == "auto":
         cause = "on a GPU" if is_accelerator else "beside other options of this run"

@@ -26,7 +26,6 @@ from torch import nn
 
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
-from lightrl.config.sharing import may_share_prompts
 from lightrl.imports import load_object
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch, findings, memory_in_use
@@ -214,7 +213,7 @@ def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) ->
     for part in filter(None, [*parts, _part_of(config)]):  # by name: these modules import this one
         trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
     trainer = trainer_class(config)
-    if is_class and isinstance(trainer, Trainer) and may_share_prompts(config):
+    if is_class and isinstance(trainer, Trainer) and getattr(config, "may_share_prompts", False):
         load_object("lightrl.sharing.model:share_by_itself", builtin={}, what="function", example="in_role")(trainer)
     return trainer
 

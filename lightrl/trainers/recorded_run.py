@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_error, parse_config
-from lightrl.config.sharing import may_share_prompts
 from lightrl.config.yaml_text import read_yaml
 from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
@@ -79,7 +78,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 def _repeating(kind: type[Replay], recorded: Path, config: RolloutConfig) -> Replay:
     trainer = kind(config, recorded)
-    if may_share_prompts(config):  # as build_trainer() let the recorded run do
+    if config.may_share_prompts:  # as build_trainer() let the recorded run do
         share_by_itself(trainer)
     return trainer
 

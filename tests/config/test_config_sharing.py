@@ -10,7 +10,6 @@ import yaml
 
 from lightrl.config import GRPOConfig, PPOConfig, SFTConfig, parse_config, to_yaml
 from lightrl.config.options import changed_options
-from lightrl.config.sharing import may_share_prompts
 from lightrl.config.strategy import DistributedConfig, RoutingConfig
 
 WHOLE = [  # options that need whole sequences, and the name in the error of True
@@ -23,10 +22,10 @@ WHOLE = [  # options that need whole sequences, and the name in the error of Tru
 
 def test_a_run_shares_by_itself_where_that_has_been_timed() -> None:
     assert GRPOConfig().share_prompts == "auto"
-    assert may_share_prompts(GRPOConfig())
-    assert may_share_prompts(PPOConfig(strategy="fsdp", rollout_ranks=1))
-    assert may_share_prompts(GRPOConfig(strategy="fsdp", sp_size=2))
-    assert not may_share_prompts(SFTConfig())
+    assert GRPOConfig().may_share_prompts
+    assert PPOConfig(strategy="fsdp", rollout_ranks=1).may_share_prompts
+    assert GRPOConfig(strategy="fsdp", sp_size=2).may_share_prompts
+    assert not hasattr(SFTConfig(), "may_share_prompts")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_a_run_shares_by_itself_where_that_has_been_timed() -> None:
     ],
 )
 def test_a_run_shares_nothing_by_itself_elsewhere(options: dict[str, Any]) -> None:
-    assert not may_share_prompts(GRPOConfig(**options))
+    assert not GRPOConfig(**options).may_share_prompts
 
 
 @pytest.mark.parametrize(("options", "named"), WHOLE)
