@@ -1,4 +1,4 @@
-"""The numbers of a step: sums with counts until they are reduced over ranks, seconds, memory; and which are bad."""
+"""The numbers of a step: sums with counts until they are reduced over ranks, seconds, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -137,102 +137,3 @@ def _peak_bytes() -> int:
     import resource  # noqa: PLC0415  (only where /proc is missing; absent on Windows)
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# ---- What is bad about them ------------------------------------------------------------------------------------------
-
-_FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
-_SKIPPED = ("skipped_updates", "critic/skipped_updates")
-
-
-class Limit(NamedTuple):
-    """A bound on a metric, by the option that sets it."""
-
-    metric: str
-    option: str  # of --health.*
-    is_bad: Callable[[float, Any], bool]  # of the metric
-    text: str
-    remedy: str
-
-
-LIMITS = (
-    Limit(
-        "entropy",
-        "min_entropy",
-        lambda value, limits: value < limits.min_entropy,
-        "the entropy of the policy has collapsed to {value:.3g}",
-        "Raise --algorithm.entropy_coef or set --algorithm.entropy_target, lower --lr, or add --algorithm.kl_coef.",
-    ),
-    Limit(
-        "reward/equal_groups",
-        "max_equal_groups",
-        lambda value, limits: value > limits.max_equal_groups,
-        "{value:.1%} of the prompts got the same reward for all samples, which teach nothing",
-        "Use prompts neither too easy nor too hard, a larger --group_size, or --dynamic_sampling.enabled True.",
-    ),
-    Limit(
-        "mismatch/mean_abs",
-        "max_mismatch",
-        lambda value, limits: value > limits.max_mismatch,
-        "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
-        "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
-        "--algorithm.correction tis.",
-    ),
-    Limit(
-        "tokens/truncated",
-        "max_truncated",
-        lambda value, limits: value > limits.max_truncated,
-        "{value:.1%} of the responses were cut off",
-        "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
-    ),
-    Limit(
-        "episode/failed_share",
-        "max_failed_episodes",
-        lambda value, limits: value > limits.max_failed_episodes,
-        "{value:.1%} of the episodes failed, and reward/mean is that of the others",
-        "Read the first failure, which is logged above. An episode that should count as a bad one must end with a low "
-        "reward in place of an error.",
-    ),
-    Limit(
-        "tokens/response_mean",
-        "min_response_tokens",
-        lambda value, limits: value <= limits.min_response_tokens,
-        "the responses have {value:.3g} tokens on the mean: they are empty",
-        "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
-    ),
-)
-
-
-def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
-    """Returns what is bad about a step, by metric: a sentence with the number and a remedy.
-
-    limits: the options --health.*; those of a run that samples no responses have no limit of LIMITS.
-    """
-    found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
-    found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
-    present = [limit for limit in LIMITS if limit.metric in metrics and hasattr(limits, limit.option)]
-    reached = [limit for limit in present if limit.is_bad(metrics[limit.metric], limits)]
-    found |= {limit.metric: _beyond(limit, metrics[limit.metric], limits) for limit in reached}
-    if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
-        found["reward/failures"] = _without_reward(metrics["reward/failures"])
-    return found
-
-
-def _beyond(limit: Limit, value: float, limits: Any) -> str:
-    told = limit.text.format(value=value)
-    return f"{told} (--health.{limit.option} {getattr(limits, limit.option):g}). {limit.remedy}"
-
-
-def _not_finite(name: str) -> str:
-    return f"{name} is not finite. Look at the samples of the step and at the functions of your own that it comes from."
-
-
-def _skipped(share: float) -> str:
-    return (
-        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
-        "or --optim.max_norm, or look at the loss and the reward for a division by 0."
-    )
-
-
-def _without_reward(failures: float) -> str:
-    return f"no sample has a reward: {failures:.0f} rewards failed. Look at the first failures, which are logged above."

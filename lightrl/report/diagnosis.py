@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lightrl.config.health_section import RolloutHealthConfig
-from lightrl.metrics import findings as findings_of_step
 from lightrl.report.run_files import RunFiles
 from lightrl.report.suspicion import paid_without_answer
+from lightrl.trainers.health import findings as findings_of_step
 
 _FEWEST = 9  # steps that a trend needs
 _RUINED = "One update ruined the policy"

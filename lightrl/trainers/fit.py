@@ -28,13 +28,13 @@ from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
 from lightrl.imports import load_object
 from lightrl.last_error import leave_error
-from lightrl.metrics import Statistics, Stopwatch, findings, memory_in_use
+from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.disk_errors import Log, describe_disk_error, find_disk_error, forgive_disk_errors
-from lightrl.trainers.health import BadSteps
+from lightrl.trainers.health import BadSteps, findings
 from lightrl.trainers.lifetime import (
     StoppedBySignal,
     end_process,

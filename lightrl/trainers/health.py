@@ -1,17 +1,17 @@
 """What a run does about steps whose metrics are bad: it warns, and stops after too many of them.
 
-The metrics are the same on every rank, so all ranks decide alike. A run whose steps are good enters nothing of it.
+The metrics are the same on every rank, so all ranks decide alike. A run whose steps are good enters findings() alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightrl.comm import RankError
-from lightrl.metrics import findings
 from lightrl.records import ScoredGroup
 from lightrl.rollout.record import write_groups
 
@@ -22,6 +22,104 @@ _PASSED_STEPS = 10  # without a warning, before the same one is news again
 
 class UnhealthyRunError(RankError):
     """Too many steps in a row were bad."""
+
+
+# ---- What is bad -----------------------------------------------------------------------------------------------------
+
+_FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
+_SKIPPED = ("skipped_updates", "critic/skipped_updates")
+
+
+class Limit(NamedTuple):
+    """A bound on a metric, by the option that sets it."""
+
+    metric: str
+    option: str  # of --health.*
+    is_bad: Callable[[float, Any], bool]  # of the metric
+    text: str
+    remedy: str
+
+    def told(self, metrics: Mapping[str, float], limits: Any) -> str:
+        """Returns what to say of a step beyond the limit."""
+        told = self.text.format(value=metrics[self.metric])
+        return f"{told} (--health.{self.option} {getattr(limits, self.option):g}). {self.remedy}"
+
+
+LIMITS = (
+    Limit(
+        "entropy",
+        "min_entropy",
+        lambda value, limits: value < limits.min_entropy,
+        "the entropy of the policy has collapsed to {value:.3g}",
+        "Raise --algorithm.entropy_coef or set --algorithm.entropy_target, lower --lr, or add --algorithm.kl_coef.",
+    ),
+    Limit(
+        "reward/equal_groups",
+        "max_equal_groups",
+        lambda value, limits: value > limits.max_equal_groups,
+        "{value:.1%} of the prompts got the same reward for all samples, which teach nothing",
+        "Use prompts neither too easy nor too hard, a larger --group_size, or --dynamic_sampling.enabled True.",
+    ),
+    Limit(
+        "mismatch/mean_abs",
+        "max_mismatch",
+        lambda value, limits: value > limits.max_mismatch,
+        "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
+        "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
+        "--algorithm.correction tis.",
+    ),
+    Limit(
+        "tokens/truncated",
+        "max_truncated",
+        lambda value, limits: value > limits.max_truncated,
+        "{value:.1%} of the responses were cut off",
+        "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
+    ),
+    Limit(
+        "episode/failed_share",
+        "max_failed_episodes",
+        lambda value, limits: value > limits.max_failed_episodes,
+        "{value:.1%} of the episodes failed, and reward/mean is that of the others",
+        "Read the first failure, which is logged above. An episode that should count as a bad one must end with a low "
+        "reward in place of an error.",
+    ),
+    Limit(
+        "tokens/response_mean",
+        "min_response_tokens",
+        lambda value, limits: value <= limits.min_response_tokens,
+        "the responses have {value:.3g} tokens on the mean: they are empty",
+        "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
+    ),
+)
+
+
+def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
+    """Returns what is bad about a step, by metric: a sentence with the number and a remedy.
+
+    limits: the options --health.*; those of a run that samples no responses have no limit of LIMITS.
+    """
+    found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
+    found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
+    known = [limit for limit in LIMITS if limit.metric in metrics and hasattr(limits, limit.option)]
+    found |= {item.metric: item.told(metrics, limits) for item in known if item.is_bad(metrics[item.metric], limits)}
+    if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
+        found["reward/failures"] = _without_reward(metrics["reward/failures"])
+    return found
+
+
+def _not_finite(name: str) -> str:
+    return f"{name} is not finite. Look at the samples of the step and at the functions of your own that it comes from."
+
+
+def _skipped(share: float) -> str:
+    return (
+        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
+        "or --optim.max_norm, or look at the loss and the reward for a division by 0."
+    )
+
+
+def _without_reward(failures: float) -> str:
+    return f"no sample has a reward: {failures:.0f} rewards failed. Look at the first failures, which are logged above."
 
 
 # ---- Reactions -------------------------------------------------------------------------------------------------------

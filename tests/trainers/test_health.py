@@ -12,9 +12,8 @@ import torch
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig
 from lightrl.config.health_section import RolloutHealthConfig
-from lightrl.metrics import findings
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.health import BadSteps, UnhealthyRunError, batches_of
+from lightrl.trainers.health import BadSteps, UnhealthyRunError, batches_of, findings
 from lightrl.trainers.recorded_run import replay
 
 GOOD = {
