@@ -92,6 +92,7 @@ class Comm:
         self.rank, self.world = 0, 1
         self.is_distributed = False
         self.failure_of_others: Callable[[], str] | None = None  # what ended a world beside this one, if there is one
+        self.on_span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # surrounds each span()
 
     @property
     def is_main(self) -> bool:
@@ -105,7 +106,8 @@ class Comm:
         """The innermost phase that this rank is in."""
         return "start"
 
-    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Phase:
+    @contextmanager
+    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Iterator[Largest]:
         """Names what this rank is doing, so that a time-out or a failure elsewhere can say it.
 
         In a process of its own it does nothing: an error there needs no help to be seen.
@@ -118,7 +120,15 @@ class Comm:
                 breaks.
             late: an error of this kind comes after all collectives of the body, and is raised as with `local`.
         """
-        return nullcontext(Largest())
+        with self.span(name):
+            yield Largest()
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Surrounds what takes time under a name: the body of each phase, and what a trainer measures as time/NAME.
+
+        It is the one hook of a profiler, which sets `on_span`.
+        """
+        return self.on_span(name)
 
     def has_failed_elsewhere(self) -> bool:
         """Returns whether another rank has left with an error; no collective."""
@@ -246,14 +256,15 @@ class RankComm(Comm):
     def phase_name(self) -> str:
         return self._board.phase if self._board is not None else super().phase_name
 
-    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Phase:
-        if self._board is None:
-            return self._unwatched(local)
-        return self._watched(self._board, name, local, late)
+    def phase(  # type: ignore[override]
+        self, name: str, *, local: bool = False, late: type[Exception] | None = None
+    ) -> Phase:
+        return self._unwatched(name, local) if self._board is None else self._watched(self._board, name, local, late)
 
     @contextmanager
-    def _unwatched(self, local: bool) -> Iterator[Largest]:
-        yield (largest := Largest())
+    def _unwatched(self, name: str, local: bool) -> Iterator[Largest]:
+        with self.span(name):
+            yield (largest := Largest())
         if local and largest.number:
             largest.number = self.max_int(largest.number)
 
@@ -263,7 +274,8 @@ class RankComm(Comm):
         board.enter(name)
         error: Exception | None = None
         try:
-            yield (largest := Largest())
+            with self.span(name):
+                yield (largest := Largest())
         except Exception as raised:
             error = raised
         try:
@@ -401,8 +413,7 @@ class RankComm(Comm):
 def connect(device: torch.device, timeout: timedelta) -> Comm:
     """Joins the world that torchrun describes, uses an existing one again, or makes a world of one without either."""
     global _current
-    is_described = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
-    many = is_described or dist.is_initialized()
+    many = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1" or dist.is_initialized()
     _current = _connect_ranks(device, timeout) if many else Comm(device=device, timeout=timeout)
     return _current
 

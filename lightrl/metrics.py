@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,21 +96,21 @@ def _number(kind: str, value: float, count: float) -> float:
 
 
 class Stopwatch:
-    """Adds up the seconds of each phase of a step."""
+    """Adds up the seconds of each phase of a step; each is a span too."""
 
-    def __init__(self) -> None:
+    def __init__(self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.seconds: dict[str, float] = {}
+        self._span = span
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the body, the device's work included, to a phase."""
+        """Adds the seconds of the body, the device's work included, to a phase; those of one that fails are lost."""
         started = time.perf_counter()
-        try:
+        with self._span(name):
             yield
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> Mapping[str, float]:
         """Returns the seconds per phase and starts anew."""

@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +34,22 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert most.number == 2
     with pytest.raises(ZeroDivisionError), comm.phase("x", local=True):
         raise ZeroDivisionError
+
+
+def test_what_takes_time_under_a_name_is_told_to_a_profiler() -> None:
+    comm, spans = Comm(), []
+
+    @contextmanager
+    def listen(name: str) -> Iterator[None]:
+        spans.append(name)
+        yield
+        spans.append(f"after {name}")
+
+    comm.on_span = listen
+    with comm.phase("learn") as most, comm.span("time/update"):
+        spans.append("inside")
+    assert most.number == 0
+    assert spans == ["learn", "time/update", "inside", "after time/update", "after learn"]
 
 
 def test_variables_of_a_half_made_launch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

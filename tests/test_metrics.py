@@ -1,4 +1,6 @@
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -44,6 +46,20 @@ def test_a_stopwatch_adds_up_and_starts_anew() -> None:
             time.sleep(0.01)
     assert watch.take()["a"] >= 0.02
     assert watch.take() == {}
+
+
+def test_what_a_stopwatch_measures_is_a_span() -> None:
+    opened: list[str] = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        opened.append(name)
+        yield
+
+    watch = Stopwatch(span)
+    with watch.measure("time/learn"):
+        assert opened == ["time/learn"]
+    assert list(watch.take()) == ["time/learn"]
 
 
 def test_memory_in_use_is_that_of_this_process() -> None:

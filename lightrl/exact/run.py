@@ -35,7 +35,6 @@ class ExactTrainer(Trainer):
     """Goes in front of a trainer's class: nothing that it computes depends on how the run is spread."""
 
     made_by = "lightrl.exact.run:exact"
-    make_statistics = ExactStatistics
     collector: Any
     updates: Any
     token_advantages: Any = None  # of PPO

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightrl.config import RunConfig
 from lightrl.exact.serving import ExactServing
+from lightrl.exact.step_statistics import ExactStatistics
 from lightrl.exact.sums import GradientSum, from_units, sum_of_squares, to_units
 from lightrl.strategy.base import StrategyBase, TrainBatchResult, create_strategy, strategy_class
 from lightrl.strategy.fsdp import FSDPStrategy
@@ -35,7 +36,9 @@ def exact_strategy(config: RunConfig) -> StrategyBase:
     kind = strategy_class(config.strategy)
     front = ExactShards if issubclass(kind, FSDPStrategy) else ExactGradients
     made: type[StrategyBase] = type(f"Exact{kind.__name__}", (ExactServing, front, kind), {})
-    return create_strategy(config, made)
+    strategy = create_strategy(config, made)
+    strategy.statistics = ExactStatistics()
+    return strategy
 
 
 class ExactGradients(TorchStrategy):

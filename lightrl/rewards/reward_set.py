@@ -6,7 +6,7 @@ import ast
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,10 @@ class RewardSet:
         """Returns what run() does, from an event loop that goes on meanwhile if the reward is async or isolated."""
         return await self._runners[label].arun(samples, budget)
 
+    def hear(self, listener: Callable[[str, Sequence[Sample], Sequence[Outcome]], None]) -> None:
+        """Tells a function of what run() returns from now on: label, samples and outcomes."""
+        self._runners = {label: HeardRunner(one, partial(listener, label)) for label, one in self._runners.items()}
+
     @property
     def collective(self) -> str | None:
         """Label of a reward that all ranks score together, if there is one."""
@@ -146,6 +150,28 @@ class RewardSet:
         """Ends worker processes."""
         for runner in self._runners.values():
             runner.close()
+
+
+class HeardRunner(RewardRunner):
+    """Tells a listener of what another runner's run() returns."""
+
+    def __init__(self, runner: RewardRunner, listener: Callable[[Sequence[Sample], Sequence[Outcome]], None]) -> None:
+        super().__init__(runner.reward, runner.kind, runner.limits, runner.name)
+        self._runner, self._listener = runner, listener
+
+    def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns the runner's outcomes, of which the listener hears first."""
+        outcomes = self._runner.run(samples, budget)
+        self._listener(samples, outcomes)
+        return outcomes
+
+    async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
+        """Returns the runner's outcomes."""
+        return await self._runner.arun(samples, budget)
+
+    def close(self) -> None:
+        """Ends the runner."""
+        self._runner.close()
 
 
 def is_collective(reward: Any) -> bool:

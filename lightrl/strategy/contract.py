@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightrl import comm as comm_module
+import lightrl.comm as comm_module
 from lightrl.engines.base import InferenceEngine, check_engine_name
 from lightrl.seeding import mix_seed
 from lightrl.strategy import foreign_data

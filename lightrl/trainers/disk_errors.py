@@ -134,17 +134,22 @@ class ForgivingLog:
         self._try(self._log.close, "TensorBoard lacks its last lines")
 
     def _try(self, act: Callable[[], None], loss: str) -> None:
-        folder = self._trainer.folder
-        try:
-            act()
-        except OSError as error:
-            found = find_disk_error(error, folder.root)
-            if found is None:
-                raise
-            _warn(self._trainer.strategy.comm, found, loss)
-            if not folder.root.exists():
-                own(folder.root)
-                folder.open(self._trainer.config, 0)
+        forgive(self._trainer, act, loss)
+
+
+def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None:
+    """Calls a function that writes to a run's folder, or warns of what is lost. A folder that was removed is made."""
+    folder = trainer.folder
+    try:
+        act()
+    except OSError as error:
+        found = find_disk_error(error, folder.root)
+        if found is None:
+            raise
+        _warn(trainer.strategy.comm, found, loss)
+        if not folder.root.exists():
+            own(folder.root)
+            folder.open(trainer.config, 0)
 
 
 def _warn(comm: Comm, error: OSError | None, loss: str) -> None:

@@ -1,7 +1,6 @@
 """Writes the model for its users while a run goes on (--export.every), with a model card, and uploads it (--hub.push).
 
-Writes the averaged weights beside it at the end (--ema_decay). Nothing of it is entered by a run without these options:
-export() and export_average() put themselves around the methods of one trainer.
+Writes the averaged weights beside it at the end (--ema_decay). Nothing of it is entered by a run without these options.
 """
 
 from __future__ import annotations
@@ -12,62 +11,61 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.trainers.model_card import write_card
+from lightrl.trainers.observer import Observer
 
 
-def export(trainer: Any) -> None:
-    """Exports the trainer's models from now on; every rank calls it."""
-    config, comm, root = trainer.config, trainer.strategy.comm, trainer.folder.root
-    with comm.phase("hub", local=True):
-        upload = _uploader(config) if config.hub.push and comm.is_main else None
-    step, save_models = trainer.step, trainer.save_models
+class Export(Observer):
+    """Exports a trainer's models during the run, and puts a model card into each folder of them."""
 
-    def save(folder: Path, number: int) -> None:
-        save_models(folder)
-        with comm.phase("model card", local=True):
-            if comm.is_main:
-                write_card(folder, root, config, step=number)
+    def __init__(self, trainer: Any) -> None:
+        """Every rank calls it."""
+        self._trainer, self._config, self._comm = trainer, trainer.config, trainer.strategy.comm
+        with self._comm.phase("hub", local=True):
+            self._upload = _uploader(self._config) if self._config.hub.push and self._comm.is_main else None
 
-    def export_step(number: int) -> None:
-        target = root / "exports" / f"step-{number}"
+    def after_step(self, step: int) -> None:
+        """Exports the models if it is time; the end of the run exports the final ones."""
+        every = self._config.export.every
+        if every and step % every == 0 and step < self._config.max_steps:
+            with self._trainer.watch.measure("time/export"):
+                self._export(step)
+
+    def _export(self, step: int) -> None:
+        target = self._trainer.folder.root / "exports" / f"step-{step}"
         partial = target.with_name(f".{target.name}")
-        with comm.phase("export", local=True):
-            if comm.is_main:
+        with self._comm.phase("export", local=True):
+            if self._comm.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
-        save(partial, number)
-        with comm.phase("export", local=True):
-            if comm.is_main:
+        self._trainer.export(partial)
+        with self._comm.phase("export", local=True):
+            if self._comm.is_main:
                 shutil.rmtree(target, ignore_errors=True)  # there if the run goes on from a step before it
                 partial.rename(target)
-        if upload is not None:
-            upload(target, f"step {number}")
+        if self._upload is not None:
+            self._upload(target, f"step {step}")
 
-    def observed_step() -> Any:
-        report = step()
-        number = trainer.step_index + 1
-        if config.export.every and number % config.export.every == 0 and number < config.max_steps:
-            with trainer.watch.measure("time/export"):
-                export_step(number)
-        return report
-
-    def save_and_upload(folder: Path) -> None:
-        save(folder, trainer.step_index)
-        if upload is not None and folder == trainer.folder.final:
-            upload(folder, f"the model after {trainer.step_index} steps")
-
-    trainer.step, trainer.save_models = observed_step, save_and_upload
+    def after_export(self, folder: Path) -> None:
+        """Writes the model card, and uploads the final model."""
+        step = self._trainer.step_index
+        with self._comm.phase("model card", local=True):
+            if self._comm.is_main:
+                write_card(folder, self._trainer.folder.root, self._config, step=step)
+        if self._upload is not None and folder == self._trainer.folder.final:
+            self._upload(folder, f"the model after {step} steps")
 
 
-def export_average(trainer: Any) -> None:
-    """Has the trainer write its averaged weights after the final model; every rank calls it."""
-    save_models = trainer.save_models
+class AverageExport(Observer):
+    """Writes a trainer's averaged weights after the final model."""
 
-    def save_both(folder: Path) -> None:
-        save_models(folder)
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def after_export(self, folder: Path) -> None:
+        """Exports the models once more, with their averaged weights."""
+        trainer = self._trainer
         if folder == trainer.folder.final:
             with trainer.strategy.averaged_weights(trainer.model):
-                save_models(trainer.folder.final_ema)
-
-    trainer.save_models = save_both
+                trainer.export(trainer.folder.final_ema)
 
 
 def _uploader(config: Any) -> Callable[[Path, str], None]:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Protocol
 
 import torch
 from rich.console import Console
@@ -24,40 +25,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from torch import nn
 
-from lightrl.comm import MISTAKES, RankError
-from lightrl.config import LateMistakeError, RolloutConfig, RunConfig, print_user_error
+from lightrl.config import RunConfig
 from lightrl.imports import load_object
-from lightrl.last_error import leave_error
-from lightrl.metrics import Statistics, Stopwatch, memory_in_use
+from lightrl.metrics import Stopwatch, memory_in_use
 from lightrl.records import Experience
-from lightrl.rewards.own_frames import explain
-from lightrl.rewards.scoring import RewardError
 from lightrl.strategy import StrategyBase
-from lightrl.trainers.disk_errors import Log, describe_disk_error, find_disk_error, forgive_disk_errors
+from lightrl.trainers.disk_errors import Log, forgive_disk_errors
 from lightrl.trainers.health import BadSteps, findings
 from lightrl.trainers.lifetime import (
     StoppedBySignal,
-    end_process,
+    end_failed,
     end_with_torchrun,
     ended_by_signals,
-    how_to_go_on,
     is_under_torchrun,
-    let_first_rank_tidy_up,
-    tell,
 )
 from lightrl.trainers.run import RunContext, TrainerConfig, open_run
-from lightrl.trainers.run_folder import disown, remove_empty_runs
+from lightrl.trainers.run_folder import disown
 
 _COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
 _LINES_PER_RUN = 20  # printed by a run without a terminal
-_OBSERVERS = {  # functions of the trainer that look on while it trains, by the options that ask for them
-    "profile": "lightrl.trainers.profiling:profile",
-    "export.every": "lightrl.trainers.export:export",
-    "hub.push": "lightrl.trainers.export:export",
-    "log.tokens": "lightrl.trainers.token_log:log_tokens",
-    "health.max_bad_steps": "lightrl.trainers.health:keep_batches",
-    "log.to": "lightrl.trainers.loggers.attach:attach",
-    "ema_decay": "lightrl.trainers.export:export_average",  # last, so that the others see it export
+_OBSERVERS = {  # what makes an observer of a trainer, by the options that ask for it
+    "profile": "lightrl.trainers.profiling:Profile",
+    "export.every": "lightrl.trainers.export:Export",
+    "hub.push": "lightrl.trainers.export:Export",
+    "log.tokens": "lightrl.trainers.token_log:token_log",
+    "health.max_bad_steps": "lightrl.trainers.health:bad_steps",
+    "log.to": "lightrl.trainers.loggers.attach:Loggers",
+    "ema_decay": "lightrl.trainers.export:AverageExport",  # last, so that the others see it export
 }
 _SHARING = "lightrl.sharing.run:sharing"  # goes behind one of _PARTS
 _PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
@@ -70,6 +64,9 @@ _PARTS = {  # what changes the class of a trainer, by the option that asks for i
     "rollout.max_staleness": "lightrl.trainers.scheduled:scheduled",
     "rollout.filter": "lightrl.trainers.scheduled:scheduled",
 }
+
+
+Act = Callable[[Any], object]  # something to do with what a program has built
 
 
 class Stateful(Protocol):
@@ -111,7 +108,6 @@ class Trainer(ABC):
     # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
     made_by: ClassVar[str | None] = ""
     sharing: ClassVar[tuple[str | bool, ...]] = ("auto", False)  # values of --share_prompts that the class can obey
-    make_statistics: ClassVar[type[Statistics]] = Statistics
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
@@ -121,10 +117,9 @@ class Trainer(ABC):
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
-        self.statistics = self.make_statistics()
-        self.statistics.merge(self.strategy.statistics.take())  # what strategy.stats recorded before the first step
-        self.strategy.statistics = self.statistics
-        self.watch = Stopwatch()
+        self.statistics = self.strategy.statistics  # with what strategy.stats has recorded before the first step
+        self.watch = Stopwatch(self.strategy.comm.span)
+        self.observers = self.run.observers  # told of the moments of fit(), and those of their options
         self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint
 
@@ -136,8 +131,14 @@ class Trainer(ABC):
     def evaluate(self) -> dict[str, float]:
         """Metrics over all ranks, without any change to the training. Empty if there is no evaluation data."""
 
+    def export(self, folder: Path) -> None:
+        """Writes the models for their users, and tells the observers; every rank calls it."""
+        self.save_models(folder)
+        for observer in self.observers:
+            observer.after_export(folder)
+
     def save_models(self, folder: Path) -> None:
-        """Writes the models for their users; every rank calls it."""
+        """Writes the models into a folder, for export(); every rank calls it."""
         self.strategy.save_pretrained(self.model, folder)
         if self.strategy.comm.is_main:
             saved = self.run.tokenizer if self.run.media is None else self.run.media.processor
@@ -148,7 +149,9 @@ class Trainer(ABC):
         return fit(self)
 
     def close(self) -> None:
-        """Ends the engine, leaves the process group, and gives the run's folder back."""
+        """Ends the observers and the engine, leaves the process group, and gives the run's folder back."""
+        for observer in self.observers:
+            observer.close()
         self.strategy.close()
         disown(self.folder.root)
 
@@ -218,8 +221,8 @@ def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) ->
     return trainer
 
 
-def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
-    """Builds a trainer, or a server of samples, of the config, and runs it to its end."""
+def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = methodcaller("fit")) -> None:
+    """Builds a trainer, or a server of samples, of the config, and acts with it: by default it runs to its end."""
     if not torch.cuda.is_available():
         # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -229,26 +232,25 @@ def run_program(build: Callable[[Any], Any], config: RunConfig) -> None:
     trainer: Trainer | None = None
     try:
         trainer = build(config)
-        trainer.fit()
+        act(trainer)
         trainer.close()
     except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
-        _end(error, trainer)
+        end_failed(error, trainer)
 
 
 def _part_of(config: RunConfig) -> str:
     """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
-    parts = _PARTS.items() if isinstance(config, RolloutConfig) else ()
-    return next((part for option, part in parts if _is_on(option, config)), "")
+    return next((part for option, part in _PARTS.items() if _is_on(option, config)), "")
 
 
 def observers(config: RunConfig) -> tuple[str, ...]:
-    """Returns the import paths of what looks on while the trainer trains; none by default."""
+    """Returns the import paths of what makes the observers that the options ask for; none by default."""
     return tuple(dict.fromkeys(part for option, part in _OBSERVERS.items() if _is_on(option, config)))
 
 
 def _is_on(option: str, config: RunConfig) -> bool:
     section, _, name = option.rpartition(".")
-    return bool(getattr(getattr(config, section) if section else config, name, False))
+    return bool(getattr(getattr(config, section, None) if section else config, name, False))
 
 
 def _unheard_options(trainer: Trainer) -> ValueError:
@@ -261,39 +263,6 @@ def _unheard_options(trainer: Trainer) -> ValueError:
     )
 
 
-def _end(error: BaseException, trainer: Trainer | None) -> NoReturn:
-    if trainer is None or isinstance(error, LateMistakeError):
-        _end_if_mistaken(error)
-    if isinstance(error, StoppedBySignal) and trainer is not None:
-        trainer.close()
-        end_process(int(error.code or 0))
-    if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
-        end_process(130)
-    disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
-    if disk_error is not None:
-        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
-    elif isinstance(error, RankError):
-        tell(error)
-    elif isinstance(error, RewardError):
-        sys.stderr.write(f"{explain(error)}\n")
-        leave_error(explain(error))
-    else:
-        traceback.print_exception(error)
-        leave_error("".join(traceback.format_exception(error)))
-    end_process(1)
-
-
-def _end_if_mistaken(error: BaseException) -> None:
-    """Ends with code 2 for a mistake in the options, the data or the folder: it shows before a trainer is built."""
-    mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
-    if isinstance(mistake, MISTAKES):
-        remove_empty_runs()
-        print_user_error(mistake)
-        let_first_rank_tidy_up()
-        end_process(2)
-
-
 # ---- The loop --------------------------------------------------------------------------------------------------------
 
 
@@ -303,8 +272,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
     with comm.phase("set-up", local=True):
         if comm.is_main:
             folder.open(config, trainer.step_index)
-    for part in observers(config):
-        load_object(part, builtin={}, what="function", example="profile")(trainer)
+    trainer.observers += [resolve_name(part)(trainer) for part in observers(config)]
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     log: Log = RunLog(trainer)
     if config.checkpoint.on_disk_error == "continue":
@@ -317,19 +285,19 @@ def fit(trainer: Trainer) -> dict[str, float]:
             console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint}")
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
-            log.write(metrics)
+            _log(trainer, log, metrics)
         while goes_on():
             metrics = _one_step(trainer, log)
             console.step_done(trainer.step_index, metrics)
             if _is_due(trainer, config.eval.every):
                 metrics |= _evaluate(trainer, console)
-            log.write(metrics)
+            _log(trainer, log, metrics)
             if findings(metrics, config.health) or config.health.max_bad_steps:
                 trainer.bad_steps.see(metrics)
             if _is_due(trainer, config.checkpoint.every):
                 trainer.save()
     trainer.strategy.saver.finish()
-    trainer.save_models(folder.final)
+    trainer.export(folder.final)
     if comm.is_main:
         console.final_table(folder.metrics())
         console.say(f"model: {folder.final}")
@@ -338,15 +306,24 @@ def fit(trainer: Trainer) -> dict[str, float]:
 
 def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
     started = time.perf_counter()
-    report = trainer.step()
-    if trainer.config.optim.schedule_unit == "rl_step":
-        trainer.strategy.trained.step_schedules()
+    with ExitStack() as around:
+        for observer in reversed(trainer.observers):  # what follows a step comes in the order of the observers
+            around.enter_context(observer.around_step(trainer.step_index + 1))
+        report = trainer.step()
+        if trainer.config.optim.schedule_unit == "rl_step":
+            trainer.strategy.trained.step_schedules()
+        trainer.step_index += 1
     seconds = time.perf_counter() - started
-    trainer.step_index += 1
     log.write_samples(report.experience)
     counted = sum(report.metrics.get(f"tokens/{part}", 0.0) for part in _COUNTED)
     times = {**trainer.watch.take(), "time/step": seconds, "tokens/per_second": counted / seconds}
     return report.metrics | times | memory_in_use()
+
+
+def _log(trainer: Trainer, log: Log, metrics: dict[str, float]) -> None:
+    log.write(metrics)
+    for observer in trainer.observers if metrics else ():
+        observer.after_metrics(trainer.step_index, metrics)
 
 
 def _evaluate(trainer: Trainer, console: RunConsole) -> dict[str, float]:
@@ -392,8 +369,12 @@ class RunLog:
             return
         gathered = self._comm.all_gather_object(list(experience[: self._num_samples]))
         if self._comm.is_main:
-            everything = sorted((item for part in gathered for item in part), key=lambda item: item.key)
-            self._trainer.folder.append_samples(self._trainer.step_index, everything[: self._num_samples])
+            first = sorted(chain.from_iterable(gathered), key=lambda item: item.key)[: self._num_samples]
+            self._trainer.folder.append_samples(self._trainer.step_index, first, self._columns)
+
+    def _columns(self, item: Experience) -> dict[str, Any]:
+        """Returns what the observers add to the line of a sample."""
+        return {name: value for one in self._trainer.observers for name, value in one.sample_columns(item).items()}
 
     def close(self) -> None:
         """Flushes what TensorBoard has not written yet."""

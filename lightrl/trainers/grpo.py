@@ -21,7 +21,7 @@ from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
-from lightrl.trainers.greedy_baseline import GreedyBaseline, baselines_of
+from lightrl.trainers.greedy_baseline import baselines_of, with_baselines
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
     Batch,
@@ -74,13 +74,11 @@ class GRPOTrainer(Trainer):
         trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
         self.model = self.policy = trained.model
         self.optimizer = trained.optimizer
-        self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
+        self.reference = prepare_reference(self.run, self.policy) if config.algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
         self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
         if config.dynamic_sampling.enabled:
             self.draw = self._draw_until_full()
-        if self.objective.needs_greedy_baseline:
-            GreedyBaseline(self).attach()
         self.resume()
         self.collector = start_engine(self.run, self.policy, self.rewards)
 
@@ -95,11 +93,18 @@ class GRPOTrainer(Trainer):
 
     def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
         """Samples and scores groups of the next count prompts, which have the positions from first on in the step."""
-        prompts = self.prompts.draw(count, first)
+        return self.make_groups(self.prompts.draw(count, first))
+
+    def make_groups(self, prompts: Prompts) -> list[ScoredGroup]:
+        """Returns a scored group for each of this rank's prompts; a subclass may make them in another way."""
+        if self.objective.needs_greedy_baseline:
+            return with_baselines(self, prompts)
         return self.score(self.sample(prompts))
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        for observer in self.observers:
+            observer.after_rollouts(groups)
         experience = self.compute_advantages(groups)
         with self.timed("learn", "learn"):
             batch = self.pack(experience)
@@ -151,19 +156,13 @@ class GRPOTrainer(Trainer):
 
     def train(self, batch: Batch) -> None:
         """Takes one optimizer step per update and epoch."""
-        # Until the first update the policy is still the one that the engine sampled from.
-        first_loss = None if self._needs_scores else self.first_loss
         updates = self.updates.packed(batch, needs_old_logprobs=self._needs_scores)
-        self.updates.train(self.policy, updates, self.loss, self.objective.weight, first_loss=first_loss)
+        is_sampler = not self._needs_scores  # else its scores were compared with the engine's before
+        self.updates.train(self.policy, updates, self.loss, self.objective.weight, is_sampler=is_sampler)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch."""
         return self.objective.loss(scores, batch, self.statistics)
-
-    def first_loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        """The loss, with a comparison of the engine's logprobs and the trainer's."""
-        self.updates.measure_mismatch(scores.logprobs, batch)
-        return self.loss(scores, batch)
 
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
         """Reduces the statistics of the step over all ranks."""
@@ -182,11 +181,6 @@ class GRPOTrainer(Trainer):
         super().close()
 
     # ---- Options: each is entered only if asked for ------------------------------------------------------------
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares the policy with the starting model."""
-        return self.config.algorithm.kl_coef != 0
 
     @property
     def _needs_scores(self) -> bool:

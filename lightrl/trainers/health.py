@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from lightrl.comm import RankError
 from lightrl.records import ScoredGroup
 from lightrl.rollout.record import write_groups
+from lightrl.trainers.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def _without_reward(failures: float) -> str:
 # ---- Reactions -------------------------------------------------------------------------------------------------------
 
 
-class BadSteps:
+class BadSteps(Observer):
     """Warns of what is bad about the steps of a run, of each kind when it begins, and stops the run."""
 
     def __init__(self, trainer: Any) -> None:
@@ -133,7 +134,7 @@ class BadSteps:
         self._trainer = trainer
         self._found: Mapping[str, str] = {}  # in the last step
         self._last_seen: dict[str, int] = {}  # step of each kind
-        self._groups: Sequence[ScoredGroup] = ()  # of the last step, if the run may stop
+        self._groups: Sequence[ScoredGroup] | None = None  # of the last step, if it was told of them
 
     def see(self, metrics: Mapping[str, float]) -> None:
         """Looks at a finished step; raises UnhealthyRunError on every rank after the last bad one that is allowed."""
@@ -157,20 +158,14 @@ class BadSteps:
         if self._trainer.strategy.comm.any(self.count >= allowed):
             self._stop()
 
-    def keep_batches(self) -> None:
-        """Keeps the groups that the trainer learns from, for the last batch of a run that stops."""
-        learn_from = self._trainer.learn_from
-
-        def keep_and_learn_from(groups: Sequence[ScoredGroup]) -> Any:
-            self._groups = groups
-            return learn_from(groups)
-
-        self._trainer.learn_from = keep_and_learn_from
+    def after_rollouts(self, groups: Sequence[ScoredGroup]) -> None:
+        """Keeps the groups that the trainer learns from: they may be the last batch of a run that stops."""
+        self._groups = groups
 
     def _stop(self) -> NoReturn:
         comm, root, step = self._trainer.strategy.comm, self._trainer.folder.root, self._trainer.step_index
         replay = ""
-        if hasattr(self._trainer, "learn_from"):
+        if self._groups is not None:
             with comm.phase("writing the batch", local=True):
                 write_groups(batches_of(root), step - 1, self._groups, rank=comm.rank, world=comm.world)
             replay = f" Its batch is in {batches_of(root)}: `lightrl replay {root} --step {step}` repeats it."
@@ -188,7 +183,7 @@ def batches_of(run: Path) -> Path:
     return run / "bad_batches"
 
 
-def keep_batches(trainer: Any) -> None:
-    """Has the trainer keep each batch, so that one after which the run stops can be written."""
-    if hasattr(trainer, "learn_from"):
-        trainer.bad_steps.keep_batches()
+def bad_steps(trainer: Any) -> BadSteps:
+    """Returns what counts the bad steps of a trainer, as the observer that keeps the last batch."""
+    made: BadSteps = trainer.bad_steps
+    return made

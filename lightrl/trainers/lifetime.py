@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,11 +20,15 @@ from typing import Any, NoReturn, Protocol
 
 from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.comm import RankError
+from lightrl.comm import MISTAKES, RankError
+from lightrl.config import LateMistakeError, print_user_error
 from lightrl.last_error import leave_error
 from lightrl.process_group import rank_name
+from lightrl.rewards.own_frames import explain
+from lightrl.rewards.scoring import RewardError
 from lightrl.strategy import StrategyBase
-from lightrl.trainers.run_folder import RunFolder
+from lightrl.trainers.disk_errors import describe_disk_error, find_disk_error
+from lightrl.trainers.run_folder import RunFolder, remove_empty_runs
 
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -116,6 +121,49 @@ def how_to_go_on(run: StoppableRun | None) -> str:
         reason = ", since --checkpoint.every is 0" if not run.config.checkpoint.every else ""
         return f"there is no checkpoint{reason}: the same command starts from the beginning"
     return f"the same command with --output_dir {run.folder.root} continues from {newest.name}"
+
+
+# ---- After an error --------------------------------------------------------------------------------------------------
+
+
+class ClosableRun(StoppableRun, Protocol):
+    """What the end of a program needs of a trainer."""
+
+    def close(self) -> None: ...
+
+
+def end_failed(error: BaseException, trainer: ClosableRun | None) -> NoReturn:
+    """Ends the process of a program after an error, a signal or Ctrl-C; trainer: None if none was built yet."""
+    if trainer is None or isinstance(error, LateMistakeError):
+        _end_if_mistaken(error)
+    if isinstance(error, StoppedBySignal) and trainer is not None:
+        trainer.close()
+        end_process(int(error.code or 0))
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
+        end_process(130)
+    disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
+    if disk_error is not None:
+        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
+    elif isinstance(error, RankError):
+        tell(error)
+    elif isinstance(error, RewardError):
+        sys.stderr.write(f"{explain(error)}\n")
+        leave_error(explain(error))
+    else:
+        traceback.print_exception(error)
+        leave_error("".join(traceback.format_exception(error)))
+    end_process(1)
+
+
+def _end_if_mistaken(error: BaseException) -> None:
+    """Ends with code 2 for a mistake in the options, the data or the folder: it shows before a trainer is built."""
+    mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
+    if isinstance(mistake, MISTAKES):
+        remove_empty_runs()
+        print_user_error(mistake)
+        let_first_rank_tidy_up()
+        end_process(2)
 
 
 # ---- The watch -------------------------------------------------------------------------------------------------------

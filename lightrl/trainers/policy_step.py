@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +40,8 @@ from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import describe_staleness, older_samples
 
 _MINIBATCH_STREAM = 3
+
+Loss = Callable[[Any, PackedBatch], Tensor]  # from a model's output for a micro-batch
 
 _Item = TypeVar("_Item", bound=Packable)
 
@@ -166,6 +169,7 @@ class PolicyUpdates:
         self._strategy = run.strategy
         self._encoder = run.encoder
         self._statistics = statistics
+        self._observers = run.observers
         self.stale: Set[Key] = frozenset()  # samples of the step that older weights made
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
@@ -232,10 +236,10 @@ class PolicyUpdates:
         self,
         model: nn.Module,
         updates: list[list[PackedBatch]],
-        loss: Callable[[Any, PackedBatch], Tensor],
+        loss: Loss,
         weight: Callable[[PackedBatch], float | Tensor],
         *,
-        first_loss: Callable[[Any, PackedBatch], Tensor] | None = None,
+        is_sampler: bool = False,
         prefix: str = "",
     ) -> None:
         """Takes one optimizer step per update.
@@ -245,15 +249,22 @@ class PolicyUpdates:
             updates: The micro-batches of each update of every epoch; one without a token to train changes nothing.
             loss: The mean loss of a micro-batch, from the model's output.
             weight: The number of terms that the loss is a mean over.
-            first_loss: The loss of the first update, while the model still is the one that sampled; None: as any other.
+            is_sampler: Whether the model is still the one that sampled: its first update measures the mismatch.
             prefix: Goes before the names of the metrics.
         """
-        loss_fn = first_loss or loss
         for update in updates:
             batches = [batch.to(self._strategy.device) for batch in update]
-            result = self._strategy.train_batch(batches, loss_fn, weight, model=model)
-            loss_fn = loss_fn if result.skipped else loss
+            result = self._strategy.train_batch(batches, partial(self._seen, loss, is_sampler), weight, model=model)
+            is_sampler = is_sampler and result.skipped
             describe_update(result, self._statistics, prefix)
+
+    def _seen(self, loss: Loss, is_sampler: bool, scores: Any, batch: PackedBatch) -> Tensor:
+        """Returns the loss of scores that the observers hear of before."""
+        if is_sampler:
+            self.measure_mismatch(scores.logprobs, batch)
+        for observer in self._observers:
+            observer.after_forward(scores, batch)
+        return loss(scores, batch)
 
     def scores(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
         """Runs the model on all samples, without gradients: pairs of a micro-batch and the model's output."""

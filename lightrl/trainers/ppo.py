@@ -101,13 +101,19 @@ class PPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         """Samples and scores groups, learns from them, syncs the engine, reports."""
-        groups = self.score(self.sample(self.prompts.draw(self.config.num_prompts)))
+        groups = self.make_groups(self.prompts.draw(self.config.num_prompts))
         experience = self.learn_from(groups)
         sync_engine(self)
         return self.report(experience)
 
+    def make_groups(self, prompts: Prompts) -> list[ScoredGroup]:
+        """Returns a scored group for each of this rank's prompts; a subclass may make them in another way."""
+        return self.score(self.sample(prompts))
+
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        for observer in self.observers:
+            observer.after_rollouts(groups)
         with self.timed("learn", "learn"):
             batch = self.pack(groups)
             batch = self.compute_old_logprobs(batch)
@@ -194,20 +200,15 @@ class PPOTrainer(Trainer):
             self._train_policy(updates)
 
     def _train_policy(self, updates: list[list[PackedBatch]]) -> None:
-        # Until the first update the policy is still the one that the engine sampled from.
-        first_loss = None if self.critic is None or self._needs_scores else self.first_loss
+        # If not, its scores were compared with the engine's before.
+        is_sampler = self.critic is not None and not self._needs_scores
         with self._waiting(self.critic_optimizer):
-            self.updates.train(self.policy, updates, self.loss, self.objective.weight, first_loss=first_loss)
+            self.updates.train(self.policy, updates, self.loss, self.objective.weight, is_sampler=is_sampler)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
         """The mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
         loss = self.objective.loss(scores, batch, self.statistics)
         return loss + self.value_loss(scores, batch) if isinstance(scores, ScoresAndValues) else loss
-
-    def first_loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        """The loss, with a comparison of the engine's logprobs and the trainer's."""
-        self.updates.measure_mismatch(scores.logprobs, batch)
-        return self.loss(scores, batch)
 
     def value_loss(self, scores: StateValues | ScoresAndValues, batch: PackedBatch) -> Tensor:
         """The mean loss of the critic's values over a micro-batch."""

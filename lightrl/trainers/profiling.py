@@ -1,6 +1,6 @@
 """Records where the time of a run goes (--profile): phases of every rank, traces of torch, memory of the GPU.
 
-Nothing of it is entered by a run without the option: profile() puts itself around the methods of one trainer.
+Nothing of it is entered by a run without the option.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,55 +16,42 @@ from typing import Any
 import torch
 
 from lightrl.config.profile_option import profiled_steps
+from lightrl.trainers.observer import Observer
 
 Event = dict[str, Any]  # of the Trace Event Format, which Chrome and Perfetto read
 
 _MEMORY_EVENTS = 200_000  # allocations that a snapshot remembers
 
 
-def profile(trainer: Any) -> None:
-    """Records the phases of the trainer from now on, and its chosen steps by torch; every rank calls it."""
-    comm, folder = trainer.strategy.comm, trainer.folder.root / "profile"
-    steps = profiled_steps(trainer.config.profile)
-    with comm.phase("set-up", local=True):
-        folder.mkdir(parents=True, exist_ok=True)
-    timeline = Timeline(comm.rank)
-    traced = TracedSteps(range(steps.start, min(steps.stop, trainer.config.max_steps + 1)), folder, comm.rank)
-    trainer.watch.measure = _spanned(trainer.watch.measure, timeline, "time")
-    comm.phase = _spanned(comm.phase, timeline, "phase")
+class Profile(Observer):
+    """Records the phases of a trainer, and its chosen steps by torch."""
 
-    def write() -> None:
-        gathered = comm.all_gather_object(timeline.take())
-        if comm.is_main:
-            append_events(folder / "timeline.json", [event for part in gathered for event in part])
-
-    step, save_models = trainer.step, trainer.save_models
-
-    def observed_step() -> Any:
-        number = trainer.step_index + 1
-        with traced.step(number), timeline.span(f"step {number}", "step"):
-            report = step()
-        write()
-        return report
-
-    def observed_save(folder: Path) -> None:
-        save_models(folder)
-        write()
-
-    trainer.step, trainer.save_models = observed_step, observed_save
-
-
-def _spanned(
-    measure: Callable[..., AbstractContextManager[Any]], timeline: Timeline, category: str
-) -> Callable[..., AbstractContextManager[Any]]:
-    """Returns a context manager that also records its body as a span of the name that it is given."""
+    def __init__(self, trainer: Any) -> None:
+        """Every rank calls it."""
+        self._comm, self._folder = trainer.strategy.comm, trainer.folder.root / "profile"
+        steps = profiled_steps(trainer.config.profile)
+        with self._comm.phase("set-up", local=True):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._timeline = Timeline(self._comm.rank)
+        within = range(steps.start, min(steps.stop, trainer.config.max_steps + 1))
+        self._traced = TracedSteps(within, self._folder, self._comm.rank)
+        self._comm.on_span = self._timeline.named
 
     @contextmanager
-    def spanned(name: str, **options: Any) -> Iterator[Any]:
-        with measure(name, **options) as measured, timeline.span(name.removeprefix("time/"), category):
-            yield measured
+    def around_step(self, step: int) -> Iterator[None]:
+        """Records the step as a span, and by torch if it is chosen."""
+        with self._traced.step(step), self._timeline.span(f"step {step}", "step"):
+            yield
+        self._write()
 
-    return spanned
+    def after_export(self, folder: Path) -> None:
+        """Writes the spans since the last step."""
+        self._write()
+
+    def _write(self) -> None:
+        gathered = self._comm.all_gather_object(self._timeline.take())
+        if self._comm.is_main:
+            append_events(self._folder / "timeline.json", [event for part in gathered for event in part])
 
 
 # ---- Phases ----------------------------------------------------------------------------------------------------------
@@ -81,6 +68,10 @@ class Timeline:
             {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
             {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
         ]
+
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """Returns a span of the name that Comm.span() gives: what a trainer measures begins with time/."""
+        return self.span(name.removeprefix("time/"), "time" if name.startswith("time/") else "phase")
 
     @contextmanager
     def span(self, name: str, category: str) -> Iterator[None]:

@@ -45,19 +45,16 @@ def repeat_step(
     whole = [] if "tokens/computed_share" in wanted or not wanted else ["--share_prompts", "False"]
     different: list[str] = []
 
-    def build_repeating(config: RolloutConfig) -> Any:
-        trainer: Any = build(config)
-        trainer.fit = partial(_repeat, trainer, run, step, wanted, different, is_debugged)
-        return trainer
+    def repeat(trainer: Trainer) -> None:
+        different.extend(_repeat(trainer, run, step, wanted, is_debugged=is_debugged))
 
     with tempfile.TemporaryDirectory(prefix="lightrl-step-") as folder:
-        run_program(build_repeating, read_options(["--output_dir", str(Path(folder) / "run"), *resumed, *whole]))
+        options = read_options(["--output_dir", str(Path(folder) / "run"), *resumed, *whole])
+        run_program(build, options, act=repeat)
     return int(bool(different))
 
 
-def _repeat(
-    trainer: Any, run: Path, step: int, wanted: Mapping[str, Any], different: list[str], is_debugged: bool
-) -> None:
+def _repeat(trainer: Trainer, run: Path, step: int, wanted: Mapping[str, Any], *, is_debugged: bool) -> list[str]:
     _say(trainer, f"step {step} of {run}, from {trainer.run.checkpoint or 'the start'}")
     while trainer.step_index < step - 1:
         _one_step(trainer, trainer.step)
@@ -66,7 +63,7 @@ def _repeat(
     record = batches_of(run)
     has_batch = step_folder(record, step - 1).is_dir()
     report = _one_step(trainer, partial(_learn_again, trainer, record) if has_batch else trainer.step)
-    different += differences(wanted, report.metrics)
+    different = differences(wanted, report.metrics)
     if not wanted:
         _say(trainer, f"{run} has no metrics of step {step} to compare with")
     elif different:
@@ -75,6 +72,7 @@ def _repeat(
         _say(
             trainer, f"step {step} was repeated to the bit: {len(_compared(wanted, report.metrics))} metrics are equal"
         )
+    return different
 
 
 def _learn_again(trainer: Any, record: Path) -> StepReport:

@@ -34,6 +34,7 @@ from lightrl.models.score_check import check_scores
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
+from lightrl.trainers.observer import Observer
 from lightrl.trainers.run_folder import RunFolder, open_folder
 from lightrl.trainers.sound_checkpoint import newest_sound
 
@@ -57,6 +58,7 @@ class RunContext:
     eval_records: Sequence[Any]
     workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
     longest: list[int] = field(default_factory=list)  # tokens of the longest sequence of each data set read so far
+    observers: list[Observer] = field(default_factory=list)  # of the trainer
 
 
 def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None = None) -> RunContext:
@@ -115,10 +117,8 @@ def _find_model(model: str, strategy: StrategyBase) -> str:
     """Returns the path or name to load. Rank 0 makes the built-in model while the others wait."""
     if model != BUILTIN_MODEL:
         return _checked_model(model, strategy)
-    path = ""
     with strategy.comm.phase("building the built-in model", local=True):
-        if strategy.comm.is_main:
-            path = str(made_model() or builtin_model_path(on_progress=strategy.print))
+        path = str(made_model() or builtin_model_path(on_progress=strategy.print)) if strategy.comm.is_main else ""
     return strategy.comm.broadcast_object(path)
 
 

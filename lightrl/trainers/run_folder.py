@@ -16,7 +16,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +37,8 @@ _INPUTS_NAME = "inputs.json"
 _WHOLE = 64 << 20  # bytes of a file that is read wholly; of a larger one as much, in blocks from all over it
 _BLOCKS = 64
 _OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, also inside name=[module:one, module:two]
+
+_Columns = Callable[[Experience], Mapping[str, Any]]
 
 _new_paths: list[Path] = []  # that this process has made under runs/
 
@@ -74,9 +76,9 @@ class RunFolder:
         """Adds a line to metrics.jsonl."""
         _append(self._metrics, [{"step": step, **{name: _number(value) for name, value in metrics.items()}}])
 
-    def append_samples(self, step: int, experience: Iterable[Experience]) -> None:
-        """Adds a line per sample to samples.jsonl."""
-        _append(self._samples, [self.sample_row(step, item) for item in experience])
+    def append_samples(self, step: int, experience: Iterable[Experience], more: _Columns = lambda _: {}) -> None:
+        """Adds a line per sample to samples.jsonl; more: returns what else to say of a sample."""
+        _append(self._samples, [{**self.sample_row(step, item), **more(item)} for item in experience])
 
     def sample_row(self, step: int, item: Experience) -> dict[str, Any]:
         """Returns what samples.jsonl says of a sample."""
@@ -105,24 +107,22 @@ class RunFolder:
 
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
     """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
-    result: tuple[Path, Path | None] | str = ""
+    folder, checkpoint, problem = RunFolder(Path()), None, ""
     if comm.is_main:
-        root = Path()
         try:
-            root = (Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute()
-            folder = RunFolder(root)
+            folder = RunFolder((Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute())
             folder.check(config)
             if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
-                own(root)
-            has_checkpoints = folder.checkpoints.is_dir() or config.resume not in ("auto", "never")
-            result = root, earlier_run.find_checkpoint(config, folder.checkpoints) if has_checkpoints else None
+                own(folder.root)
+            if folder.checkpoints.is_dir() or config.resume not in ("auto", "never"):
+                checkpoint = earlier_run.find_checkpoint(config, folder.checkpoints)
         except (ValueError, OSError) as error:
-            disown(root)
-            result = str(error)
-    result = comm.broadcast_object(result)
-    if isinstance(result, str):
-        raise ValueError(result)
-    return RunFolder(result[0]), result[1]
+            disown(folder.root)
+            problem = str(error)
+    folder, checkpoint, problem = comm.broadcast_object((folder, checkpoint, problem))
+    if problem:
+        raise ValueError(problem)
+    return folder, checkpoint
 
 
 def new_run_path(kind: str) -> Path:

@@ -1,77 +1,53 @@
 """Writes each token of the logged samples with what the training made of it (--log.tokens).
 
-Nothing of it is entered by a run without the option: log_tokens() puts itself around the methods of one trainer.
+Nothing of it is entered by a run without the option.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lightrl.data.packing import Key, unpack
-from lightrl.records import Experience, PackedBatch, Sample, TokenScores
+from lightrl.records import Experience, PackedBatch, Sample, StateValues, TokenScores
 from lightrl.rewards.scoring import RewardError
+from lightrl.trainers.observer import Observer
 
 Values = dict[str, list[float | None]]  # of the tokens of a sample, by name; None is not finite
+Rewards = dict[tuple[Key, str], dict[str, float]]  # by sample and text: evaluations have such keys too
 
 _DIGITS = 4  # of a value in samples.jsonl that matter
 
 
-def log_tokens(trainer: Any) -> None:
-    """Adds tokens and rewards to the lines of samples.jsonl; every rank calls it."""
+def token_log(trainer: Any) -> Observer:
+    """Returns what adds tokens and rewards to the lines of samples.jsonl; every rank calls it."""
     if not hasattr(trainer, "loss"):
         raise ValueError(
             f"--log.tokens needs a trainer that has loss(scores, batch), as those of GRPO and PPO: "
             f"{type(trainer).__name__} has none."
         )
-    comm, folder, first = trainer.strategy.comm, trainer.folder, trainer.config.log.samples_per_step
-    if not first:
-        return
-    log = TokenLog(first)
-    loss, step, sample_row = trainer.loss, trainer.step, folder.sample_row
-
-    def noted_loss(scores: TokenScores, batch: PackedBatch) -> Tensor:
-        log.note(scores, batch)
-        made: Tensor = loss(scores, batch)
-        return made
-
-    def observed_step() -> Any:
-        report = step()
-        log.merge(comm.all_gather_object(log.take()))
-        return report
-
-    def row_with_tokens(step: int, item: Experience) -> dict[str, Any]:
-        return {**sample_row(step, item), **log.row(item, trainer.run.tokenizer.decode)}
-
-    trainer.loss, trainer.step, folder.sample_row = noted_loss, observed_step, row_with_tokens
-    if len(trainer.rewards.rewards) > 1:
-        trainer.rewards.run = _noted(trainer.rewards.run, log)
+    first = trainer.config.log.samples_per_step
+    return TokenLog(first, trainer) if first else Observer()
 
 
-def _noted(run: Callable[..., Sequence[Any]], log: TokenLog) -> Callable[..., Sequence[Any]]:
-    def noted_run(label: str, samples: Sequence[Sample], budget: Any) -> Sequence[Any]:
-        outcomes = run(label, samples, budget)
-        log.note_rewards(label, samples, outcomes)
-        return outcomes
-
-    return noted_run
-
-
-class TokenLog:
+class TokenLog(Observer):
     """What is known of the tokens of the first samples of a step."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, trainer: Any) -> None:
         self._first = first  # samples of a step; each of these is of one of as many prompts
-        self._values: dict[Key, Values] = {}
-        self._rewards: dict[
-            tuple[Key, str], dict[str, float]
-        ] = {}  # by sample and text: evaluations have such keys too
+        self._comm, self._decode = trainer.strategy.comm, trainer.run.tokenizer.decode
+        self._values: dict[Key, Values] = {}  # of this rank in the step
+        self._rewards: Rewards = {}
+        self._all_values: dict[Key, Values] = {}  # of all ranks in the step that has ended
+        self._all_rewards: Rewards = {}
+        if len(trainer.rewards.rewards) > 1:
+            trainer.rewards.hear(self.note_rewards)
 
-    def note(self, scores: TokenScores, batch: PackedBatch) -> None:
+    def after_forward(self, scores: TokenScores | StateValues, batch: PackedBatch) -> None:
         """Keeps the values of a micro-batch. Of several updates on a sample, the first and the last one count."""
+        if isinstance(scores, StateValues):
+            return
         before = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
         tensors = {
             "advantage": batch.advantages,
@@ -93,27 +69,23 @@ class TokenLog:
             if sample.position < self._first and not isinstance(outcome, RewardError):
                 self._rewards.setdefault((sample.key, sample.text), {})[label] = float(outcome)
 
-    def take(self) -> tuple[dict[Key, Values], dict[tuple[Key, str], dict[str, float]]]:
-        """Returns what this rank knows, and starts anew."""
-        taken = self._values, self._rewards
-        self._values, self._rewards = {}, {}
-        return taken
-
-    def merge(self, parts: Sequence[tuple[Mapping[Key, Values], Mapping[tuple[Key, str], dict[str, float]]]]) -> None:
+    def after_step(self, step: int) -> None:
         """Takes what all ranks know: the rank that trained a sample need not be the one that made it."""
-        self._values = {key: values for part, _ in parts for key, values in part.items()}
-        self._rewards = {key: values for _, part in parts for key, values in part.items()}
+        parts = self._comm.all_gather_object((self._values, self._rewards))
+        self._values, self._rewards = {}, {}
+        self._all_values = {key: values for part, _ in parts for key, values in part.items()}
+        self._all_rewards = {key: values for _, part in parts for key, values in part.items()}
 
-    def row(self, item: Experience, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """Returns what to write of a sample. One that was not trained has no more than the engine knew."""
+    def sample_columns(self, item: Experience) -> dict[str, Any]:
+        """Returns the tokens and rewards of a sample. One that was not trained has no more than the engine knew."""
         sample = item.sample
         tokens: dict[str, Any] = {
-            "text": [decode([token]) for token in sample.response_ids],
+            "text": [self._decode([token]) for token in sample.response_ids],
             "version": list(sample.versions),
             "mask": [float(is_own) for is_own in sample.is_own],
-            **self._values.pop(item.key, {}),
+            **self._all_values.get(item.key, {}),
         }
-        rewards = self._rewards.get((item.key, sample.text))
+        rewards = self._all_rewards.get((item.key, sample.text))
         return {"tokens": tokens, **({"rewards": rewards} if rewards else {})}
 
 

@@ -3,6 +3,7 @@
 import pickle
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -149,9 +150,38 @@ def check_number_of_a_phase(comm):
                 raise KeyError("too late")
 
     expect(KeyError if comm.rank == 1 else RankError, "too late", body)
-    with RankComm(control_group=comm._control).phase("micro-batches", local=True) as most:  # no store, so no errors
+    without_store = RankComm(control_group=comm._control)  # so no errors
+    with without_store.phase("micro-batches", local=True) as most:
         most.number = 5 + comm.rank
     assert most.number == 6
+    check_spans(comm, ["learn", "failing"])
+    check_spans(without_store, ["learn", "failing"])
+
+
+def check_spans(comm, names):
+    """Each phase is a span, also one that fails, and is the phase that this rank is in meanwhile."""
+    opened, closed = [], []
+
+    @contextmanager
+    def listen(name):
+        opened.append(name)
+        assert comm._board is None or comm.phase_name == name
+        try:
+            yield
+        finally:
+            closed.append(name)
+
+    comm.on_span = listen
+
+    def body():
+        with comm.phase("failing", local=True):
+            raise KeyError("of both ranks")
+
+    with comm.phase("learn") as most:
+        assert most.number == 0
+    expect(KeyError, "of both ranks", body)
+    comm.on_span = nullcontext
+    assert opened == closed == names
 
 
 def check_late_error(comm):

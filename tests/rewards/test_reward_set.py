@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_a_file_of_ones_own_has_its_functions_name(tmp_path: Path) -> None:
     path.write_text("def scaled(sample, *, by: float = 1.0):\n    return by * len(sample.text)\n")
     rewards = set_of(f"{path}:scaled=2", args=("scaled.by=0.5",))
     assert scored(rewards, [answered("abc")]) == ([3.0], {"scaled": [1.5]})
+
+
+def test_a_listener_hears_what_each_reward_gives() -> None:
+    heard: list[tuple[str, list[Any]]] = []
+    rewards = RewardSet.of(lambda sample: 2.0)
+    (label,) = (item.label for item in rewards.rewards)
+    rewards.hear(lambda label, samples, outcomes: heard.append((label, [len(samples), *outcomes])))
+    assert rewards.run(label, [answered("1"), answered("2")], FailureBudget()) == [2.0, 2.0]
+    assert heard == [(label, [2, 2.0, 2.0])]
+    assert asyncio.run(rewards.arun(label, [answered("1")], FailureBudget())) == [2.0]
+    assert len(heard) == 1  # of episodes nobody hears
+    assert not rewards.compares_siblings
+    rewards.close()
 
 
 def test_a_failure_leaves_no_reward_or_counts_as_a_value() -> None:

@@ -168,7 +168,7 @@ def take(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Take]:
         trainer.objective = PolicyObjective(config.algorithm, distillation=teaching, selects_tokens=True)
         selector = TokenSelector(config.algorithm)
         trainer.selector = selector if selector.is_needed else None
-        trainer.reference = other if trainer.needs_reference else None
+        trainer.reference = other if config.algorithm.kl_coef else None
         trainer.teacher = other if teaching is not None else None
         trainer.policy.load_state_dict(weights)
         trainer.optimizer.state.clear()

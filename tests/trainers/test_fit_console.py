@@ -37,10 +37,10 @@ def test_an_evaluation_may_lack_a_metric(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_only_what_is_asked_for_looks_on() -> None:
-    attach, tokens = "lightrl.trainers.loggers.attach:attach", "lightrl.trainers.token_log:log_tokens"
-    exporting = "lightrl.trainers.export:export"
+    loggers, tokens = "lightrl.trainers.loggers.attach:Loggers", "lightrl.trainers.token_log:token_log"
+    exporting = "lightrl.trainers.export:Export"
     assert observers(GRPOConfig()) == observers(SFTConfig()) == ()
-    assert observers(SFTConfig(log=LogConfig(to="tensorboard"))) == (attach,)
-    assert observers(GRPOConfig(log=RolloutLogConfig(to="tensorboard", tokens=True))) == (tokens, attach)
+    assert observers(SFTConfig(log=LogConfig(to="tensorboard"))) == (loggers,)
+    assert observers(GRPOConfig(log=RolloutLogConfig(to="tensorboard", tokens=True))) == (tokens, loggers)
     assert observers(GRPOConfig(export=ExportConfig(every=2), profile="3"))[1] == exporting
     assert observers(GRPOConfig(hub=HubConfig(push="me/model"))) == (exporting,)

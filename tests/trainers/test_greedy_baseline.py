@@ -9,7 +9,7 @@ import pytest
 
 from lightrl.config import AlgorithmConfig, GRPOConfig
 from lightrl.engines.colocated import EngineStatus
-from lightrl.records import Sample
+from lightrl.records import Sample, ScoredGroup
 from lightrl.trainers.greedy_baseline import baselines_of
 from lightrl.trainers.grpo import GRPOTrainer
 
@@ -32,7 +32,7 @@ def test_a_group_has_the_reward_of_the_greedy_response_and_its_samples_are_compa
     trainer: GRPOTrainer,
 ) -> None:
     prompts = list(enumerate(trainer.prompts.train[:3]))
-    groups = trainer.score(trainer.sample(prompts))
+    groups = trainer.make_groups(prompts)
     greedy = [first_digit(sample) for sample in trainer.collector.sample_greedily(prompts)]
     assert [group.baseline for group in groups] == greedy
     assert len({sample.response_ids for sample in groups[0].samples}) > 1  # the samples themselves are no greedy ones
@@ -43,7 +43,7 @@ def test_a_group_has_the_reward_of_the_greedy_response_and_its_samples_are_compa
 
 
 def test_every_sample_of_a_group_has_its_baseline(trainer: GRPOTrainer) -> None:
-    groups = trainer.score(trainer.sample(list(enumerate(trainer.prompts.train[:2]))))
+    groups = trainer.make_groups(list(enumerate(trainer.prompts.train[:2])))
     trainer.report()
     changed = [dataclasses.replace(group, baseline=float(i)) for i, group in enumerate(groups)]
     assert baselines_of(changed) == [0.0] * trainer.config.group_size + [1.0] * trainer.config.group_size
@@ -63,8 +63,28 @@ def test_a_subclass_samples_in_its_own_way_and_the_engine_sleeps_after_both(
     config = dataclasses.replace(trainer.config, output_dir=str(tmp_path / "run"))
     own = Reversing(config, reward=first_digit)
     prompts = list(enumerate(trainer.prompts.train[:2]))
-    assert [item.response_ids for item in own.sample(prompts)] == [
-        item.response_ids for item in trainer.sample(prompts)[::-1]
-    ]
+    made = [item.response_ids for group in own.make_groups(prompts) for item in group.samples]
     assert [*seen, own.strategy.serving.require_engine().status] == [EngineStatus.WAKEUP, EngineStatus.SLEEPED]
+    assert made == [item.response_ids for item in trainer.sample(prompts)[::-1]]
     own.close()
+
+
+def test_a_step_learns_from_the_groups_that_a_subclass_makes(trainer: GRPOTrainer, tmp_path: Path) -> None:
+    learned: list[list[float]] = []
+
+    class Halving(GRPOTrainer):
+        def make_groups(self, prompts: Any) -> list[ScoredGroup]:
+            groups = super().make_groups(prompts)
+            return [dataclasses.replace(group, rewards=tuple(one / 2 for one in group.rewards)) for group in groups]
+
+        def learn_from(self, groups: Any) -> Any:
+            learned.extend(list(group.rewards) for group in groups)
+            return super().learn_from(groups)
+
+    config = dataclasses.replace(trainer.config, output_dir=str(tmp_path / "run"), algorithm=AlgorithmConfig())
+    own = Halving(config, reward=first_digit)
+    own.step()
+    own.close()
+    assert len(learned) == 3
+    assert {reward % 1 for rewards in learned for reward in rewards} <= {0.0, 0.5}
+    assert any(reward % 1 for rewards in learned for reward in rewards)

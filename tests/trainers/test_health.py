@@ -68,6 +68,18 @@ def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCa
     ]
 
 
+def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_path: Path) -> None:
+    strategy, folder = SimpleNamespace(comm=Comm()), SimpleNamespace(root=tmp_path)
+    config = SimpleNamespace(health=RolloutHealthConfig(max_bad_steps=1))
+    health = BadSteps(SimpleNamespace(config=config, strategy=strategy, step_index=7, folder=folder))
+    with pytest.raises(UnhealthyRunError, match="1 bad steps in a row") as error:
+        health.see(GOOD | {"entropy": 0.0})
+    assert "lightrl replay" not in str(error.value)
+    health.after_rollouts([])
+    with pytest.raises(UnhealthyRunError, match=r"`lightrl replay .* --step 7` repeats it"):
+        health.see(GOOD | {"entropy": 0.0})
+
+
 # ---- Runs with planted faults
 
 

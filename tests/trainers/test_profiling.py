@@ -4,13 +4,15 @@ import gzip
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightrl.comm import Comm
 from lightrl.config import EvalConfig, GRPOConfig, RolloutLogConfig
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.profiling import Timeline, append_events
+from lightrl.trainers.profiling import Profile, Timeline, append_events
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:
@@ -42,6 +44,24 @@ def test_spans_of_several_calls_are_one_trace(tmp_path: Path) -> None:
     assert outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert {event["pid"] for event in events} == {3}
+
+
+def test_a_traced_step_that_fails_has_its_trace(tmp_path: Path) -> None:
+    comm = Comm()
+    config = SimpleNamespace(profile="2", max_steps=3)
+    folder = SimpleNamespace(root=tmp_path)
+    profile = Profile(SimpleNamespace(strategy=SimpleNamespace(comm=comm), folder=folder, config=config))
+    with profile.around_step(1), comm.phase("learn"), comm.span("time/learn"):
+        pass
+    with pytest.raises(KeyError), profile.around_step(2), comm.phase("failing"):
+        raise KeyError
+    assert (tmp_path / "profile" / "trace-rank-0.json.gz").is_file()
+    profile.after_export(tmp_path)
+    events = json.loads((tmp_path / "profile" / "timeline.json").read_text())
+    spans = [(event["name"], event["cat"]) for event in events if event["ph"] == "X"]
+    assert spans == [
+        ("learn", "time"), ("learn", "phase"), ("step 1", "step"), ("failing", "phase"), ("step 2", "step")
+    ]  # fmt: skip
 
 
 def test_a_run_writes_its_traces_and_tokens(toy: Path, tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""Attaches the loggers of --log.to to a trainer: rank 0 hands them the metrics that metrics.jsonl gets."""
+"""The loggers of --log.to, as an observer: rank 0 hands them the metrics that metrics.jsonl gets."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.imports import load_object
+from lightrl.trainers.disk_errors import forgive
+from lightrl.trainers.observer import Observer
 
 BUILTIN = {
     "tensorboard": "lightrl.trainers.loggers.tensorboard:TensorBoardLogger",
@@ -47,26 +50,32 @@ class Logger(Protocol):
         """Writes what has not been written yet."""
 
 
-def attach(trainer: Any) -> None:
-    """Attaches the loggers that the trainer's options name; every rank calls it."""
-    names = trainer.config.log.loggers
-    with trainer.strategy.comm.phase("loggers", local=True):
-        loggers = _start(names, trainer) if trainer.strategy.comm.is_main else []
-    if not loggers:
-        return
-    append, close = trainer.folder.append_metrics, trainer.close
+class Loggers(Observer):
+    """The loggers that a trainer's options name; other ranks than 0 have none."""
 
-    def append_and_log(step: int, metrics: Mapping[str, float]) -> None:
-        append(step, metrics)
-        for logger in loggers:
-            logger.log(step, metrics)
+    def __init__(self, trainer: Any) -> None:
+        """Every rank calls it."""
+        self._trainer, self._comm = trainer, trainer.strategy.comm
+        with self._comm.phase("loggers", local=True):
+            self._loggers = _start(trainer.config.log.loggers, trainer) if self._comm.is_main else []
 
-    def close_all() -> None:
-        for logger in loggers:
+    def after_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands them to the loggers."""
+        for logger in self._loggers:
+            with self._comm.phase("log"):
+                self._forgiven(partial(logger.log, step, metrics))
+
+    def _forgiven(self, write: Callable[[], None]) -> None:
+        """Writes, and only warns of an error of the disk if the options ask for it."""
+        if self._trainer.config.checkpoint.on_disk_error == "continue":
+            forgive(self._trainer, write, "a logger lacks the metrics of this step")
+        else:
+            write()
+
+    def close(self) -> None:
+        """Closes the loggers."""
+        for logger in self._loggers:
             logger.close()
-        close()
-
-    trainer.folder.append_metrics, trainer.close = append_and_log, close_all
 
 
 def _start(names: tuple[str, ...], trainer: Any) -> list[Logger]:

@@ -1,6 +1,6 @@
-"""Loggers on a trainer."""
+"""Loggers of a trainer."""
 
-import json
+import errno
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import GRPOConfig, JudgeConfig, RolloutLogConfig
-from lightrl.trainers.loggers.attach import LoggedRun, attach, public_options
+from lightrl.config import CheckpointConfig, GRPOConfig, JudgeConfig, RolloutLogConfig
+from lightrl.trainers.loggers.attach import LoggedRun, Loggers, public_options
+from lightrl.trainers.run_folder import RunFolder
 
 
 class Noted:
@@ -39,39 +40,48 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_loggers:Noted"
 
 
-def trainer_of(folder: Path, name: str, *, is_main: bool = True) -> Any:
-    def append(step: int, metrics: Mapping[str, float]) -> None:
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **metrics}))
-
-    comm = SimpleNamespace(is_main=is_main, phase=Comm.phase.__get__(SimpleNamespace(_board=None)))
+def trainer_of(folder: Path, name: str, *, rank: int = 0, on_disk_error: Any = "stop") -> Any:
+    comm = Comm()
+    comm.rank = rank
+    checkpoint = CheckpointConfig(on_disk_error=on_disk_error)
     return SimpleNamespace(
-        config=GRPOConfig(log=RolloutLogConfig(to=name)),
+        config=GRPOConfig(log=RolloutLogConfig(to=name), checkpoint=checkpoint),
         strategy=SimpleNamespace(comm=comm),
-        folder=SimpleNamespace(root=folder, append_metrics=append),
+        folder=RunFolder(folder),
         step_index=3,
-        close=lambda: None,
     )
 
 
-def test_a_logger_gets_what_metrics_jsonl_gets(tmp_path: Path, noted: str) -> None:
-    trainer = trainer_of(tmp_path, noted)
-    attach(trainer)
-    trainer.folder.append_metrics(4, {"loss": 0.5})
+def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str) -> None:
+    loggers = Loggers(trainer_of(tmp_path, noted))
+    loggers.after_metrics(4, {"loss": 0.5})
     (logger,) = Noted.made
     assert logger.rows == [(4, {"loss": 0.5})]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "loss": 0.5}
     assert (logger.run.name, logger.run.step, logger.run.options["num_prompts"]) == (tmp_path.name, 3, 16)
-    trainer.close()
+    loggers.close()
     assert logger.is_closed
-    again = trainer_of(tmp_path, noted)
-    attach(again)
+    Loggers(trainer_of(tmp_path, noted))
     assert Noted.made[1].run.id == logger.run.id  # a run that goes on is the same run
 
 
 def test_other_ranks_have_none(tmp_path: Path, noted: str) -> None:
-    attach(trainer_of(tmp_path, noted, is_main=False))
+    loggers = Loggers(trainer_of(tmp_path, noted, rank=1))
+    loggers.after_metrics(4, {"loss": 0.5})
+    loggers.close()
     assert not Noted.made
+
+
+def test_a_logger_whose_disk_is_full_ends_a_run_or_not(
+    tmp_path: Path, noted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))
+
+    monkeypatch.setattr(Noted, "log", full)
+    with pytest.raises(OSError, match="No space left"):
+        Loggers(trainer_of(tmp_path, noted)).after_metrics(4, {})
+    Loggers(trainer_of(tmp_path, noted, on_disk_error="continue")).after_metrics(4, {})
+    assert "a logger lacks the metrics of this step, and the run goes on" in capsys.readouterr().err
 
 
 def test_no_secret_leaves_the_run() -> None:
