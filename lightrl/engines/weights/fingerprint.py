@@ -5,8 +5,8 @@ tensor, and all are added modulo 2**64. The order of the sum does not matter, so
 that of the whole tensor, whatever the device. A changed byte always shows, and so do two bytes of a row that change
 places; other changes show but for a chance of about 1 in 2**50.
 
-The number of a position is that of its place in a row times that of the row. The first is a sum of eight products: rows
-of bytes times a matrix of small integers is what processors compute fastest, about as fast as they read.
+The number of a position is that of its place in a row times that of the row. The first is a sum of four products: rows
+of bytes times a vector of small integers is what processors compute fastest, about as fast as they read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 _ROW = 1 << 12  # bytes that are multiplied at once
-_NUM_SUMS = 8  # of each row
+_NUM_SUMS = 4  # of each row
+_IN_CACHE = 1 << 8  # rows that a CPU reads again for each sum
 _LARGEST = 63  # of the matrix: with 7 bits the products of processors without VNNI do not saturate
 _SMALL = 1 << 16  # bytes of a tensor that is read together with others
 _STAGED_BYTES = 1 << 18
@@ -180,9 +181,15 @@ def _in_order(tensor: Tensor, span: Span) -> Iterator[tuple[Tensor, int]]:
 def _product(rows: Tensor) -> Tensor:
     """Returns the product of rows of bytes and the matrix, [rows, _NUM_SUMS] integers."""
     if rows.device.type == "cpu" and _has_exact_product():
-        return torch._int_mm(rows, _matrix(rows.device, torch.int8))
+        return torch.cat([_integer_product(part) for part in rows.split(_IN_CACHE)])
     matrix = _matrix(rows.device, torch.float64)  # exact: a sum is below 2**31
     return torch.cat([part.to(torch.float64).mm(matrix).to(torch.int32) for part in rows.split(_ON_DEVICE)])
+
+
+def _integer_product(rows: Tensor) -> Tensor:
+    """Returns the same, vector by vector: for a matrix of few columns oneDNN leaves most of a processor idle."""
+    columns = _matrix(rows.device, torch.int8).split(1, 1)
+    return torch.cat([torch._int_mm(rows, column) for column in columns], 1)
 
 
 @functools.lru_cache
@@ -193,7 +200,7 @@ def _has_exact_product() -> bool:
     worst = torch.where(matrix[:, 0] > 0, 127, -128).to(torch.int8)
     rows = torch.cat([rows, worst.expand(28, -1)])
     try:
-        got = torch._int_mm(rows, matrix)
+        got = _integer_product(rows)
     except (RuntimeError, AttributeError, TypeError):
         return False
     return torch.equal(got.to(torch.float64), rows.to(torch.float64).mm(matrix.to(torch.float64)))
@@ -209,11 +216,15 @@ def _zeros(device: torch.device) -> Tensor:
 
 @functools.lru_cache
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns [_ROW, _NUM_SUMS]: the first column is odd and the others are even, so every place's number is odd."""
+    """Returns [_ROW, _NUM_SUMS], column by column in memory.
+
+    The first column is odd and the others are even, so every place's number is odd.
+    """
     values = _odd_numbers(1 << 32, _ROW * _NUM_SUMS).reshape(_ROW, _NUM_SUMS) >> 8
     even = values % _LARGEST // 2 * 2  # from 0 to 62
     even[:, 0] += 1
-    return torch.from_numpy(np.where(values >> 32 & 1, even, -even).astype(np.int8)).to(device, dtype)
+    signed = np.where(values >> 32 & 1, even, -even).astype(np.int8)
+    return torch.from_numpy(np.ascontiguousarray(signed.T)).to(device, dtype).t()
 
 
 @functools.lru_cache

@@ -36,7 +36,7 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def numbers_of_places() -> list[int]:
-    matrix, factors = module._matrix(torch.device("cpu"), torch.int8).tolist(), module._odd_numbers(3 << 32, 8).tolist()
+    matrix, factors = module._matrix(torch.device("cpu"), torch.int8).tolist(), module._odd_numbers(3 << 32, 4).tolist()
     return [sum(value * factor for value, factor in zip(row, factors, strict=True)) for row in matrix]
 
 
