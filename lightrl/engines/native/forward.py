@@ -203,6 +203,8 @@ class RMSNorm:
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
         self._parameters, self._eps = parameters, eps
         self.by_parts = True  # on a CPU by fewer operations, which round otherwise than rms_norm()
+        self._root = math.sqrt(parameters[0].shape[0])
+        self._floor = torch.tensor(self._root * math.sqrt(eps), device=parameters[0].device)
         self.refresh()
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -213,7 +215,6 @@ class RMSNorm:
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide * self._scaled).div_(length.hypot_(self._floor)).to(values.dtype)
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Reads the parameters again; call it after they changed."""
         first = self._parameters[0]
@@ -221,9 +222,7 @@ class RMSNorm:
             return  # dropped while the engine sleeps: reading it would crash, and loading it refreshes again
         self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
         self._goes_by_parts = self.by_parts and first.dtype != torch.float64 and first.device.type == "cpu"
-        root = math.sqrt(first.shape[0])
-        self._scaled = self._weight.float() * root
-        self._floor = torch.tensor(root * math.sqrt(self._eps), device=first.device)
+        self._scaled = self._weight.float() * self._root
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ differ in where a tensor ends up (placement.py); what they report about it is th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +170,7 @@ def few_values(tensor: Tensor) -> Tensor | None:
     if not 0 < len(shape) < 3 or min(shape) < _FEWEST_SAMPLED:
         return None
     count = min(_NUM_SAMPLED, *shape)
-    step = sum(size // count * stride for size, stride in zip(shape, strides, strict=True))
+    step = shape[0] // count * strides[0] + (shape[1] // count * strides[1] if len(shape) == 2 else 0)
     return tensor.detach().as_strided((count,), (step,))
 
 
@@ -219,11 +219,9 @@ def _are_equal(held: Tensor, values: Tensor) -> bool:
 
 def is_same_memory(tensor: Tensor, known: KnownWeight) -> bool:
     """Returns whether a tensor is a view of the same elements in the same order as one that is known."""
-    return isinstance(known, Tensor) and _view_of(tensor) == _view_of(known)
-
-
-def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+    if not isinstance(known, Tensor) or tensor.data_ptr() != known.data_ptr() or tensor.stride() != known.stride():
+        return False
+    return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
 
 
 class WeightProof:

@@ -128,7 +128,7 @@ class PlainLayout:
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) in the order given; every rank must iterate to the end."""
         for name, tensor in named:
-            yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+            yield name, tensor.to(dtype) if dtype not in (None, tensor.dtype) and tensor.is_floating_point() else tensor
 
     @torch.no_grad()
     def write_whole(self, target: Tensor, whole: Tensor) -> None:
@@ -161,7 +161,7 @@ class PlainLayout:
         shares: list[_Share] = []
         sums: Sums | None = None
         for name, parameter, shard in shards:
-            values = shard.to(dtype) if dtype and shard.is_floating_point() else shard
+            values = shard.to(dtype) if dtype not in (None, shard.dtype) and shard.is_floating_point() else shard
             if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
                 known[name] = values
                 if self.comm.world == 1:

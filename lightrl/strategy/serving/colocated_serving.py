@@ -173,10 +173,9 @@ class ColocatedServing:
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
-        weights = self.source.full_parameters(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         with comm.phase("weight sync", late=WeightSyncError):  # which comes after all pairs were consumed
-            report = engine.update_weights(weights, version, expected=expected)
+            report = engine.update_weights(self.source.full_parameters(model, dtype), version, expected=expected)
         self._model = model
         every = self._options.canary_every
         if every and self.num_syncs % every == 0 and can_score(model):
