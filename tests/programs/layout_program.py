@@ -38,6 +38,7 @@ def check(layout: PlainLayout, parameter: nn.Parameter) -> None:
     """What a layout writes it reads back, whatever the sharding of the parameter, which is [3, 2]."""
     layout.write_whole(layout.detached(parameter), WHOLE)
     assert torch.equal(layout.gather(layout.detached(parameter)), WHOLE)
+    assert not layout.gather(layout.detached(parameter)).requires_grad
     assert torch.equal(layout.shard(parameter), layout.shard_of_whole(parameter, WHOLE))
     assert layout.whole_shape(parameter) == WHOLE.shape
     assert torch.equal(layout.gather(layout.add(parameter, 10 * WHOLE)), 11 * WHOLE)

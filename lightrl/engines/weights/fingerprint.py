@@ -12,6 +12,7 @@ of bytes times a vector of small integers is what processors compute fastest, ab
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -57,10 +58,10 @@ def span_of(whole: Sequence[int], part: Sequence[int], offsets: Sequence[int]) -
     """Returns the span of a part that begins at the offsets; it may be cut along dim 0 and one other dimension."""
     cut = [dim for dim in range(1, len(whole)) if part[dim] != whole[dim]]
     assert len(cut) < 2, (whole, part)
-    start = sum(offset * int(np.prod(whole[dim + 1 :])) for dim, offset in enumerate(offsets))
+    start = sum(offset * math.prod(whole[dim + 1 :]) for dim, offset in enumerate(offsets))
     if not cut:
         return Span(start)
-    return Span(start, int(np.prod(part[cut[0] :])), int(np.prod(whole[cut[0] :])))
+    return Span(start, math.prod(part[cut[0] :]), math.prod(whole[cut[0] :]))
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:

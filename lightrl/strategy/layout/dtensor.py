@@ -55,6 +55,9 @@ class DTensorLayout(PlainLayout):
     def is_whole(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, DTensor)
 
+    def detached(self, parameter: Tensor) -> Tensor:
+        return parameter if isinstance(parameter, DTensor) else parameter.detach()  # slow, and a gather needs none
+
     def shard(self, parameter: Tensor) -> Tensor:
         return local(parameter).detach()
 
@@ -78,7 +81,7 @@ class DTensorLayout(PlainLayout):
             return super().span(parameter)
         sharding = sharding_of(parameter)
         offsets = sharding.offsets(parameter.shape) if sharding is not None else _offsets(parameter)
-        return span_of(parameter.shape, parameter.to_local().shape, offsets)
+        return span_of(parameter.shape, local(parameter).shape, offsets)
 
     def is_first_holder(self, parameter: Tensor) -> bool:
         if not isinstance(parameter, DTensor):
@@ -111,8 +114,9 @@ class DTensorLayout(PlainLayout):
             yield from _gather(bucket, dtype, self._device, self._replica)
 
 
+@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, or the tensor itself."""
+    """Returns this rank's part of a DTensor, without its autograd, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -248,7 +252,8 @@ def _gather(
     sharding = sharding_of(first)
     if sharding is None or (sharding.num_parts > 1 and replica is None):
         for name, tensor in bucket:
-            whole: Tensor = cast(DTensor, tensor.to(dtype or tensor.dtype)).full_tensor()
+            with torch.no_grad():
+                whole: Tensor = cast(DTensor, tensor.to(dtype or tensor.dtype)).full_tensor()
             yield name, whole.to(device)
         return
     shards = [_padded_shard(tensor, sharding, dtype, device) for _, tensor in bucket]
@@ -275,7 +280,6 @@ def _padded_numel(tensor: Tensor, sharding: Sharding) -> int:
 
 def _padded_shard(tensor: Tensor, sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """Returns this rank's values, [elements], padded to as many rows as the first ranks hold."""
-    assert isinstance(tensor, DTensor)
-    shard = tensor.to_local().to(device=device, dtype=dtype if tensor.is_floating_point() else None).reshape(-1)
+    shard = local(tensor).detach().to(device=device, dtype=dtype if tensor.is_floating_point() else None).reshape(-1)
     missing = _padded_numel(tensor, sharding) - shard.numel()
     return torch.cat([shard, shard.new_zeros(missing)]) if missing else shard

@@ -49,6 +49,14 @@ def test_it_is_the_sum_of_bytes_times_the_numbers_of_their_places(dtype: torch.d
     assert fingerprint(tensor) == (wrapped(expected), 30_000)
 
 
+def test_it_does_not_depend_on_how_many_rows_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random(torch.float32, 70, 301)  # more than 20 rows of bytes
+    own = fingerprint(tensor)
+    monkeypatch.setattr(module, "_IN_CACHE", 8)
+    monkeypatch.setattr(module, "_ON_DEVICE", 8)
+    assert fingerprint(tensor) == own
+
+
 def test_every_place_has_an_odd_number_of_its_own() -> None:
     places = [number % (1 << 32) for number in numbers_of_places()]
     assert all(number % 2 for number in places)
