@@ -4,7 +4,9 @@ python benchmarks/sync.py --models toy mid large --rounds 7 --share_weights
 torchrun --nproc_per_node 2 benchmarks/sync.py --strategies ddp fsdp --models toy mid
 
 A sync is all of update_engine_weights: the fingerprints, the gather, the copy and the proofs. The canary is off, since
-it generates. The ratio of CPU seconds is the one to read on a machine that others use.
+it generates. The ratio of CPU seconds is the one to read on a machine that others use. On several ranks each rank makes
+a sync, and a copy of the whole model: times are means over the ranks, with the threads of gloo. `transport` is what the
+ranks exchange, by bare collectives in buckets of the same size; the last ratio leaves it out.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.config import GRPOConfig, parse_config
+from lightrl.parcels import all_gather_flat
 from lightrl.strategy import create_strategy
 
 SHAPES = {"toy": (128, 4, 98), "mid": (512, 8, 32_000), "large": (1024, 8, 32_000)}  # hidden size, layers, vocabulary
+BUCKET_BYTES = 16 << 20  # of whole tensors, as fsdp gathers them on CPUs
 
 
 def random_model(name: str, dtype: torch.dtype) -> Any:
@@ -52,6 +56,21 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
+def exchange(comm: Any, num_gathered: int, num_tensors: int) -> Callable[[], None]:
+    """Returns what makes the collectives of a sync, and nothing else."""
+    own = torch.ones(BUCKET_BYTES // comm.world, dtype=torch.uint8)
+    whole, sums = torch.empty(BUCKET_BYTES // comm.world * comm.world, dtype=torch.uint8), torch.zeros(num_tensors)
+
+    def run() -> None:
+        for start in range(0, num_gathered, BUCKET_BYTES):
+            length = min(BUCKET_BYTES, num_gathered - start) // comm.world
+            all_gather_flat(whole[: length * comm.world], own[:length])
+        comm.all_reduce(sums, "sum")  # the fingerprints
+        comm.max_int(0)  # whether a rank failed
+
+    return run
+
+
 def compare(strategy: Any, name: str, dtype: str, rounds: int) -> str:
     model = random_model(name, getattr(torch, dtype))
     sources = [parameter.detach().to(strategy.device, copy=True) for parameter in model.parameters()]
@@ -66,14 +85,20 @@ def compare(strategy: Any, name: str, dtype: str, rounds: int) -> str:
     def sync() -> None:
         strategy.update_engine_weights(policy)
 
-    pairs = [(seconds(sync), seconds(copy)) for _ in range(rounds + 1)][1:]
-    syncs, copies = zip(*pairs, strict=True)
-    walls, cpus = ([statistics.median(item[i] for item in side) for side in (syncs, copies)] for i in (0, 1))
+    parameters, comm = list(policy.parameters()), strategy.comm
+    num_gathered = 0 if all(map(strategy.layout.is_whole, parameters)) else num_bytes
+    transport = exchange(comm, num_gathered, len(parameters))
+    runs = [[seconds(work) for work in (sync, copy, transport)] for _ in range(rounds + 1)][1:]
+    own = [statistics.median(run[work][clock] for run in runs) for clock in (0, 1) for work in (0, 1, 2)]
+    walls, cpus = comm.all_reduce(torch.tensor(own, dtype=torch.float64), "mean").view(2, 3).tolist()
     strategy.serving.close()
-    return (
+    line = (
         f"{num_bytes / 1e6:7.1f} MB {dtype:8}: sync {1e3 * walls[0]:8.2f} ms ({1e3 * cpus[0]:.2f} of a core), memcpy "
         f"{1e3 * walls[1]:7.2f} ms ({1e3 * cpus[1]:.2f}), ratio {walls[0] / walls[1]:5.1f} ({cpus[0] / cpus[1]:.1f})"
     )
+    if comm.world == 1:
+        return line
+    return f"{line}, transport {1e3 * cpus[2]:.2f} of a core, without it ({(cpus[0] - cpus[2]) / cpus[1]:.1f})"
 
 
 def main() -> None:
