@@ -73,7 +73,9 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     """
     if plan is not PLAIN:
         return _sample_rows(logits.float(), uniforms, plan)
-    rows = max(_LEAST_ROWS, _PART // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    rows = max(_LEAST_ROWS, _PART // logits.shape[1])
+    if len(logits) <= rows or logits.device.type != "cpu":
+        return _sample_plainly(logits, uniforms)
     parts = [_sample_plainly(*part) for part in zip(logits.split(rows), uniforms.split(rows), strict=True)]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
