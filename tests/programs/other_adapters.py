@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.base import Completion, SamplingParams
+from lightrl.models.lora import adapters_of
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 ATTENTION = ("q_proj", "v_proj")
+ROWS = "model.layers.0.mlp.gate_proj.lora_B.weight"  # cut by rows, beside those of up_proj
+COLUMNS = "model.layers.1.self_attn.o_proj.lora_A.weight"  # cut by columns
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -72,3 +75,12 @@ def mixed(names: Sequence[str], **settings: Any) -> tuple[list[list[int]], list[
     asked = [(prompt, name) for prompt in PROMPTS for name in names]
     params = [SamplingParams(adapter=name, seed=i, **settings) for i, (_, name) in enumerate(asked)]
     return [prompt for prompt, _ in asked], params, [name for _, name in asked for _ in range(settings["n"])]
+
+
+def move(policy: Any, seed: int) -> None:
+    """Takes the same step on every rank, wherever its shards lie."""
+    with torch.no_grad():
+        for i, adapter in enumerate(adapters_of(policy.hf).values()):
+            up: Any = adapter.up
+            shard, draw = up.to_local(), torch.Generator().manual_seed(100 * seed + i)
+            shard.add_(torch.randn(shard.shape, generator=draw) * 0.05)

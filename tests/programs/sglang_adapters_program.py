@@ -11,7 +11,7 @@ from pathlib import Path
 import other_adapters
 import sabotaged_adapters
 import sglang_fast_start
-import torch
+from other_adapters import COLUMNS, ROWS, move
 from sabotaged_loader import FAULT_FILE
 from sglang_testing import tiny
 
@@ -24,18 +24,7 @@ from lightrl.models.policy import Policy
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.strategy.serving.adapter_source import serve_adapters
 
-ROWS = "model.layers.0.mlp.gate_proj.lora_B.weight"  # cut by rows, beside those of up_proj
-COLUMNS = "model.layers.1.self_attn.o_proj.lora_A.weight"  # cut by columns
 LAST = 1  # the rank, and of two schedulers the one, that a fault befalls
-
-
-def move(policy, seed):
-    """The same step on every rank, wherever its shards lie."""
-    with torch.no_grad():
-        for i, adapter in enumerate(lora.adapters_of(policy.hf).values()):
-            up = adapter.up.to_local()
-            draw = torch.Generator().manual_seed(100 * seed + i)
-            up.add_(torch.randn(up.shape, generator=draw) * 0.05)
 
 
 def sync(strategy, policy):

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import other_adapters
-import torch
+from other_adapters import COLUMNS, ROWS, move
 from tiny_engine_models import load_tiny_model
 
 from lightrl.comm import RankError
@@ -19,18 +19,6 @@ from lightrl.models import lora
 from lightrl.models.policy import Policy
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.strategy.serving.adapter_source import serve_adapters
-
-ROWS = "model.layers.0.mlp.gate_proj.lora_B.weight"  # cut by rows, beside those of up_proj
-COLUMNS = "model.layers.1.self_attn.o_proj.lora_A.weight"  # cut by columns
-
-
-def move(policy, seed):
-    """The same step on every rank, wherever its shards lie."""
-    with torch.no_grad():
-        for i, adapter in enumerate(lora.adapters_of(policy.hf).values()):
-            up = adapter.up.to_local()
-            draw = torch.Generator().manual_seed(100 * seed + i)
-            up.add_(torch.randn(up.shape, generator=draw) * 0.05)
 
 
 def sync(strategy, policy):
