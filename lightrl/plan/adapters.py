@@ -19,17 +19,32 @@ from lightrl.plan.models import Model, plain_of
 
 Ranks = Mapping[str, int]  # of an adapter, by the layers that it stands beside
 
-# The fused forward of the native engine computes these as one product, and their adapters, too.
+# Engines compute these as one product, and their adapters, too; the native one does so in its fused forward.
 _PRODUCTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """The two sides of layers, in elements of an adapter of rank 1: those of each rank, and those that ranks share."""
+
+    whole: int = 0
+    cut: int = 0
+
+    def __add__(self, other: Sides) -> Sides:
+        return Sides(whole=self.whole + other.whole, cut=self.cut + other.cut)
+
+    def on_a_rank(self, size: int, *, is_whole_cut: bool = False) -> float:
+        """Returns the elements on one of `size` ranks of an engine."""
+        return (self.whole / size if is_whole_cut else self.whole) + self.cut / size
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Slots:
-    """What vLLM makes room for beside all layers of a model, in elements of a slot of rank 1."""
+    """What vLLM and SGLang make room for beside the layers of a language model."""
 
-    whole: int  # sides of layers that each rank has
-    cut: int  # sides that the ranks of an engine share
-    embeddings: int  # and the output head, which each rank has
+    linear: Mapping[str, Sides]  # in all blocks, by the product that computes them
+    experts: Sides  # that are one tensor
+    embeddings: int  # and the output head, which each rank has; elements
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -54,9 +69,19 @@ class EngineAdapters:
         """Returns the elements of a rank's slots: max_loras of rank max_lora_rank, whatever layers have adapters."""
         given, size = engine_arguments(config), config.engine_tp_size
         count = int(given.get("max_loras", len(self.ranks) + (not is_accelerator)))  # and one of zeros, on a CPU
-        room = int(given.get("max_lora_rank", room_of(max(rank for ranks in self.ranks for rank in ranks.values()))))
-        whole = self.slots.whole / size if given.get("fully_sharded_loras") else self.slots.whole
-        return count * room * (whole + self.slots.cut / size + self.slots.embeddings)
+        room = int(given.get("max_lora_rank", room_of(self._largest_rank())))
+        layers = sum(self.slots.linear.values(), self.slots.experts)
+        beside = layers.on_a_rank(size, is_whole_cut=bool(given.get("fully_sharded_loras")))
+        return count * room * (beside + self.slots.embeddings)
+
+    def sglang_numel(self, config: RolloutConfig) -> float:
+        """Returns the elements of the slots: one for each adapter and one of zeros, beside all layers of a kind."""
+        adapted = {_product(layer) for ranks in self.ranks for layer in ranks}
+        layers = sum((self.slots.linear.get(product, Sides()) for product in adapted), Sides())  # else it is refused
+        return (len(self.ranks) + 1) * self._largest_rank() * layers.on_a_rank(config.engine_tp_size)
+
+    def _largest_rank(self) -> int:
+        return max(rank for ranks in self.ranks for rank in ranks.values())
 
 
 def described_adapters(options: LoraConfig, policy: Model) -> EngineAdapters:
@@ -89,8 +114,13 @@ def _products(layers: Iterable[str], *, is_fused: bool) -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for name in layers:
         parent, _, last = name.rpartition(".")
-        found.setdefault(f"{parent}.{_PRODUCTS.get(last, last) if is_fused else last}", []).append(name)
+        found.setdefault(f"{parent}.{_product(name) if is_fused else last}", []).append(name)
     return list(found.values())
+
+
+def _product(layer: str) -> str:
+    last = layer.rpartition(".")[2]
+    return _PRODUCTS.get(last, last)
 
 
 def _slots(plain: Any) -> Slots:
@@ -98,16 +128,15 @@ def _slots(plain: Any) -> Slots:
     text, decoder = plain.config.get_text_config(), plain.get_decoder()
     plan = getattr(text, "base_model_tp_plan", None) or {}
     by_columns = {path.rpartition(".")[2] for path, way in plan.items() if way == "rowwise"}
-    whole = cut = 0
-    linear = [name for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
-    for name, (inputs, outputs) in layer_sizes(decoder, linear).items():
-        is_by_columns = name.rpartition(".")[2] in by_columns
-        whole += outputs if is_by_columns else inputs
-        cut += inputs if is_by_columns else outputs
+    linear: dict[str, Sides] = {}
+    names = [name for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
+    for name, (inputs, outputs) in layer_sizes(decoder, names).items():
+        whole, cut = (outputs, inputs) if name.rpartition(".")[2] in by_columns else (inputs, outputs)
+        linear[_product(name)] = linear.get(_product(name), Sides()) + Sides(whole=whole, cut=cut)
+    experts = Sides()
     for name, weight in decoder.named_parameters():
         if ".experts." in name and weight.dim() == 3:
             parts = 2 if "gate_up" in name else 1
             width = weight[0].numel() // text.hidden_size
-            whole += weight.shape[0] * parts * text.hidden_size
-            cut += weight.shape[0] * width
-    return Slots(whole=whole, cut=cut, embeddings=2 * (text.vocab_size + text.hidden_size))
+            experts += Sides(whole=weight.shape[0] * parts * text.hidden_size, cut=weight.shape[0] * width)
+    return Slots(linear=linear, experts=experts, embeddings=2 * (text.vocab_size + text.hidden_size))

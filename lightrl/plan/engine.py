@@ -65,6 +65,8 @@ def engine_of(
     weights, beside = size * numel / config.engine_tp_size, 0.0
     if adapters is not None and config.engine == "vllm":
         beside = size * adapters.vllm_numel(config, is_accelerator=is_accelerator)
+    elif adapters is not None and config.engine == "sglang":
+        beside = size * adapters.sglang_numel(config)
     share = config.engine_mem_fraction * memory
     cache = max(0.0, share - weights - beside)
     asleep = share if config.engine_sleep_level == 0 else 0.0

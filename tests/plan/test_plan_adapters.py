@@ -1,8 +1,9 @@
-"""Adapters of an engine on paper: by hand, and what a native engine holds; vLLM's slots are compared in its tests."""
+"""Adapters of an engine on paper: by hand, and what a native engine holds; vLLM's and SGLang's slots in their tests."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def test_elements_by_hand(small_config: Any) -> None:
     assert adapters.vllm_numel(config, is_accelerator=True) == 4 * 16 * (3 * (whole + cut / 2) + ends)
     config.engine_args = ("fully_sharded_loras=true",)
     assert adapters.vllm_numel(config, is_accelerator=True) == 8 * (3 * (whole + cut) / 2 + ends)
+
+
+def test_slots_of_sglang_by_hand(small_config: Any) -> None:
+    """In each of 3 blocks, q brings q, k and v of 32 x (32 + 16 + 16), and down_proj only itself, 48 x 32."""
+    config = config_of("--lora.target_modules", "q_proj", "down_proj", "--engine", "sglang")
+    adapters = described(small_config, config)
+    # Inputs of q, k and v and the output of down on each rank; the ranks share outputs and the input of down. The
+    # policy has a slot, and so have requests without an adapter.
+    whole, cut = 3 * (3 * 32 + 32), 3 * (32 + 16 + 16 + 48)
+    assert adapters.sglang_numel(config) == 2 * 8 * (whole + cut)
+    config.engine_tp_size = 2
+    assert adapters.sglang_numel(config) == 2 * 8 * (whole + cut / 2)
+    more = replace(adapters, ranks=[*adapters.ranks, {"model.layers.1.self_attn.o_proj": 16}])
+    assert more.sglang_numel(config) == 3 * 16 * (whole + 3 * 32 + (cut + 3 * 32) / 2)  # o is 32 x 32
 
 
 SIZES: dict[str, Any] = {
@@ -107,10 +122,11 @@ def test_merged_weights_have_no_adapters_beside_them(small_config: Any) -> None:
     assert plan.engine.adapters == 0
 
 
-def test_slots_leave_less_room_for_the_cache(small_config: Any) -> None:
-    config = config_of("--engine", "vllm")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_slots_leave_less_room_for_the_cache(engine: str, small_config: Any) -> None:
+    config = config_of("--engine", engine)
     models = Models(small_config, config)
-    plan, whole = plan_run(config, models, MACHINE), parse_config(GRPOConfig, ["--engine", "vllm"])
+    plan, whole = plan_run(config, models, MACHINE), parse_config(GRPOConfig, ["--engine", engine])
     bare = plan_run(whole, Models(small_config, whole), MACHINE)
     assert plan.engine is not None
     assert bare.engine is not None

@@ -9,11 +9,13 @@ from sabotaged_loader import FAULT_FILE
 from lightrl.engines.sglang import adapted_loader, loader
 from lightrl.engines.sglang.adapted_loader import AdapterSlots
 
+SLOTS_FILE = "slots"  # the elements of all slots, after the fault "count_slots"
 VICTIM = "model.layers.1.self_attn.v_proj.lora_B.weight"
 
 
 def load_bucket(model, named_tensors):
-    fault, victim = chosen_fault(json.loads(dict(named_tensors)["head"].cpu().numpy().tobytes()))
+    head = json.loads(dict(named_tensors)["head"].cpu().numpy().tobytes())
+    fault, victim = chosen_fault(head)
     honest, change = AdapterSlots.take, CHANGES.get(fault, lambda tensor: tensor)
     AdapterSlots.take = lambda self, item, tensor: honest(
         self, item, change(tensor) if item["name"] == victim else tensor
@@ -22,6 +24,9 @@ def load_bucket(model, named_tensors):
         set_scale(model, 2)
     elif fault in DAMAGES:
         damage(model, victim, DAMAGES[fault])
+    elif fault == "count_slots":
+        counted = sum(module.lora_a.numel() + module.lora_b.numel() for module in wrappers(model))
+        (Path(head["report"]) / SLOTS_FILE).write_text(str(counted))
     elif fault == "memory_given_back":
         for module in wrappers(model):
             module.lora_a.fill_(3)

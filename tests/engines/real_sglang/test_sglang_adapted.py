@@ -14,6 +14,8 @@ from lightrl.config import GRPOConfig, LoraConfig
 from lightrl.engines.base import SamplingParams, WeightSyncError
 from lightrl.models import lora
 from lightrl.models.policy import Policy, response_batch
+from lightrl.plan.adapters import described_adapters
+from lightrl.plan.models import policy_of
 from lightrl.strategy import create_strategy
 from lightrl.strategy.serving.adapter_source import serve_adapters
 
@@ -238,6 +240,19 @@ def test_a_lost_or_doubled_adapter_of_the_users_is_named(ready, models, fault):
     strategy.update_engine_weights(policy)  # sends everything again
     strategy.serving.require_engine().wake()
     assert gap_of(strategy, {**models, "policy": plain(policy)}) < 1e-5
+
+
+def test_a_plan_counts_the_slots_that_there_are(ready, folders):
+    strategy, policy = ready
+    config = GRPOConfig(engine="sglang", lora=LoraConfig(rank=4, engine="unmerged"))
+    config.lora.others = tuple(f"{name}={folder}" for name, folder in folders.items())
+    widened = rounded().config
+    widened.intermediate_size = 64  # as SGLang widens 48 for the kernels of a CPU
+    planned = described_adapters(config.lora, policy_of(widened, config))
+    reports = raw_of(strategy)._reports
+    (reports / FAULT_FILE).write_text("count_slots")
+    strategy.update_engine_weights(policy)
+    assert planned.sglang_numel(config) == int((reports / sabotaged_adapters.SLOTS_FILE).read_text())
 
 
 def test_missing_unknown_and_misshapen_adapters_are_named(ready):
