@@ -28,7 +28,7 @@ _FAILED = 1 << 62  # in place of the number of a rank that failed in a local pha
 
 @dataclass(slots=True)
 class Largest:
-    """A number from 1 on: each rank sets its own in the body of a local phase, and has the largest of all after it."""
+    """A number from 0 on: each rank sets its own in the body of a local phase, and has the largest of all after it."""
 
     number: int = 0
 
@@ -265,7 +265,7 @@ class RankComm(Comm):
     def _unwatched(self, name: str, local: bool) -> Iterator[Largest]:
         with self.span(name):
             yield (largest := Largest())
-        if local and largest.number:
+        if local:
             largest.number = self.max_int(largest.number)
 
     @contextmanager

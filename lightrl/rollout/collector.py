@@ -76,11 +76,11 @@ class Scorer:
 
     @contextmanager
     def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
-        """Tells the budget of every rank the largest number of errors that a rank has after the body."""
+        """Gives the budget of every rank the largest number of errors that a rank has after the body."""
         with self._comm.phase(f"reward {label}", local=True) as most:
             yield
-            most.number = 1 + len(budget.failures) + len(budget.no_verdicts)
-        budget.most_errors = most.number - 1
+            most.number = len(budget.failures) + len(budget.no_verdicts)
+        budget.most_errors = most.number
 
     def _report_failures(self, budget: FailureBudget) -> None:
         """Prints the first failures of all ranks; raises on every rank if there are too many."""

@@ -26,7 +26,6 @@ from rich.table import Table
 from torch import nn
 
 from lightrl.config import RunConfig
-from lightrl.imports import load_object
 from lightrl.metrics import Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -53,8 +52,8 @@ _OBSERVERS = {  # what makes an observer of a trainer, by the options that ask f
     "log.to": "lightrl.trainers.loggers.attach:Loggers",
     "ema_decay": "lightrl.trainers.export:AverageExport",  # last, so that the others see it export
 }
-_SHARING = "lightrl.sharing.run:sharing"  # goes behind one of _PARTS
-_PARTS = {  # what changes the class of a trainer, by the option that asks for it; the first one that is on
+_SHARING = "lightrl.sharing.run:sharing"  # the only one that can come before another of _MAKERS
+_MAKERS = {  # what makes the class of a trainer from an ordinary one, by the option that asks; the first that is on
     "exact": "lightrl.exact.run:exact",
     "rollout_ranks": "lightrl.trainers.separate:in_role",
     "rollout.record": "lightrl.trainers.recorded:recorded",
@@ -112,7 +111,7 @@ class Trainer(ABC):
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
         config = run.config if isinstance(run, RunContext) else run
-        if self.made_by not in (None, _part_of(config)) or getattr(config, "share_prompts", False) not in self.sharing:
+        if self.made_by not in (None, _maker_of(config)) or getattr(config, "share_prompts", False) not in self.sharing:
             raise _unheard_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
@@ -211,13 +210,13 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """Returns the trainer of a run: one of the class, changed as the options say."""
-    is_class = isinstance(trainer_class, type)
-    parts = [_SHARING] if getattr(config, "share_prompts", False) is True else []
-    for part in filter(None, [*parts, _part_of(config)]):  # by name: these modules import this one
-        trainer_class = load_object(part, builtin={}, what="function", example="in_role")(trainer_class)
-    trainer = trainer_class(config)
-    if is_class and isinstance(trainer, Trainer) and getattr(config, "may_share_prompts", False):
-        load_object("lightrl.sharing.model:share_by_itself", builtin={}, what="function", example="in_role")(trainer)
+    make = trainer_class
+    sharing = _SHARING if getattr(config, "share_prompts", False) is True else ""
+    for maker in filter(None, (sharing, _maker_of(config))):  # by name: these modules import this one
+        make = resolve_name(maker)(make)
+    trainer = make(config)
+    if isinstance(trainer_class, type) and isinstance(trainer, Trainer) and getattr(config, "may_share_prompts", False):
+        resolve_name("lightrl.sharing.model:share_by_itself")(trainer)
     return trainer
 
 
@@ -238,9 +237,9 @@ def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = metho
         end_failed(error, trainer)
 
 
-def _part_of(config: RunConfig) -> str:
-    """Returns the import path of what changes the trainer's class for the run; empty for an ordinary run."""
-    return next((part for option, part in _PARTS.items() if _is_on(option, config)), "")
+def _maker_of(config: RunConfig) -> str:
+    """Returns the import path of what makes the trainer's class for the run; empty for an ordinary run."""
+    return next((maker for option, maker in _MAKERS.items() if _is_on(option, config)), "")
 
 
 def observers(config: RunConfig) -> tuple[str, ...]:

@@ -71,9 +71,8 @@ class GRPOTrainer(Trainer):
 
         with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
-        trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
-        self.model = self.policy = trained.model
-        self.optimizer = trained.optimizer
+        self.policy = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length).model
+        self.model = self.policy
         self.reference = prepare_reference(self.run, self.policy) if config.algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
         self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
@@ -151,7 +150,7 @@ class GRPOTrainer(Trainer):
         """Adds the logprobs of the frozen models that the loss compares with: the reference and the teacher."""
         for name, model in (("ref_logprobs", self.reference), ("teacher_logprobs", self.teacher)):
             if model is not None:
-                batch = batch.having(**{name: self.updates.logprobs(model, batch.samples)})
+                batch = batch.with_columns(**{name: self.updates.logprobs(model, batch.samples)})
         return batch
 
     def train(self, batch: Batch) -> None:
@@ -244,7 +243,7 @@ class GRPOTrainer(Trainer):
         if self.selector is not None:
             entropy = by_sample((packed, scores.entropy) for packed, scores in scored)
             batch = self._selected(self.selector, batch, logprobs, entropy)
-        return batch.having(old_logprobs=logprobs)
+        return batch.with_columns(old_logprobs=logprobs)
 
     def _selected(self, selector: TokenSelector, batch: Batch, logprobs: TokenValues, entropy: TokenValues) -> Batch:
         seed = mix_seed(self.config.seed, self.step_index)
@@ -254,4 +253,4 @@ class GRPOTrainer(Trainer):
                 part, logprobs, entropy, seed=seed, comm=self.strategy.comm, statistics=self.statistics
             )
             chosen |= {name: {**chosen.get(name, {}), **mask} for name, mask in masks.items()}
-        return batch.having(**chosen)
+        return batch.with_columns(**chosen)

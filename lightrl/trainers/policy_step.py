@@ -156,7 +156,7 @@ class Batch(NamedTuple):
         """The logprobs that the engine reported, by sample."""
         return {item.key: item.sample.sampler_logprobs for item in self.samples}
 
-    def having(self, **columns: TokenValues | TokenMasks) -> Batch:
+    def with_columns(self, **columns: TokenValues | TokenMasks) -> Batch:
         """Returns the batch with more values per token."""
         return self._replace(columns=self.columns | columns)
 
@@ -254,12 +254,13 @@ class PolicyUpdates:
         """
         for update in updates:
             batches = [batch.to(self._strategy.device) for batch in update]
-            result = self._strategy.train_batch(batches, partial(self._seen, loss, is_sampler), weight, model=model)
+            observed = partial(self._observed_loss, loss, is_sampler)
+            result = self._strategy.train_batch(batches, observed, weight, model=model)
             is_sampler = is_sampler and result.skipped
             describe_update(result, self._statistics, prefix)
 
-    def _seen(self, loss: Loss, is_sampler: bool, scores: Any, batch: PackedBatch) -> Tensor:
-        """Returns the loss of scores that the observers hear of before."""
+    def _observed_loss(self, loss: Loss, is_sampler: bool, scores: Any, batch: PackedBatch) -> Tensor:
+        """Returns the loss of scores, of which it tells the observers first."""
         if is_sampler:
             self.measure_mismatch(scores.logprobs, batch)
         for observer in self._observers:

@@ -159,7 +159,7 @@ class PPOTrainer(Trainer):
         """Adds the logprobs of the frozen model that the policy started from, where something compares with it."""
         if self.reference is None:
             return batch
-        return batch.having(ref_logprobs=self.updates.logprobs(self.reference, batch.samples))
+        return batch.with_columns(ref_logprobs=self.updates.logprobs(self.reference, batch.samples))
 
     def compute_values(self, batch: Batch) -> Batch:
         """Adds the values of a critic of its own."""
@@ -181,7 +181,7 @@ class PPOTrainer(Trainer):
             self.strategy.comm,
             self.statistics,
         )
-        return batch.having(
+        return batch.with_columns(
             advantages=targets.advantages,
             returns=targets.returns,
             old_values={item.key: batch.values[item.key][:-1] for item in samples},
@@ -344,7 +344,7 @@ class PPOTrainer(Trainer):
             logprobs |= {key: part.tolist() for key, part in unpack(packed, scores.logprobs).items()}
             if self.critic is None:
                 values |= _values_by_sample(scores, packed)
-        return batch.having(old_logprobs=logprobs)._replace(values=values)
+        return batch.with_columns(old_logprobs=logprobs)._replace(values=values)
 
     def _measure(self, scores: TokenScores, batch: PackedBatch) -> None:
         self.updates.measure_mismatch(scores.logprobs, batch)

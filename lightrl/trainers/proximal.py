@@ -22,16 +22,16 @@ def with_other_policy(batch: Batch, algorithm: AlgorithmConfig, step: int, older
         older: The samples that have tokens of older weights.
     """
     if algorithm.ratio_to == "engine":
-        return batch.having(old_logprobs=batch.sampler_logprobs)
+        return batch.with_columns(old_logprobs=batch.sampler_logprobs)
     if algorithm.ratio_to == "interpolate":
         versions = {item.key: torch.tensor(item.sample.versions, dtype=torch.int64) for item in batch.samples}
         shares = {
             key: proximal_share(part, proximal_version=step, current_version=step + 1).tolist()
             for key, part in versions.items()
         }
-        return batch.having(proximal_share=shares)
+        return batch.with_columns(proximal_share=shares)
     if algorithm.used_correction == "none":
         # A correction makes the comparison with the policy that sampled; without one the ratio does.
         sampled = {key: part for key, part in batch.sampler_logprobs.items() if key in older}
-        return batch.having(old_logprobs={**batch.columns["old_logprobs"], **sampled})
+        return batch.with_columns(old_logprobs={**batch.columns["old_logprobs"], **sampled})
     return batch

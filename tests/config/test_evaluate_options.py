@@ -4,7 +4,7 @@ import pytest
 
 from lightrl.config import EvaluateConfig, parse_config
 from lightrl.config.evaluate import OF_STEPS
-from lightrl.trainers.fit import _PARTS
+from lightrl.trainers.fit import _MAKERS
 
 
 def test_the_data_to_evaluate_on_are_the_only_ones_read() -> None:
@@ -22,7 +22,7 @@ def test_a_k_beyond_the_samples_is_told(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_changes_the_steps_of_a_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {*OF_STEPS} == {*_PARTS}
+    assert {*OF_STEPS} == {*_MAKERS}
     options = [
         ["--exact", "True"],
         ["--rollout_ranks", "1"],

@@ -53,7 +53,7 @@ def older(versions: tuple[int, ...]) -> Batch:
         text="",
     )
     batch = Batch([[Experience(sample=sample, reward=0.0, advantage=1.0)]], {}, {})
-    return batch.having(old_logprobs={(0, 0): [-2.0] * len(versions)})
+    return batch.with_columns(old_logprobs={(0, 0): [-2.0] * len(versions)})
 
 
 def test_interpolation_by_hand() -> None:
