@@ -110,8 +110,8 @@ def check_options(config: Any, prefix: str = "") -> None:
     """
     checks: list[Check | None] = []
     for name, (item, hint) in own_fields(type(config)).items():
-        value = getattr(config, name)
-        is_section = dataclasses.is_dataclass(hint)
+        value, is_section = getattr(config, name), dataclasses.is_dataclass(hint)
+        default = hint() if is_section else item.default
         if isinstance(value, str) and hint == tuple[str, ...]:
             value = (value,)
             setattr(config, name, value)
@@ -120,9 +120,9 @@ def check_options(config: Any, prefix: str = "") -> None:
             _check_range(f"{prefix}{name}", item, value)
         elif not isinstance(value, hint):
             raise TypeError(f"{prefix}{name} must be a {hint.__name__}, not {value!r}.")
-        elif value != hint():
+        elif value != default:
             check_options(value, f"{prefix}{name}.")
-        if value != (hint() if is_section else item.default):
+        if value != default:
             checks.append(item.metadata.get("check"))
     for check in filter(None, checks):
         check(config)

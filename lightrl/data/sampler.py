@@ -30,7 +30,6 @@ def permutation_array(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
     """Returns this rank's part of a global batch: index i belongs to rank i % world. Parts may be uneven or empty."""
-    _check_rank(rank, world)
     return list(items[rank::world])
 
 
@@ -124,7 +123,8 @@ class ResumableSampler(Sampler[int]):
         drop_last: bool,
         consumed_samples: int = 0,
     ) -> None:
-        _check_rank(rank, world)
+        if not 0 <= rank < world:
+            raise ValueError(f"rank is {rank} of a world of {world}: it must be at least 0 and below the world size.")
         _check_consumed(consumed_samples, data_source_len)
         self._data_source_len = data_source_len
         self._rank = rank
@@ -180,8 +180,3 @@ def _check_consumed(consumed_samples: int, data_source_len: int) -> None:
             f"consumed_samples is {consumed_samples}: it counts samples of one epoch over all ranks, so it must be "
             f"between 0 and the {data_source_len} of the data. Subtract the complete epochs."
         )
-
-
-def _check_rank(rank: int, world: int) -> None:
-    if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank} of a world of {world}: it must be at least 0 and below the world size.")

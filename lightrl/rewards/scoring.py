@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -226,14 +226,14 @@ class ScoringLimits:
     num_workers: int = 1  # processes of an isolated reward
 
 
+@dataclass(eq=False)
 class RewardRunner:
     """Calls a plain reward for one sample after the other."""
 
-    def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
-        self.reward = reward
-        self.kind = kind
-        self.limits = limits
-        self.name = name
+    reward: Any
+    kind: RewardKind
+    limits: ScoringLimits
+    name: str
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
@@ -264,15 +264,14 @@ class RewardRunner:
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class FailureBudget:
     """The number of failures that a scoring may have before it is given up."""
 
-    most_errors = 0  # of both kinds on one rank, which is the same number on all
-
-    def __init__(self, max_failures: int = 0) -> None:
-        self.max_failures = max_failures
-        self.failures: list[RewardError] = []
-        self.no_verdicts: list[RewardError] = []
+    max_failures: int = 0
+    failures: list[RewardError] = field(default_factory=list)
+    no_verdicts: list[RewardError] = field(default_factory=list)
+    most_errors: int = 0  # of both kinds on one rank, which is the same number on all
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Counts the errors among the outcomes; raises once there are more failures than allowed."""

@@ -125,7 +125,7 @@ def _micro_batch_too_small(config: RolloutConfig, longest: int) -> ValueError:
 
 def describe_batches(config: RolloutConfig, world_size: int) -> str:
     """Returns the batch arithmetic as one line, for the start of a run."""
-    per_update = config.samples_per_step // config.num_minibatches
+    per_update = config.samples_per_update
     per_rank = -(-per_update // world_size)
     if config.micro_batch_size:
         micro = f"{-(-per_rank // config.micro_batch_size)} micro-batches of <= {config.micro_batch_size} samples"
