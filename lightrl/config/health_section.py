@@ -12,8 +12,8 @@ class HealthConfig:
     """When a run stops because its steps are bad."""
 
     max_bad_steps: int = option(0, at_least=0)
-    """Stop after so many bad steps in a row: an update was skipped, a metric is not finite, or one of the limits of
-    --health.* is passed. The last batch is written for replay. 0: warn and go on."""
+    """Stop after this many bad steps in a row. A step is bad if an update was skipped, a metric is not finite, or a
+    limit of --health.* is passed. The last batch is kept for `lightrl replay`. 0: warn and go on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,13 +23,14 @@ class RolloutHealthConfig(HealthConfig):
     min_entropy: float = option(0.001, at_least=0)
     """A step is bad if the mean entropy of the policy at its response tokens is below this, in nats."""
     max_equal_groups: float = option(0.99, at_least=0, at_most=1)
-    """A step is bad if a larger share of its prompts got the same reward for all samples."""
+    """A step is bad if more than this share of its prompts got the same reward for all samples."""
     max_mismatch: float = option(0.1, at_least=0)
-    """A step is bad if the mean difference of a logprob, engine against trainer, is larger."""
+    """A step is bad if the logprobs of engine and trainer differ by more than this on average."""
     max_truncated: float = option(0.99, at_least=0, at_most=1)
-    """A step is bad if a larger share of its responses was cut off at max_new_tokens."""
+    """A step is bad if more than this share of its responses was cut off at max_new_tokens."""
     max_failed_episodes: float = option(0.1, at_least=0, at_most=1)
-    """A step is bad if a larger share of its episodes (--rollout.workflow) failed; reward/mean leaves them out."""
+    """A step is bad if more than this share of its episodes (--rollout.workflow) failed; reward/mean leaves them
+    out."""
     min_response_tokens: float = option(1.0, at_least=0)
-    """A step is bad if its responses have no more tokens than this on the mean; an empty response is an end token. 0:
-    never."""
+    """A step is bad if its responses have no more tokens than this on average; an empty response is an end token alone.
+    0: never."""

@@ -15,18 +15,19 @@ class ScheduleConfig:
     """When samples are started, and when they are trained."""
 
     over_issue: float = option(0.0, at_least=0, at_most=100)
-    """Share of num_prompts that is started in addition to it, such as 0.5. A step ends with the first num_prompts
-    groups that may be trained; the others go on in the next step. 0: every step waits for all that it started."""
+    """Additional prompts to start at each step, as a share of num_prompts, such as 0.5. A step ends with the first
+    num_prompts groups that may be trained; the others go on in the next step. 0: every step waits for all that it
+    started."""
     partial: bool = True
-    """What a group does that goes on in the next step. True: its samples continue where they stopped, under the new
-    weights. False: samples that are not finished begin again at their prompt."""
+    """How a group goes on in the next step. True: its samples continue where they stopped, under the new weights.
+    False: samples that are not finished begin again at their prompt."""
     keep_cache: bool = False
-    """Let samples that go on in the next step keep the keys and values of the weights that made them, in place of
-    computing their tokens again under the new weights. Faster, and no longer what the trainer computes
+    """Let samples that go on in the next step keep the keys and values of the weights that made them, instead of
+    computing their tokens again under the new weights. This is faster, but no longer what the trainer computes
     (docs/schedules.md). Engine native, with --rollout.over_issue."""
     max_staleness: int = option(0, at_least=0, at_most=1000)
-    """Maximum number of steps by which the weights that a group was started under may be behind when it is trained. A
-    step waits for a group that would become older, unless --rollout.late says otherwise."""
+    """Maximum age of a group when it is trained, in steps since the weights that it was started under. A step waits for
+    a group that would become older, unless --rollout.late says otherwise."""
     late: Literal["wait", "drop"] = option("wait")
     """What happens to a group that would become older than max_staleness. wait: a step waits for it. drop: no step
     waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue, or with
@@ -35,19 +36,20 @@ class ScheduleConfig:
     """Share of a step's groups that must have been started under its own weights, such as 0.5; a step waits for them.
     With late drop."""
     max_token_staleness: int = option(0, at_least=0)
-    """Tokens of weights that are more than this many steps behind are not trained. 0: all are trained."""
+    """Maximum age of a trained token, in steps since the weights that made it; older tokens are left out of the loss.
+    0: no limit."""
     tail_batch: int = option(-1, at_least=-1)
     """What happens to slow groups. -1: nothing special. 0: a step waits for them. N: as soon as there are N of them, a
-    step trains the oldest num_prompts groups, which have the engine for themselves."""
+    step trains the oldest num_prompts groups, which have the engine to themselves."""
     tail_after: int = option(3, at_least=1)
-    """Number of steps after its start from which an unfinished group is slow."""
+    """Number of steps after which a group that is not finished counts as slow."""
     agree_every: int = option(16, at_least=1)
-    """Engine steps between two looks of all ranks at what is finished."""
+    """Number of engine steps after which the ranks tell each other which groups are finished."""
     max_groups: int = option(0, at_least=0)
     """Maximum number of groups that run at once, over all ranks. 0: no limit."""
     filter: str = ""
-    """Function that is given a scored group and says whether it may be trained, as package.module:function, or
-    unequal_rewards. A group that it rejects is replaced by another. Empty: all may."""
+    """Function of a scored group that returns whether it may be trained, as package.module:function, or
+    unequal_rewards. A group that it rejects is replaced by another. Empty: all may be trained."""
 
     @property
     def is_scheduled(self) -> bool:
@@ -110,11 +112,13 @@ class RecordConfig:
     __slots__ = ()
 
     record: str = ""
-    """Folder that gets the scored groups of every step, as JSON lines and safetensors. Empty: none are kept."""
+    """Folder to which the scored groups of every step are written, as JSON lines and safetensors. Empty: none are
+    kept."""
     record_only: bool = False
-    """Sample and score, and learn nothing. The weights stay those of the start."""
+    """Sample and score without learning: the weights stay those of the start."""
     from_: str = ""
-    """Folder of such a record to learn from, given as --rollout.from. The run has no engine and does not evaluate."""
+    """Folder that --rollout.record wrote, to learn from its groups; given as --rollout.from. The run has no engine and
+    does not evaluate."""
 
     @property
     def is_recorded(self) -> bool:
@@ -156,7 +160,7 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
     """Maximum length of an episode with its prompt, in tokens. 0: the model's context, or the tokens that a micro-batch
     may have if those are fewer."""
     episode_timeout_s: float = option(0.0, at_least=0)
-    """Seconds after which an episode has failed. 0: no limit."""
+    """Seconds after which an episode counts as failed. 0: no limit."""
 
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""
@@ -202,16 +206,16 @@ class EvalConfig(EvalScheduleConfig):
     top_p: float = option(1.0, above=0, at_most=1)
     """Draw from the likeliest tokens that together have this probability. 1: from all."""
     top_k: int = option(0, at_least=0)
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw from this many of the likeliest tokens. 0: from all."""
     min_new_tokens: int = option(0, at_least=0)
-    """No end token or stop string ends a response before it has as many tokens."""
+    """Minimum length of a response, in tokens: no end token or stop string ends it earlier."""
     presence_penalty: float = option(0.0, at_least=-2, at_most=2)
-    """Taken from the logit of every token that the response has already."""
+    """Number subtracted from the logit of every token that the response already contains. 0: none."""
     frequency_penalty: float = option(0.0, at_least=-2, at_most=2)
-    """Taken from the logit of a token each time that the response has it already."""
+    """Number subtracted from the logit of a token for each time that the response already contains it. 0: none."""
     repetition_penalty: float = option(1.0, above=0)
-    """Divides the positive logits of tokens that prompt or response have already, and multiplies the negative ones. 1:
-    off."""
+    """Number by which the positive logits of tokens that the prompt or the response already contains are divided, and
+    the negative ones multiplied. 1: off."""
     max_prompts: int = option(0, at_least=0)
     """Evaluate on this many prompts, the first ones. 0: on all."""
     n: int = option(1, at_least=1)
@@ -219,7 +223,8 @@ class EvalConfig(EvalScheduleConfig):
     k: tuple[int, ...] = option((), at_least=1)
     """Report pass@k for these k: the chance that k samples of a prompt hold a right one, estimated from all n."""
     source_field: str = ""
-    """Field of a line that names where its prompt is from, such as source; the metrics come for each source, too."""
+    """Field of a line that names the source of its prompt, such as source; the metrics are then also reported for each
+    source."""
 
     def check(self) -> None:
         """Raises ValueError for a k above n, and for several samples that are all the same."""
@@ -248,7 +253,7 @@ class RewardConfig:
     reward_model: str = ""
     """Model of the reward reward_model: folder or name of a sequence-classification model with one output."""
     reward_timeout_s: float = option(60.0, at_least=0)
-    """Seconds after which the reward of a sample has failed. 0: no limit."""
+    """Seconds after which the reward of a sample counts as failed. 0: no limit."""
     max_reward_failures: int = option(0, at_least=0, resume="free")
     """Number of failed rewards that a run tolerates, over all ranks, in one scoring: of a step's samples, of a round of
     dynamic sampling, or of an evaluation. One more stops the run."""

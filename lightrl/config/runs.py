@@ -45,9 +45,9 @@ class BasicConfig:
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
     dry_run: bool = option(False, resume="free")
-    """Say what the run needs on these ranks, and start nothing. `lightrl plan` says it for other machines."""
+    """Report what the run needs on these ranks without starting it. `lightrl plan` does so for other machines."""
     model: str = BUILTIN_MODEL
-    """Hugging Face folder or name. builtin:addition: a small model that is made on the spot."""
+    """Hugging Face folder or name. builtin:addition: a small model that is made when it is first used."""
     strategy: str = option("auto", resume="free")
     """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
     package.module:MyStrategy.
@@ -55,7 +55,8 @@ class BasicConfig:
     train_data: str = BUILTIN_MODEL
     """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
     eval_data: str = option("", resume="free")
-    """Data for evaluation, in the same form. Empty: the held-out part of builtin:addition if trained on, else none."""
+    """Data for evaluation, in the form of train_data. Empty: the held-out part of builtin:addition if that is the
+    training data, else none."""
     max_steps: int = option(200, at_least=0, resume="free")
     """Number of steps. A step samples responses to num_prompts prompts and learns from them."""
     output_dir: str = option("", resume="free")
@@ -77,9 +78,9 @@ class LoraConfig:
     rank: int = option(0, at_least=0)
     """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
     alpha: float = option(0.0, at_least=0)
-    """An adapter's output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
     use_rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    """Multiply the adapters' output by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all but the head."""
     path: str = ""
@@ -190,7 +191,7 @@ class TruncationConfig:
     """Draw from the likeliest tokens that together have this probability. 1: from all. The training logprobs are those
     of the same distribution (docs/truncated_sampling.md)."""
     top_k: int = option(0, at_least=0, check=check_truncation)
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw from this many of the likeliest tokens. 0: from all."""
 
     @property
     def is_truncated(self) -> bool:

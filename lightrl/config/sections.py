@@ -35,8 +35,8 @@ class AlgorithmConfig:
     loss_args: tuple[str, ...] = ()
     """Further parameters of the loss as name=value, such as dual_clip=3 of ppo_clip."""
     selection_args: tuple[str, ...] = ()
-    """Parameters of the selection of tokens, made over the whole update, that clip_cov (fraction=2e-4 low=1 high=5) and
-    kl_cov (fraction=2e-3) treat apart."""
+    """Parameters of the choice of tokens, over the whole update, that clip_cov (fraction=2e-4 low=1 high=5) and kl_cov
+    (fraction=2e-3) treat differently."""
     entropy_fraction: float = option(
         1.0, above=0, at_most=1, wanted="it is a share of the tokens, more than 0 and at most 1"
     )
@@ -55,7 +55,7 @@ class AlgorithmConfig:
     kl_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL per token (Schulman 2020)."""
+    """Estimator of the KL to the reference per token (Schulman 2020)."""
     kl_gradient: Literal["own", "kl"] = "own"
     """Gradient of the KL penalty. own: the gradient of the estimator. kl: the gradient of the KL itself."""
     kl_target: float = option(0.0, at_least=0)
@@ -226,7 +226,8 @@ class OverlongConfig:
     penalty: float = option(1.0, above=0)
     """Penalty subtracted from the reward of a response that reaches max_new_tokens."""
     mask_truncated: bool = False
-    """Train on no token of a response that max_new_tokens cut off. Its reward still counts in its group's mean."""
+    """Leave out of the loss the responses that max_new_tokens cut off. Their rewards still count in the means of their
+    groups."""
 
     def check(self) -> None:
         """Raises ValueError for a penalty that is never applied."""
@@ -415,6 +416,6 @@ class SharingConfig:
     __slots__ = ()
 
     share_prompts: Literal["auto", True, False] = option("auto", resume="free", check=check_sharing)
-    """Compute the tokens that samples begin with alike, such as the prompt of a group, once for all of a micro-batch.
-    It saves time and memory, and changes results by rounding alone (docs/shared_prompts.md). auto: on a CPU in float32,
-    where options and models allow it. True also puts groups into micro-batches together, or says why it cannot."""
+    """Compute the common beginning of samples, such as the prompt of a group, once per micro-batch. It saves time and
+    memory, and changes results by rounding alone (docs/shared_prompts.md). auto: on a CPU in float32, where options and
+    models allow it. True also puts groups into micro-batches together, or says why it cannot."""

@@ -100,8 +100,9 @@ class FSDPConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
     reduce_each_micro_batch: bool = False
-    """Sum gradients over the ranks after each micro-batch, so that a rank keeps those of its shards alone in between:
-    less memory, more traffic. False: once an update, until when each rank keeps gradients of the whole model."""
+    """Sum gradients over the ranks after each micro-batch, so that a rank keeps only those of its shards in between:
+    less memory, more traffic. False: sum them once per update; until then each rank keeps the gradients of the whole
+    model."""
     replicate_size: int = option(1, at_least=1)
     """Number of replicas in hybrid sharding; each is sharded over world / replicate_size ranks."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -166,8 +167,8 @@ class NativeEngineConfig:
     max_num_seqs: int = option(256, at_least=1)
     """Number of sequences decoded at the same time on a rank; more requests wait their turn."""
     lookup: int = option(0, at_least=0, at_most=64)
-    """Number of tokens guessed in a step from what followed the same words earlier in a sample's text. The samples are
-    those without guesses; texts that repeat themselves take fewer steps where few of them run. 0: none."""
+    """Number of tokens to guess per step from what followed the same words earlier in a sample's text. The samples are
+    the same as without guesses; texts that repeat themselves take fewer steps where few samples run. 0: no guesses."""
     share_weights: bool = False
     """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
     Strategies single and ddp, in float32."""
@@ -218,8 +219,8 @@ class CheckpointConfig:
     keep: int = option(2, at_least=1)
     """Number of checkpoints to keep, the newest ones."""
     grace_s: float = option(300.0, at_least=0, at_most=86_400)
-    """Seconds that a run has, after SIGTERM, SIGHUP or SIGUSR1, to finish its step and write one more checkpoint. Then,
-    or at once if 0, it ends without. torchrun kills its ranks 30 s after it has passed a signal on."""
+    """Seconds that a run has, after SIGTERM, SIGHUP or SIGUSR1, to finish its step and write one more checkpoint. After
+    that, or at once if 0, it ends without one. torchrun kills its ranks 30 s after it has passed a signal on."""
     asynchronous: bool = False
     """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
     on_disk_error: Literal["stop", "continue"] = "stop"
@@ -293,11 +294,11 @@ class EngineConfig:
     sync_bucket_mb: int = option(512, at_least=1, resume="free")
     """Megabytes of whole weights that a weight sync holds at a time, besides those of trainer and engine."""
     canary_every: int = option(50, at_least=0, resume="free")
-    """Number of weight syncs between two comparisons of a few logprobs, engine against trainer. The first sync is
-    always compared. 0: never compare."""
+    """Number of weight syncs between two comparisons of a few logprobs of engine and trainer. The first sync is always
+    compared. 0: never compare."""
     offload_while_generating: bool = option(False, resume="free")
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
-    engine is awake. Each rollout then takes two copies longer."""
+    engine is awake. Each rollout then takes longer by two copies."""
     native: NativeEngineConfig = section(
         NativeEngineConfig, resume="free", check=lambda options: _check_native(options)
     )
@@ -327,8 +328,8 @@ class ExactConfig:
     """Give the same weights and metrics, bit for bit, at any number of ranks, by strategy single, ddp or fsdp, and at
     any size of micro-batches, which has no effect then (docs/exact.md). float32 on a CPU, native engine."""
     exact_tile_tokens: int = option(2048, at_least=1, check=check_exact)
-    """Tokens of the pieces in which a step with --exact is computed, each whole on one rank. Smaller ones let more
-    ranks share a step; larger ones add up fewer gradients."""
+    """Size in tokens of the pieces in which a step with --exact is computed, each whole on one rank. Smaller pieces let
+    more ranks share a step; with larger ones fewer gradients are added up."""
 
 
 # ---- All of them -------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Rollouts:
             keep: Says of a scored group whether it may be learned from; others take the place of those that may not.
             max_turns: Of an episode at most.
             timeout_s: Seconds after which an episode has failed; 0: it may take any time.
-            agree_every: Engine steps between two looks of all ranks at what is finished.
+            agree_every: Number of engine steps after which the ranks tell each other which groups are finished.
             seed: Of all draws.
             sampling: What else each turn asks for, such as stop strings.
         """

@@ -133,7 +133,7 @@ def test_without_shuffle_the_order_is_that_of_the_data() -> None:
     assert list(resumable(7, rank=0, world=2, shuffle=False, drop_last=True)) == [0, 2, 4]
 
 
-def test_more_consumed_than_an_epoch_holds_is_refused() -> None:
+def test_a_rank_outside_the_world_or_more_than_an_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match="rank is 3 of a world of 3"):
         resumable(7, rank=3, world=3)
     with pytest.raises(ValueError, match="consumed_samples is 8: .* between 0 and the 7"):
