@@ -32,7 +32,7 @@ class EvaluateConfig(RolloutConfig):
     def check(self) -> None:
         """Takes the data to evaluate on for those that are read first; refuses settings of training's responses."""
         if self.is_truncated:
-            raise ValueError("--top_p and --top_k are of training: an evaluation takes --eval.top_p and --eval.top_k.")
+            raise ValueError("--top_p and --top_k apply to training. Give --eval.top_p and --eval.top_k.")
         for name in filter(lambda name: attrgetter(name)(self), OF_STEPS):
-            raise ValueError(f"--{name.rstrip('_')} is of training: an evaluation takes no steps. Leave it out.")
+            raise ValueError(f"--{name.rstrip('_')} applies to training: an evaluation takes no steps. Leave it out.")
         self.train_data = self.eval_data or self.train_data

@@ -162,7 +162,7 @@ def _check_type(name: str, hint: Any, value: object) -> None:
         if not isinstance(part, _ACCEPTED.get(wanted, object)) or (isinstance(part, bool) and wanted in (int, float)):
             raise TypeError(f"{name} must be {wanted.__name__}, not {part!r}.")
         if isinstance(part, str) and _NO_TEXT.search(part):
-            raise ValueError(f"--{name} is {part!r}: it holds a character that no UTF-8 text has. Leave it out.")
+            raise ValueError(f"--{name} is {part!r}: it has a NUL or a byte that is not UTF-8. Remove it.")
 
 
 def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:

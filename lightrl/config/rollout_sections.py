@@ -128,18 +128,16 @@ class RecordConfig:
     def check(self) -> None:
         """Raises ValueError for options that do nothing or contradict each other."""
         if self.record_only and not self.record:
-            raise ValueError("--rollout.record_only samples for a record: give its folder by --rollout.record.")
+            raise ValueError("--rollout.record_only samples for a record: give its folder with --rollout.record.")
         if self.record and self.from_:
-            raise ValueError(
-                "--rollout.from reads a record, so that there is nothing to write: leave --rollout.record out."
-            )
+            raise ValueError("--rollout.from reads a record, so there is nothing to write: leave --rollout.record out.")
 
     def check_record(self, *, has_own_ranks: bool) -> None:
         """Raises ValueError for a record of rollouts that do not begin and end in a step of the training ranks."""
         if has_own_ranks:
             raise ValueError(
-                "--rollout.record and --rollout.from take rollouts that begin and end in a step: leave --rollout_ranks "
-                "and the options out that carry samples from step to step."
+                "--rollout.record and --rollout.from take rollouts that begin and end in a step: leave out "
+                "--rollout_ranks and the options that carry samples from step to step."
             )
 
 

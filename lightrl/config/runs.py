@@ -201,7 +201,7 @@ class TruncationConfig:
 
 def _check_stop(texts: tuple[str, ...]) -> None:
     if "" in texts:
-        raise ValueError("--stop has an empty text, which every response holds. Give texts of a character or more.")
+        raise ValueError("--stop has an empty text, which is in every response. Give texts of at least one character.")
 
 
 def _check_minibatches(config: SamplingConfig) -> None:

@@ -152,7 +152,7 @@ class PPOAlgorithmConfig(AlgorithmConfig):
             )
         if (self.kl_estimator, self.kl_gradient) != ("k3", "own"):
             raise ValueError(
-                "--algorithm.kl_estimator and --algorithm.kl_gradient are of the KL in the loss, and "
+                "--algorithm.kl_estimator and --algorithm.kl_gradient apply to the KL in the loss, and "
                 f"--algorithm.kl_in_reward {self.kl_in_reward} takes it out of there. Leave them out."
             )
 

@@ -401,7 +401,7 @@ def _check_routing(options: StrategyOptions) -> None:
         )
     if options.routing.has_losses and options.sp_size > 1:
         raise ValueError(
-            f"--routing.balance_coef and --routing.z_coef are of whole sequences, which --sp_size {options.sp_size} "
+            f"--routing.balance_coef and --routing.z_coef need whole sequences, which --sp_size {options.sp_size} "
             "splits. Use --sp_size 1, or leave them out."
         )
     if options.compile:

@@ -70,5 +70,5 @@ def read_yaml(path: Path, label: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{label} is not valid YAML: it is no text in UTF-8 ({error}).") from error
+        raise ValueError(f"{label} is not valid YAML: it is not UTF-8 text ({error}).") from error
     return parse_yaml(text, label)

@@ -37,4 +37,4 @@ def test_what_changes_the_steps_of_a_training_is_refused(capsys: pytest.CaptureF
         with pytest.raises(SystemExit):
             parse_config(EvaluateConfig, words)
         told = capsys.readouterr().err.replace("\u2502", "").split()
-        assert f"{words[0]} is of training: an evaluation takes no steps. Leave it out." in " ".join(told)
+        assert f"{words[0]} applies to training: an evaluation takes no steps. Leave it out." in " ".join(told)

@@ -48,7 +48,7 @@ def test_options_of_a_record_that_contradict_are_told() -> None:
         GRPOConfig(rollout=WorkflowConfig(record_only=True))
     with pytest.raises(ValueError, match="leave --rollout.record out"):
         GRPOConfig(rollout=WorkflowConfig(record="a", from_="b"))
-    with pytest.raises(ValueError, match="begin and end in a step: leave --rollout_ranks"):
+    with pytest.raises(ValueError, match="begin and end in a step: leave out --rollout_ranks"):
         GRPOConfig(rollout=WorkflowConfig(record="a"), rollout_ranks=1)
     with pytest.raises(ValueError, match="--rollout.max_turns does nothing without --rollout.workflow"):
         GRPOConfig(rollout=WorkflowConfig(record="a", max_turns=3))

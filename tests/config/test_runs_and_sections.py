@@ -142,7 +142,7 @@ def test_an_option_may_be_none_where_its_type_says_so(tmp_path: Path) -> None:
         (["--algorithm.kl_in_reward", "k1"], "needs a --algorithm.kl_coef above 0"),
         (
             ["--algorithm.kl_in_reward", "k1", "--algorithm.kl_coef", "1", "--algorithm.kl_estimator", "k2"],
-            "are of the KL in the loss, and --algorithm.kl_in_reward k1 takes it out of there",
+            "apply to the KL in the loss, and --algorithm.kl_in_reward k1 takes it out of there",
         ),
         (["--critic.shared_backbone", "True", "--critic.policy_frozen_steps", "1"], "use --critic_warmup_steps"),
         (["--critic.shared_backbone", "True", "--critic_model", "x"], "Leave one of them out"),
