@@ -6,10 +6,15 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
+
+# Errors that a program prints without a traceback, or that end it without a word: where code of a user's raises one of
+# them while it is loaded, the message has to name the line.
+BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
 
 
 def is_installed(package: str) -> bool:
@@ -27,16 +32,15 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
         what: Kind of object, for the errors.
         example: Name of an object of one's own, for the errors.
     """
-    module_name, separator, attribute = builtin.get(name, name).partition(":")
-    if not separator:
+    module_name, _, attribute = builtin.get(name, name).partition(":")
+    if not (module_name and attribute):
         _raise_unknown(name, builtin, what, example)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        _raise_if_missing(error, module_name, f"The {what} {name!r}")
-        raise
+    except BARE as error:
+        _raise_unless_ours(error, module_name, f"The {what} {name!r}")
     if not hasattr(module, attribute):
         raise ValueError(f"The {what} {name!r}: module {module_name!r} has no {attribute!r}.")
     return getattr(module, attribute)
@@ -49,13 +53,31 @@ def _raise_unknown(name: str, builtin: Mapping[str, str], what: str, example: st
     )
 
 
-def _raise_if_missing(error: ModuleNotFoundError, module_name: str, subject: str) -> None:
-    """Raises ValueError if the module itself or a package above it is missing, not one that it imports."""
-    if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> NoReturn:
+    """Raises what a user can correct: the module is missing, or its code fails. Errors of lightrl itself stay."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module_name == missing or module_name.startswith(missing + ".")):
         raise ValueError(
-            f"{subject}: there is no module {error.name!r}. It must be installed or stand under the directory the run "
+            f"{subject}: there is no module {missing!r}. It must be installed or stand under the directory the run "
             f"is started in ({os.getcwd()})."
         ) from error
+    if module_name.partition(".")[0] == "lightrl":
+        raise error
+    raise_code_fails(error, subject)
+
+
+def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
+    """Raises ImportError that names the line at which code of a user's failed while it was loaded."""
+    if isinstance(error, SyntaxError):
+        reason, file, line = error.msg, error.filename, error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))
+        reason, file, line = str(error), last.filename, last.lineno
+    raise ImportError(
+        f"{subject} cannot be loaded: {type(error).__name__} at line {line} of {file}: {reason}. Correct that line, "
+        "or install what it imports."
+    ) from error
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:

@@ -35,3 +35,24 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
 def test_errors_say_what_to_do(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         load(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "import no_such_package_here\n",
+            "ModuleNotFoundError at line 2 of .*: No module named 'no_such_package_here'",
+        ),
+        ("def f(s) return 1\n", "SyntaxError at line 2 of .*: expected ':'"),
+        ("open('no_such_table.json')\n", "FileNotFoundError at line 2 of .*no_such_table.json"),
+        ("raise SystemExit(0)\n", "SystemExit at line 2 of .*: 0. Correct that line"),
+    ],
+)
+def test_code_that_fails_while_it_is_loaded_is_named_with_its_line(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "failing_module.py").write_text(f"\n{code}")
+    with pytest.raises(ImportError, match=f"The thing 'failing_module:X' cannot be loaded: {told}"):
+        load("failing_module:X")

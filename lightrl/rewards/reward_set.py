@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightrl.config import JudgeConfig, RolloutConfig, named_values, nearest_name
-from lightrl.imports import load_object
+from lightrl.imports import BARE, load_object, raise_code_fails
 from lightrl.records import Sample
 from lightrl.rewards.async_scoring import AsyncRunner
 from lightrl.rewards.messages import run_file
@@ -293,7 +293,10 @@ def _load_from_file(path: Path, function_name: str) -> object:
         raise FileNotFoundError(
             f"There is no file {path} to load a reward from. The working directory is {Path.cwd()}."
         )
-    module = run_file(path)
+    try:
+        module = run_file(path)
+    except BARE as error:
+        raise_code_fails(error, f"The reward '{path}:{function_name}'")
     if not hasattr(module, function_name):
         functions = {key for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
         raise ValueError(f"The file {path} has no {function_name!r}. {nearest_name(function_name, functions)}")

@@ -45,7 +45,7 @@ def test_a_misspelt_name_gives_the_nearest_and_all() -> None:
 
 @pytest.mark.parametrize("name", ["", ":", "json:", ":function", "own.py"])
 def test_half_a_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"Unknown reward|Empty module name|has no ''"):
+    with pytest.raises(ValueError, match="Unknown reward"):
         load_reward(name)
 
 
@@ -79,20 +79,21 @@ def test_a_missing_module_or_file_is_named() -> None:
         load_reward("absent.py:f")
 
 
-def test_an_error_inside_the_users_code_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_fails_while_it_is_loaded_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
-    path.write_text("import absent_dependency\n")
-    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
-        load_reward(f"{path}:f")
-    assert "lightrl_reward_file_broken" not in sys.modules
+    for code, told in (("import absent_dependency", "ModuleNotFoundError"), ("exit(0)", "SystemExit")):
+        path.write_text(f"\n{code}\n")
+        with pytest.raises(ImportError, match=f"The reward '{path}:f' cannot be loaded: {told} at line 2 of {path}: "):
+            load_reward(f"{path}:f")
+        assert "lightrl_reward_file_broken" not in sys.modules
 
 
-def test_an_import_that_fails_inside_the_users_module_is_shown_as_it_is(
+def test_a_module_that_fails_while_it_is_loaded_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_broken_module.py").write_text("import absent_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="No module named 'absent_dependency'"):
+    with pytest.raises(ImportError, match="at line 1 of .*own_broken_module.py: No module named 'absent_dependency'"):
         load_reward("own_broken_module:f")
 
 
