@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from lightrl.records import Sample
 from lightrl.rewards.scoring import (
@@ -21,7 +21,17 @@ from lightrl.rewards.scoring import (
 )
 from lightrl.rewards.unit_scoring import UnitRunner
 
+Result = TypeVar("Result")
+
 _STOP_S = 5.0  # for a call that blocks the loop to end
+
+
+async def without_exit(call: Awaitable[Result]) -> Result:
+    """Awaits a call of a user's; its exit(), which would stop the event loop for everything in it, becomes an error."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"it called exit({error.code!r})") from error
 
 
 class AsyncRunner(UnitRunner):
@@ -93,7 +103,7 @@ class AsyncRunner(UnitRunner):
         timeout_s = self.limits.timeout_s * len(unit)
         call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
         try:
-            returned = await asyncio.wait_for(call, timeout_s or None)
+            returned = await asyncio.wait_for(without_exit(call), timeout_s or None)
             values = [returned] if self.kind.scope == "sample" else list(returned)
         except Exception as error:
             if self.goes_on_singly(unit, budget):

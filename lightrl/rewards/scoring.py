@@ -256,7 +256,7 @@ class RewardRunner:
         try:
             with time_limit(self.limits.timeout_s):
                 value = self.reward(sample)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # code of a response that a reward runs may call exit()
             return failed(self.name, [sample], error)
         return score_outcome(self.name, sample, value)
 
@@ -303,7 +303,7 @@ def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
     return not_a_number(name, sample, value)
 
 
-def failed(name: str, samples: Sequence[Sample], error: Exception) -> RewardError:
+def failed(name: str, samples: Sequence[Sample], error: BaseException) -> RewardError:
     """Returns the error of a call that raised."""
     where = describe_sample(samples[0])
     if len(samples) > 1:
@@ -317,7 +317,7 @@ def failed(name: str, samples: Sequence[Sample], error: Exception) -> RewardErro
     return result
 
 
-def _what_there_is(error: Exception, sample: Sample) -> str:
+def _what_there_is(error: BaseException, sample: Sample) -> str:
     """Returns what a reward can read, if it looked for something else."""
     if isinstance(error, KeyError):
         fields = ", ".join(map(repr, sample.prompt.fields)) or "none"

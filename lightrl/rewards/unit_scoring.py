@@ -42,7 +42,7 @@ class UnitRunner(RewardRunner):
         try:
             with time_limit(self.limits.timeout_s * len(unit)):
                 values = list(self.reward(unit))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in self._call([sample], budget)]
             return [failed(self.name, unit, error)] * len(unit)

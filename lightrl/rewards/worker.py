@@ -32,7 +32,7 @@ def serve() -> None:
         if file:
             run_file(Path(file))
         reward: Any = pickle.loads(packed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         send(replies, _failure(error))
         return
     _limit_memory()
@@ -55,12 +55,12 @@ def _answer(reward: Any, sample: Any, timeout_s: float) -> Reply:
     try:
         with time_limit(timeout_s):
             value = reward(sample)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _failure(error)
     return Reply(value=float(value) if isinstance(value, Real) else repr(value))
 
 
-def _failure(error: Exception) -> Reply:
+def _failure(error: Exception | SystemExit) -> Reply:
     return Reply(
         error=f"{type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),

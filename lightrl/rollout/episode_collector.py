@@ -16,6 +16,7 @@ from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
+from lightrl.rewards.async_scoring import without_exit
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient, EpisodeLimits
@@ -166,7 +167,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         enter_episode()
         try:
             episode = self.workflow_of(job).arun_episode(client, job.prompt)
-            made = await asyncio.wait_for(episode, self._timeout_s or None)
+            made = await asyncio.wait_for(without_exit(episode), self._timeout_s or None)
             return _as_episode(made, client, job.prompt)
         except Exception as error:
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11

@@ -32,7 +32,6 @@ from lightrl.strategy import StrategyBase
 from lightrl.trainers.disk_errors import Log, forgive_disk_errors
 from lightrl.trainers.health import BadSteps, findings
 from lightrl.trainers.lifetime import (
-    StoppedBySignal,
     end_failed,
     end_with_torchrun,
     ended_by_signals,
@@ -233,7 +232,7 @@ def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = metho
         trainer = build(config)
         act(trainer)
         trainer.close()
-    except (Exception, KeyboardInterrupt, StoppedBySignal) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # exit(0) in code of a user's is no success
         end_failed(error, trainer)
 
 

@@ -87,6 +87,13 @@ class Broken(Workflow):
         raise RuntimeError("the tool is on fire")
 
 
+class Leaving(Workflow):
+    """Calls exit(), as code of a tool may."""
+
+    async def arun_episode(self, engine, data):
+        raise SystemExit(0)
+
+
 class Judged(Workflow):
     """Asks for its reward, but for sample 1, which leaves early."""
 

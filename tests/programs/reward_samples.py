@@ -46,6 +46,8 @@ def doing_as_told(sample: Sample, *, scale: float = 1.0) -> float:
         import os
 
         os._exit(7)
+    if sample.text == "exit":
+        raise SystemExit(0)
     if sample.text == "eat":
         return float(len(bytearray(4 << 30)))
     if sample.text == "no verdict":

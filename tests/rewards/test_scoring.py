@@ -156,6 +156,28 @@ def test_an_object_can_be_a_reward() -> None:
         score(Constant(), [sample(0, "x")])
 
 
+def test_a_reward_that_calls_exit_has_failed() -> None:
+    def leaving(sample: Sample) -> float:
+        exec("exit(0)")  # as the code of a response may
+        return 1.0
+
+    async def leaving_later(sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return leaving(sample)
+
+    @batch_reward
+    def leaving_together(samples: Sequence[Sample]) -> list[float]:
+        return [leaving(item) for item in samples]
+
+    for reward, told in (
+        (leaving, "SystemExit: 0"),
+        (leaving_together, "SystemExit: 0"),
+        (leaving_later, r"exit\(0\)"),
+    ):
+        with pytest.raises(RewardError, match=f"The reward 'mine' raised .*{told} on prompt 10"):
+            run(reward, [answered("a")])
+
+
 # ---- Async, limits ------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,10 @@ def test_it_serves_until_its_input_ends(worker: tuple[int, int]) -> None:
     late = receive(replies, 20)
     assert late.is_stopped
     assert "time.sleep" in late.traceback  # says where it hung
+    send(requests, (answered("exit"), 10.0))
+    assert receive(replies, 20).error == "SystemExit: 0"
+    send(requests, (answered("2"), 10.0))
+    assert receive(replies, 20).value == 2.0
 
 
 def test_a_reward_that_cannot_be_loaded_is_told(worker: tuple[int, int]) -> None:

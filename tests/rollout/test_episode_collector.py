@@ -154,9 +154,12 @@ def test_an_episode_that_leaves_the_images_of_its_prompt_out_is_refused() -> Non
             _as_episode(episode, client, prompt)
 
 
-def test_a_workflow_that_always_fails_ends_the_run(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)Every episode has failed.*the tool is on fire"):
-        draw(strategy, prompts, workflow="episodes:Broken", workflow_args=())
+@pytest.mark.parametrize(("workflow", "told"), [("Broken", "the tool is on fire"), ("Leaving", r"it called exit\(0\)")])
+def test_a_workflow_that_always_fails_ends_the_run(
+    workflow: str, told: str, strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"(?s)Every episode has failed.*{told}"):
+        draw(strategy, prompts, workflow=f"episodes:{workflow}", workflow_args=())
     assert strategy.engine is not None
     assert strategy.engine.status is EngineStatus.SLEEPED
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from lightrl.comm import Comm, RankError
+from lightrl.config import GRPOConfig
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
+from lightrl.trainers.fit import run_program
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 Rows = list[dict[str, Any]]
@@ -168,6 +170,21 @@ def test_a_failure_elsewhere_is_told_once(capsys: pytest.CaptureFixture[str]) ->
     lifetime.tell(error)
     lifetime.tell(error)
     assert capsys.readouterr().err.count("rank 1 failed") == 1
+
+
+def test_code_that_calls_exit_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leave(_config: Any) -> Any:
+        raise SystemExit(0)
+
+    def end(code: int) -> NoReturn:
+        raise RuntimeError(f"ended with {code}")
+
+    monkeypatch.setattr(lifetime, "end_process", end)
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run_program(leave, GRPOConfig())
+    assert "in leave" in capfd.readouterr().err
 
 
 def test_a_rank_that_loses_another_says_how_to_go_on(
