@@ -66,7 +66,11 @@ def sends_adapters(config: Any) -> bool:
         ("routing.replay", config.routing.replay, "the engine that records experts takes whole weights alone"),
         ("native.lookup", config.native.lookup > 0, "the engine that guesses takes whole weights alone"),
         ("rollout.keep_cache", config.rollout.keep_cache, "the engine that keeps rows takes whole weights alone"),
-        ("top_p", config.is_truncated, "the engine that reports the tokens to draw from takes whole weights alone"),
+        (
+            "top_k" if config.top_k else "top_p",
+            config.is_truncated,
+            "the engine that reports the tokens to draw from takes whole weights alone",
+        ),
     )
     refused = next(((name, reason) for name, is_refused, reason in reasons if is_refused), None)
     if config.lora.engine == "auto":
@@ -75,8 +79,8 @@ def sends_adapters(config: Any) -> bool:
     if refused:
         name, reason = refused
         value = getattr(config, name, True)
+        others = f", or use --engine {' or '.join(ENGINES_WITH_ADAPTERS)}" if name == "engine" else ""
         raise ValueError(
-            f"--lora.engine unmerged does not go with --{name} {value}: {reason}. Leave one of them out, or use "
-            f"--engine {' or '.join(ENGINES_WITH_ADAPTERS)}."
+            f"--lora.engine unmerged does not go with --{name} {value}: {reason}. Leave one of them out{others}."
         )
     return True

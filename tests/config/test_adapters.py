@@ -32,9 +32,11 @@ def test_a_trainer_without_an_engine_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_ranks": 1}, "--rollout_ranks 1"),
+        ({"rollout_ranks": 1}, r"--rollout_ranks 1: .* Leave one of them out\.$"),
         ({"exact": True}, "--exact True"),
-        ({"engine": "my_package:MyEngine"}, "--engine my_package:MyEngine"),
+        ({"top_p": 0.9}, r"--top_p 0.9: .* Leave one of them out\.$"),
+        ({"top_k": 5}, "--top_k 5: "),
+        ({"engine": "my_package:MyEngine"}, "--engine my_package:MyEngine: .* out, or use --engine native or vllm"),
     ],
 )
 def test_unmerged_is_refused_where_it_cannot_be(options: dict[str, Any], message: str) -> None:
