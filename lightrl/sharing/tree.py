@@ -20,7 +20,7 @@ from torch import Tensor
 from lightrl.records import PackedBatch
 from lightrl.sharing.images import identified, kept_features
 
-LEAST_SAVED = 16  # tokens that a common beginning must save, since each one costs some calls in every layer
+LEAST_SAVED = 4  # tokens that a common beginning must save, since each one costs some calls in every layer
 
 _KEY, _WIDTH = ">i8", 8  # as bytes, big-endian integers sort like the integers
 Tokens = NDArray[np.int64]
@@ -142,7 +142,8 @@ def _segments(keys: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
         else:
             stop = min(common[first : last - 1])
             cuts = [index + 1 for index in range(first, last - 1) if common[index] == stop]
-            is_worth = (stop - start) * (last - first - 1) >= LEAST_SAVED
+            # Else each of the parts that follow, and not each sequence, would begin with these tokens.
+            is_worth = (stop - start) * len(cuts) >= LEAST_SAVED
             stop = stop if is_worth else start
             pending += [(a, b, stop) for a, b in reversed(list(pairwise([first, *cuts, last])))]
         if stop > start:

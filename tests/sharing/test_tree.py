@@ -43,7 +43,7 @@ def test_equal_sequences_are_one() -> None:
 
 
 def test_a_beginning_that_saves_little_is_not_shared_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token is common to all, which saves 2 tokens; two of them have four in common, which saves 4."""
+    """The first token is common to all, which saves 1 token; two of them have four in common, which saves 4."""
     monkeypatch.setattr(tree, "LEAST_SAVED", 3)
     found = prefix_tree(np.array([1, 9, 1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), (0, 2, 7, 12))
     assert found.branches == (Branch(0, 4, 6),)
@@ -52,8 +52,16 @@ def test_a_beginning_that_saves_little_is_not_shared_by_itself(monkeypatch: pyte
 
 
 def test_long_chains_need_no_deep_recursion() -> None:
-    chain = [tuple(range(length)) for length in range(2, 1200)]
-    assert num_computed(chain[::-1]) == 1200  # 1199, and the last token but one twice, since that saves 1
+    chain = [tuple(range(length)) for length in range(2, 2400, 2)]
+    assert num_computed(chain[::-1]) == 2398  # each adds the 2 tokens that it has more
+
+
+def test_what_a_beginning_saves_depends_on_the_parts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice four equal sequences share their first token: without it, two parts would begin with it and not eight."""
+    monkeypatch.setattr(tree, "LEAST_SAVED", 2)
+    ones, others = [(1, 2, 3, 4)] * 4, [(1, 5, 6, 7)] * 4
+    assert num_computed([*ones, *others]) == 8  # saves 1 token of 8
+    assert num_computed([*ones, *others, (1, 8)]) == 8  # saves 2 of 10
 
 
 def test_a_pack_without_common_beginnings_stays_as_it_is() -> None:
