@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ class Largest:
     """A number from 0 on: each rank sets its own in the body of a local phase, and has the largest of all after it."""
 
     number: int = 0
-
-
-Phase: TypeAlias = AbstractContextManager[Largest]
 
 
 class UnknownReductionError(ValueError, AssertionError):
@@ -258,7 +255,7 @@ class RankComm(Comm):
 
     def phase(  # type: ignore[override]
         self, name: str, *, local: bool = False, late: type[Exception] | None = None
-    ) -> Phase:
+    ) -> AbstractContextManager[Largest]:
         return self._unwatched(name, local) if self._board is None else self._watched(self._board, name, local, late)
 
     @contextmanager
@@ -446,5 +443,7 @@ def _kind_of(leaf: Any) -> tuple[str, str]:
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
     """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        # Once a block of this size was freed, glibc keeps up to 64 MB that a step frees, which Linux would clear anew.
+        torch.empty((32 << 20) - (16 << 10), dtype=torch.uint8)
         return torch.device("cpu")
     return pick_gpu(num_gpu_per_node)

@@ -1,3 +1,6 @@
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -63,3 +66,23 @@ def test_variables_of_a_half_made_launch_are_named(monkeypatch: pytest.MonkeyPat
 def test_rank_error_is_no_value_error() -> None:
     """A failure of another rank must not look like a mistake of the user's."""
     assert not issubclass(RankError, ValueError)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    """32 MB that are written and freed come from the system, in pages of at least 4 kB, in the first step only."""
+    script = """
+import resource, torch
+from lightrl.comm import pick_device
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parts = [torch.ones(1 << 20) for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+pick_device("cpu", 1)
+step()
+print(max(step() for _ in range(3)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50  # 8,160 without

@@ -371,7 +371,6 @@ def sync_engine(trainer: Trainer) -> None:
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
     """Adds the reward and length statistics of this rank's samples."""
-    count = len(samples)
     scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
     if scored:  # if no sample on any rank has a reward, there is no mean to report, and 0 would be one
         statistics.values("reward/mean", [reward for _, reward in scored])
@@ -382,9 +381,9 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.add("tokens/response", response_tokens)
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
-    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), count)
+    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), len(samples))
     statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
-    statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), count)
+    statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), len(samples))
 
 
 def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:
