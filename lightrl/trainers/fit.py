@@ -357,9 +357,9 @@ class RunLog:
         step = self._trainer.step_index
         with self._comm.phase("log"):
             self._trainer.folder.append_metrics(step, metrics)
-            if self._board is not None:
-                for name, value in metrics.items():
-                    self._board.add_scalar(name, value, step)
+            if self._board is not None:  # one event: the writer's thread wakes once, and not for each number
+                scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+                self._board.file_writer.add_summary({"value": scalars}, step)
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
         """Logs the first samples of the step by position, on whichever rank they are."""

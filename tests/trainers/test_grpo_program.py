@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.testing import free_port, run_program, run_spmd
@@ -136,7 +137,9 @@ def test_a_run_folder_holds_all_that_is_promised(reference: Callable[[str], Path
     sample = samples_of(folder)[-1]
     assert {"prompt", "response", "reward", "advantage", "version"} <= set(sample)
     assert sample["version"] == 2  # the third step is sampled from weights that have had two
-    assert list((folder / "tensorboard").iterdir())
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    rewards = {event.step: event.value for event in board.Scalars("reward/mean")}
+    assert rewards == pytest.approx({row["step"]: row["reward/mean"] for row in metrics_of(folder) if row["step"]})
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
     assert model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
