@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a built-in strategy by the name of its class; its packages are imported only now."""
+    """Returns a built-in strategy by its class name; the packages that it needs are imported only now."""
     for path in BUILTIN_STRATEGIES.values():
         if path.endswith(f":{name}"):
             return load_object(path, builtin={}, what="strategy", example=name)

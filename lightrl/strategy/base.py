@@ -72,10 +72,10 @@ BUILTIN_STRATEGIES = {
 
 
 class StrategyBase(ForeignNames, ABC):
-    """The interface of every strategy; docs/adding_a_strategy.md says what a back end writes.
+    """The interface of every strategy; docs/adding_a_strategy.md says what a back end must write.
 
-    ForeignNames adds the names of other trainers' interfaces: one line each over a method of this class, and save_ckpt
-    and load_ckpt, which a back end writes.
+    ForeignNames adds the names of other trainers' interfaces, each a one-line wrapper of a method of this class, and
+    save_ckpt and load_ckpt, which a back end writes.
     """
 
     splits_models: ClassVar[bool] = False  # whether it supports --tp_size and --sp_size
@@ -89,7 +89,7 @@ class StrategyBase(ForeignNames, ABC):
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        exact = self.options.exact_batches  # train_batch then takes any sizes
+        exact = self.options.exact_batches  # then train_batch accepts any sizes
         self.accumulation_steps = 1 if exact else self._accumulation_steps(comm_module.known_world())
         self.device = torch.device("cpu")
         self.comm = comm_module.found_world()
@@ -100,9 +100,9 @@ class StrategyBase(ForeignNames, ABC):
         if self.options.offload_while_generating:
             self.serving = OffloadingServing(self, self.options, self.residency)
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
-        self.media: MediaProcessor | None = None  # of a vision-language model: the canary scores images with it
+        self.media: MediaProcessor | None = None  # for a vision-language model: the canary scores images with it
         self.global_step = 0
-        self.statistics = Statistics()  # what `stats` records; a trainer gives its own, which each step reduces
+        self.statistics = Statistics()  # what `stats` records; a trainer sets its own, reduced in every step
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
@@ -118,30 +118,30 @@ class StrategyBase(ForeignNames, ABC):
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
         """Adds the gradient of the loss.
 
-        With weight=w the gradient added is w times that of the loss, SUMMED over ranks. Without it the loss is a mean
-        over this rank's micro-batch, and the update uses the mean over all ranks and accumulation steps.
+        With weight=w, the added gradient is w times the gradient of the loss, SUMMED over ranks. Without a weight, the
+        loss is a mean over this rank's micro-batch, and the update uses the mean over all ranks and accumulation steps.
         """
 
     @abstractmethod
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> OptimizerStep:
-        """Updates at the end of an accumulation, or now with is_boundary=True; all ranks decide alike."""
+        """Updates the model at the end of an accumulation, or now with is_boundary=True; all ranks decide alike."""
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
+        """Yields (Hugging Face name, whole tensor), sorted, tied ones once; every rank must iterate to the end."""
         return foreign_steps.whole_parameters(self, model, dtype)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
-        """Returns the fingerprint of every tensor of full_parameters(), computed from shards; None proves nothing."""
+        """Returns a fingerprint of each tensor of full_parameters(), computed from shards; None means no proof."""
         return None
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Returns a context around the forward and backward of a micro-batch; the last one reduces gradients."""
+        """Returns a context for the forward and backward of a micro-batch; gradients are reduced in the last one."""
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """Is called after passes without a backward, to clean up what they leave."""
+        """Cleans up what passes without a backward leave behind; called after them."""
 
     @property
     def materializes_weights(self) -> bool:
@@ -149,10 +149,10 @@ class StrategyBase(ForeignNames, ABC):
         return True
 
     def group_batches(self, data: Sequence[Any]) -> GroupBatches:
-        """Returns the micro-batches that this rank runs so that its own get run; every rank calls it.
+        """Returns the micro-batches that this rank must run, its own among them; every rank must call it.
 
-        Ranks that split a model or its tokens (--tp_size, --sp_size) run the micro-batches of all of them together.
-        train_batch and forward call this; so must code that calls such a model directly.
+        Ranks that split a model or its tokens (--tp_size, --sp_size) together run the micro-batches of all of them.
+        train_batch and forward call this; code that calls such a model directly must call it too.
         """
         return GroupBatches(list(data), range(len(data)))
 
@@ -161,12 +161,12 @@ class StrategyBase(ForeignNames, ABC):
         return PlainLayout(self.comm)
 
     def check_model_config(self, config: Any) -> None:
-        """Raises ValueError for a transformers config of a model that these options cannot spread."""
+        """Raises ValueError for the transformers config of a model that cannot be spread with these options."""
 
     # ---- Setup -------------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int) -> None:
-        """Seeds Python, NumPy and torch, the same on all ranks; random_stream gives what must differ."""
+        """Seeds Python, NumPy and torch alike on all ranks; use random_stream for draws that must differ."""
         self.seed = seed
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -189,7 +189,7 @@ class StrategyBase(ForeignNames, ABC):
         self.set_seed(self.seed)
 
     def _accumulation_steps(self, world: int) -> int:
-        """Returns the number of calls of backward() for an update; ValueError if the sizes do not fit."""
+        """Returns how many calls of backward() make up an update; raises ValueError if the sizes do not fit."""
         ranks_apart = max(1, world // (self.options.tp_size * self.options.sp_size))
         return accumulation_steps(self.train_batch_size, self.micro_train_batch_size, world_size=ranks_apart)
 
@@ -207,11 +207,11 @@ class StrategyBase(ForeignNames, ABC):
 
         Args:
             model: a policy, critic, reward model or any other module.
-            lr: the peak rate; None takes --lr.
+            lr: the peak rate; None means --lr.
             schedule_length: the length of the schedule, in units of --optim.schedule_unit.
-            head_lr: the rate of a value head on the model's body; None gives it the body's rate.
-            frozen_head_steps: the number of first updates that train the value head alone, with the body frozen.
-            optim: options that the caller has checked; None takes those of the strategy.
+            head_lr: the rate of a value head on the model's body; None means the body's rate.
+            frozen_head_steps: how many updates at first train the value head alone, with the body frozen.
+            optim: options that the caller has checked; None means those of the strategy.
         """
         if optim is None:
             optim = self.options.optim
@@ -246,11 +246,11 @@ class StrategyBase(ForeignNames, ABC):
             compile_blocks(model)
 
     def set_global_step(self, global_step: int) -> None:
-        """Sets the trainer's step, with which the next weight sync is stamped."""
+        """Sets the trainer's step; the next weight sync is stamped with it."""
         self.global_step = global_step
 
     def close(self) -> None:
-        """Completes a checkpoint under way, ends the engine, then leaves the process group."""
+        """Completes a checkpoint that is being written, ends the engine, then leaves the process group."""
         try:
             self.saver.finish()
         finally:
@@ -262,7 +262,7 @@ class StrategyBase(ForeignNames, ABC):
     def train_batch(
         self, data: Batches, loss_fn: LossFn, loss_weight_fn: WeightFn, *, model: nn.Module | None = None
     ) -> TrainBatchResult:
-        """Takes one optimizer step over micro-batches of any number and size per rank.
+        """Takes one optimizer step over any number of micro-batches of any size on each rank.
 
         loss_fn(model(mb), mb) is the mean over the loss_weight_fn(mb) trained tokens of the micro-batch. With W the sum
         of the weights over micro-batches and ranks, the gradient is that of sum(loss * weight) / W: the mean over all
@@ -272,7 +272,7 @@ class StrategyBase(ForeignNames, ABC):
         if isinstance(data, Mapping):
             return train_on_dict(self, data, loss_fn, loss_weight_fn, model)
         trained = self.trained.entry(model)
-        self.trained.require_on_device(trained.optimizer)  # now: later there would be gradients left over
+        self.trained.require_on_device(trained.optimizer)  # checked first: a later error would leave gradients behind
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
         batches, total = self._equal(batches, sum((weights[index] for index in mine), 0.0))
@@ -300,7 +300,7 @@ class StrategyBase(ForeignNames, ABC):
         return explained(self, result, trained.model, data) if result.skipped else result
 
     def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
-        """Repeats the last micro-batch until all ranks have as many: every rank must run every pass.
+        """Repeats the last micro-batch until all ranks have the same number, as every rank must run every pass.
 
         Also returns the sum of the ranks' weights.
         """
@@ -312,7 +312,7 @@ class StrategyBase(ForeignNames, ABC):
     def _add_gradients(
         self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
     ) -> float:
-        """Runs each micro-batch, whose gradient counts by its share; returns this rank's part of the mean loss."""
+        """Adds each micro-batch's gradient, weighted by its share; returns this rank's part of the mean loss."""
         loss_sum = 0.0
         for index, (micro_batch, share) in enumerate(zip(batches, shares, strict=True)):
             with self.before_micro_batch(trained.model, index == len(batches) - 1):
@@ -339,7 +339,7 @@ class StrategyBase(ForeignNames, ABC):
         return outputs
 
     def keep_average(self, model: nn.Module, decay: float) -> None:
-        """Averages the model's weights from now on, updated after each optimizer step, saved and loaded with it."""
+        """Averages the model's weights after each optimizer step from now on, and in checkpoints of the model."""
         raise NotImplementedError(f"{type(self).__name__} keeps no average of the weights: leave out --ema_decay.")
 
     @contextmanager
@@ -352,7 +352,7 @@ class StrategyBase(ForeignNames, ABC):
 
     @cached_property
     def residency(self) -> Residency:
-        """What is on the device and what is in host memory; made when the first model or optimizer is to move."""
+        """What is on the device and what is in host memory; created when the first model or optimizer has to move."""
         return Residency(self)
 
     # ---- Saving ------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class StrategyBase(ForeignNames, ABC):
     def generate(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True
     ) -> list[Completion]:
-        """Samples this rank's prompts on the engine that its group shares; every rank calls it, also with no prompt.
+        """Samples this rank's prompts on its group's engine; every rank must call it, even with no prompts.
 
         Returns n completions per prompt, in the prompts' order. An error on one rank is raised on all. The engine
         sleeps afterwards unless sleep_engine is False.
@@ -401,7 +401,7 @@ class StrategyBase(ForeignNames, ABC):
 
 
 def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = None) -> StrategyBase:
-    """Makes the strategy that config.strategy names, or one of a kind; not yet connected: call setup_distributed()."""
+    """Creates the strategy that config.strategy names, or a `kind`; its setup_distributed() connects the ranks."""
     kind = kind or strategy_class(config.strategy)
     check_own_options(config, kind)
     return kind(
@@ -414,7 +414,7 @@ def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = N
 
 
 def strategy_class(name: str) -> type[StrategyBase]:
-    """Returns the class that a name or a package.module:Class path stands for; a built-in one is imported alike."""
+    """Returns the class for a name or a package.module:Class path; built-in strategies are imported the same way."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
     kind = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")

@@ -1,7 +1,7 @@
 """How a model computes: mixed precision, gradient checkpointing and torch.compile, set up by patches of its forward.
 
-autocast and torch.compile wrap a forward: torch has no hook that runs around it. The hooks of a back end, such as
-the gathers of FSDP, run outside of what is wrapped.
+autocast and torch.compile must wrap the forward, and torch has no hook that runs around it. The hooks of a back end,
+such as the gathers of FSDP, run outside the wrapped function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COMPILED = "_forward_is_compiled"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises ValueError if --compile would fail, deep inside torch, for want of a C++ compiler."""
+    """Raises ValueError if --compile would fail deep inside torch because there is no C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ValueError(
@@ -29,21 +29,21 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compiles the blocks of a model in place and once, each by itself; the names of parameters stay.
+    """Compiles each block of a model separately and in place, once; the names of parameters do not change.
 
-    Attention is left out: its loop over the sequences of a pack would be compiled anew for every pack.
+    Attention is not compiled: its loop over the sequences of a pack would be recompiled for every pack.
     """
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     lists = [child for child in _decoder_of(model).children() if isinstance(child, nn.ModuleList)]
     for block in (block for group in lists for block in group):
         if not block.__dict__.get(_COMPILED, False):
-            # dynamic: one graph for all numbers of tokens
+            # dynamic: one graph for any number of tokens
             block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
             block.__dict__[_COMPILED] = True
 
 
 def _decoder_of(model: nn.Module) -> nn.Module:
-    """Returns the language model of a model with a vision tower, whose shapes change with every image."""
+    """Returns the language model inside a model; shapes in a vision tower would change with every image."""
     for module in model.modules():
         get_decoder: Any = getattr(module, "get_decoder", None)
         if callable(get_decoder):
@@ -53,8 +53,8 @@ def _decoder_of(model: nn.Module) -> nn.Module:
 
 
 def use_deterministic_kernels() -> None:
-    """Has torch refuse what gives other bits at each run."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+    """Makes torch refuse operations whose results differ in their bits from run to run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     torch.use_deterministic_algorithms(True)
 
 
@@ -64,13 +64,13 @@ def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recomputes activations in the backward of a transformers model that trains; refuses other models."""
+    """Makes a transformers model recompute activations in the backward; refuses other models that train."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"--gradient_checkpointing needs a transformers model, not {type(model).__name__}.")
     options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.24, which warns of the other
+    if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.24, which warns about the old name
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

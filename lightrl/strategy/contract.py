@@ -47,20 +47,20 @@ from lightrl.strategy.user_batch import evaluate
 
 
 class ForeignNames(ForwardNames, ABC):
-    """Mixin of StrategyBase that wraps its methods and what it holds."""
+    """Mixin of StrategyBase that offers its methods and parts under the names of other trainers."""
 
     grad_scaler: GradScaler | None = None
     num_generations: int = 0  # calls of engine_generate_local and gather_and_generate; checkpoints keep it
 
-    if not TYPE_CHECKING:  # a type checker would accept any name
+    if not TYPE_CHECKING:  # hidden from type checkers, which would then accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Is called for what the object lacks: mostly what setup_distributed() would have made."""
+            """Explains a missing attribute: usually one that setup_distributed() would have made."""
             refuse_attribute(self, name)
 
     @cached_property
     def stats(self: Native) -> Stats:
-        """The numbers of your own code, by scope: a trainer logs them with those of its step."""
+        """Numbers that your own code records, by scope; a trainer logs them with those of its step."""
         return Stats(self)
 
     # ---- Models and optimizers ---------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ class ForeignNames(ForwardNames, ABC):
     def prepare(self: Native, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepares each item: None, a module, (module, optimizer) or (module, optimizer, scheduler).
 
-        A single item is returned as a single item. is_rlhf: a lone module is a reference or reward model, so it is
-        frozen and put in evaluation mode.
+        A single item is returned as a single item. With is_rlhf, a module without an optimizer is a reference or
+        reward model, so it is frozen and put in evaluation mode.
         """
         require_world(self.comm, "prepare()")
         prepared = [prepare_item(self, item, freeze_lone=is_rlhf) for item in models_or_model_optim_pairs]
@@ -86,7 +86,7 @@ class ForeignNames(ForwardNames, ABC):
         """
         require_world(self.comm, "prepare_models_and_optimizers()")
         options = options_of(self, args)
-        is_first = not self.trained.entries  # a later critic need not match the patterns
+        is_first = not self.trained.entries  # the patterns need not match a critic that comes later
         must_match = actor is not None or (critic is not None and is_first)
         apply_lr_scales([actor, critic], options.optim, must_match=must_match)
         if actor is not None:
@@ -99,14 +99,14 @@ class ForeignNames(ForwardNames, ABC):
         )
 
     def build_optimizer(self: Native, model: nn.Module, enable_critic_warmup: bool = False) -> Optimizer:
-        """Returns the optimizer of the options; a warm-up trains a value head alone for critic_warmup_steps updates."""
+        """Returns the optimizer of the options; the first critic_warmup_steps updates train a value head alone."""
         optimizer = self.create_optimizer(model)
         if enable_critic_warmup:
             freeze_all_but_value_head(optimizer, model, self.options.critic_warmup_steps)
         return optimizer
 
     def build_grad_scaler(self: Native, enabled: bool, **kwargs: Any) -> GradScaler:
-        """Scales the losses of backward() from now on, and unscales before the clip; kwargs are those of GradScaler."""
+        """Makes backward() scale losses from now on, and undoes it before the clip; kwargs are those of GradScaler."""
         self.grad_scaler = GradScaler(enabled, **kwargs)
         others = [hook for hook in self.trained.hooks if not isinstance(hook, GradScaler)]
         self.trained.hooks = [*others, self.grad_scaler] if enabled else others
@@ -119,11 +119,11 @@ class ForeignNames(ForwardNames, ABC):
         length = getattr(self.options, "schedule_length", 0) if total_steps is None else total_steps
         config = optim_config or self.options.optim
         if not length and (config.schedule != "constant" or config.warmup_ratio):
-            raise _without_length(config.schedule)  # over one step the rate would be 0 from the second on
+            raise _without_length(config.schedule)  # over one step, the rate would be 0 from the second step on
         return build_lr_scheduler(optimizer, config, length or 1)
 
     def model_provider_func(self: Native, pre_process: bool = True, post_process: bool = True) -> nn.Module:
-        """Returns the whole policy that args name; a subclass may make its own. A stage is cut from it later."""
+        """Returns the whole policy that args name; a subclass may make its own. Stages are cut from it later."""
         return named_policy(self)
 
     def setup_model_and_optimizer(self: Native, model_type: Any = None) -> None:
@@ -148,9 +148,9 @@ class ForeignNames(ForwardNames, ABC):
         sampler: Any | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """Returns a loader of this rank's samples; consumed_samples counts over all ranks, to resume at any world size.
+        """Returns a loader of this rank's samples; consumed_samples counts all ranks', to resume at any world size.
 
-        drop_last=False gives every sample once, in as many batches on every rank, of which the last may be smaller.
+        With drop_last=False, every sample is given once, in equally many batches on all ranks; the last may be smaller.
         """
         settings: dict[str, Any] = {"pin_memory": pin_memory, "drop_last": drop_last, "collate_fn": collate_fn}
         return foreign_data.make_loader(self, replay_buffer, batch_size, sampler, shuffle, consumed_samples, **settings)
@@ -159,9 +159,9 @@ class ForeignNames(ForwardNames, ABC):
     def make_data_iterator_list(
         cls, data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
     ) -> list[Iterator[Any]]:
-        """Returns vpp_size iterators over the same micro-batches, one for each chunk of a pipeline's stage.
+        """Returns vpp_size iterators over the same micro-batches, one for each chunk of a pipeline stage.
 
-        padding: micro-batches are dictionaries, and each gets max_batch_seqlen, the most tokens that one of them has.
+        padding: micro-batches are dictionaries, and each gets max_batch_seqlen, the tokens of the largest micro-batch.
         """
         return foreign_data.iterators_of(data_iterator, vpp_size, counts_tokens=padding)
 
@@ -174,7 +174,7 @@ class ForeignNames(ForwardNames, ABC):
         return evaluate(self, data, loss_fn, loss_weight_fn, model)
 
     def step_lr_scheduler(self: Native, model: nn.Module | None = None) -> None:
-        """Steps the schedule, unless an update since the last call has done so: a loop's train_batch does."""
+        """Steps the schedule, unless an update since the last call has done so, as train_batch does."""
         trained = self.trained.entry(model)
         has_updated = trained.optimizer in self.trained.scheduled
         self.trained.scheduled.discard(trained.optimizer)
@@ -187,19 +187,19 @@ class ForeignNames(ForwardNames, ABC):
     def all_reduce(self: Native, data: Any, op: str = "mean") -> Any:
         """Reduces a tensor, a number, a NumPy value, or a list or dict of them by op: mean, sum, max or min.
 
-        The result has the format of the input, which is left as it was.
+        The result has the format of the input, which is not changed.
         """
         require_world(self.comm, "all_reduce()")
         return foreign_data.reduced(self.comm, data, op)
 
     def all_gather(self: Native, data: Any) -> Any:
-        """Concatenates along dim 0 over the ranks; lengths may differ, other dimensions may not."""
+        """Concatenates the ranks' tensors along dim 0; lengths may differ, other dimensions may not."""
         require_world(self.comm, "all_gather()")
         return foreign_data.gathered(self.comm, data)
 
     @classmethod
     def print(cls, *msg: Any) -> None:
-        """Prints with the time, on rank 0 only."""
+        """Prints a message with the time, on rank 0 only."""
         if cls.is_rank_0():
             sys.stdout.write(f"[{datetime.now():%m-%d %H:%M:%S}] {' '.join(map(str, msg))}\n")
             sys.stdout.flush()
@@ -250,9 +250,9 @@ class ForeignNames(ForwardNames, ABC):
         """Writes model, optimizer, scheduler, random states, counters and client_state atomically.
 
         companions: models saved with their optimizers in the same checkpoint, such as a critic. A tag names one
-        checkpoint; without one, folders are named by the step, or counted where set_global_step is never called.
-        max_num and max_mem (MB, 0 = no limit) bound what is kept, tags and steps apart; the newest always stays, and so
-        does the newest that was saved with save_latest, which a load without a tag reads.
+        checkpoint; without one, folders are named by the step, or counted if set_global_step is never called.
+        max_num and max_mem (MB, 0 = no limit) bound what is kept, separately for tags and steps. The newest always
+        stays, and so does the newest saved with save_latest, which a load without a tag reads.
         """
 
     @abstractmethod
@@ -283,7 +283,7 @@ class ForeignNames(ForwardNames, ABC):
     ) -> dict[str, Tensor]:
         """Returns the trained model's state under Hugging Face names.
 
-        full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory.
+        full_state_dict: whole tensors on every rank; if False, this rank's shards. cpu_offload: copies in host memory.
         """
         if not full_state_dict:
             raise NotImplementedError(f"{type(self).__name__} gives no sharded state: pass full_state_dict=True.")
@@ -298,7 +298,7 @@ class ForeignNames(ForwardNames, ABC):
     ) -> InferenceEngine:
         """Builds the engine beside the trainer and gives it the actor's weights.
 
-        Without an actor they are those of the model that trains, or of the folder that args name (pretrain, model).
+        Without an actor, they are those of the model that trains, or of the folder that args name (pretrain, model).
         """
         check_engine_name(engine_type)
         options, model = options_of(self, args), first_model(self, args) if actor is None else actor
@@ -310,7 +310,7 @@ class ForeignNames(ForwardNames, ABC):
         prompt_token_ids: Any | None = None,
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:
-        """Runs this rank's engine on exactly one kind of input; returns n items per prompt, flattened in order."""
+        """Runs this rank's engine on exactly one kind of input; returns a flat list of n items per prompt, in order."""
         return foreign_inputs.generate_local(
             self, sampling_params, prompt_token_ids, multi_modal_inputs, partial(find_tokenizer, self)
         )
@@ -328,15 +328,15 @@ class ForeignNames(ForwardNames, ABC):
         *,
         for_training: bool = False,
     ) -> list[EasyDict]:
-        """Samples this rank's prompts (any number, also none) on the engine that its group shares.
+        """Samples this rank's prompts (any number, even none) on the engine that its group shares.
 
-        Images and videos go with texts or with token ids that hold one placeholder for each. Where both are given, a
-        prompt with images or videos is its text, any other its token ids. Shared sampling_params draw by the prompt's
-        position among those of all ranks, so results do not depend on the world size; give one SamplingParams per
-        prompt to set each seed. Without a seed every call draws anew. An error on one rank is raised on all.
+        Texts or token ids with images or videos hold one placeholder for each. If both are given, the text of a prompt
+        with images or videos counts, and the token ids of any other. With shared sampling_params, draws depend on the
+        prompt's position among those of all ranks, so results do not depend on the world size; give one SamplingParams
+        per prompt to set each seed. Without a seed, every call draws anew. An error on one rank is raised on all.
 
-        for_training: refuse settings such as top_p or a penalty, under which a trainer computes other logprobs than the
-        engine; the items of such settings have is_trainable False.
+        for_training: refuse settings such as top_p or a penalty, under which trainer and engine compute different
+        logprobs; items sampled with such settings have is_trainable False.
         """
         return foreign_inputs.generate_gathered(
             self,
@@ -378,7 +378,7 @@ class ForeignNames(ForwardNames, ABC):
         return self.residency.of_optimizer(optimizer).offload_optimizer()
 
     def maybe_load_optimizer(self: Native, optimizer: Optimizer, device: torch.device | None = None) -> int:
-        """Brings the states back to where they were; device may only name that place. Returns the bytes loaded."""
+        """Brings the states back to the device they left, the only one that may be named; returns the bytes loaded."""
         if device is not None and torch.device(device).type != self.device.type:
             raise ValueError(f"Optimizer states live on {self.device}; they cannot be loaded to {device}.")
         return self.residency.of_optimizer(optimizer).load_optimizer()
@@ -392,20 +392,20 @@ class ForeignNames(ForwardNames, ABC):
         return self.residency.load_optimizers()
 
     def offload_param_and_grad(self: Native, offload_grad: bool = False) -> int:
-        """Moves the trained models' weights, and with offload_grad the gradients, to host memory; returns the bytes."""
+        """Moves the trained models' weights (with offload_grad, gradients too) to host memory; returns bytes freed."""
         return self.residency.offload_parameters(with_gradients=offload_grad)
 
     def load_param_and_grad(self: Native, device_id: Any = None, load_grad: bool = False) -> int:
-        """Brings the weights back, and with load_grad the gradients; without it offloaded gradients are dropped.
+        """Brings the weights back, and with load_grad the gradients; otherwise offloaded gradients are dropped.
 
         They return to the device they left, whatever device_id says. Returns the bytes loaded on this rank.
         """
         return self.residency.load_parameters(keep_gradients=load_grad)
 
     def offload_megatron_copy_params(self: Native, optimizers: Optimizer | Sequence[Optimizer]) -> int:
-        """Moves the float32 copies of bfloat16 weights to host memory, and no weights that compute; returns the bytes.
+        """Moves the float32 copies of bfloat16 weights to host memory, not those weights; returns the bytes freed.
 
-        Passes without a backward go on. It is 0 under every strategy whose optimizers step the weights themselves.
+        Passes without a backward still work. Strategies whose optimizers step the weights themselves free 0 bytes.
         """
         return sum(self.residency.of_optimizer(item).offload_main_copies() for item in _each(optimizers))
 

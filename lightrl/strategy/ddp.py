@@ -1,7 +1,7 @@
-"""DDP: the whole model on every rank, gradients averaged once per update; the plain reference among several ranks.
+"""DDP: the whole model on every rank, gradients averaged once per update; the plain reference for several ranks.
 
-torch's DistributedDataParallel is not used: it must see every parameter in every backward and one forward per backward,
-and its wrapper renames the parameters. What it would give is the overlap of the reduction with the backward.
+torch's DistributedDataParallel is not used: it requires every parameter in every backward and one forward per backward,
+and its wrapper renames the parameters. Its one advantage would be to overlap the reduction with the backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightrl.strategy.layout.materialize import broadcast_from_main
 from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.torch_native import TorchStrategy
 
-_BUCKET_BYTES = 64 << 20  # reduced at once; it bounds the copy that a reduction makes
+_BUCKET_BYTES = 64 << 20  # reduced at once; bounds the copy that a reduction makes
 
 
 class DDPStrategy(TorchStrategy):
@@ -26,7 +26,7 @@ class DDPStrategy(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
-        """reduce_gradients() takes the mean over all ranks."""
+        """All ranks, over which reduce_gradients() takes the mean."""
         return self.comm.world
 
     @property
@@ -42,11 +42,11 @@ class DDPStrategy(TorchStrategy):
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Averages gradients in the optimizer's order, which is the same on every rank, unlike that of the backward."""
+        """Averages gradients in the optimizer's order; unlike the backward's order, it is the same on every rank."""
         if self.comm.world == 1:
             return
         for parameter in parameters:
-            if parameter.grad is None:  # samples of another rank may have used it
+            if parameter.grad is None:  # used by another rank's samples, perhaps
                 parameter.grad = torch.zeros_like(parameter)
         named = ((str(index), parameter) for index, parameter in enumerate(parameters))
         for bucket in buckets(named, lambda parameter: parameter.nbytes, _BUCKET_BYTES):

@@ -1,8 +1,8 @@
 """DeepSpeed: ZeRO 0 (replicas), 1 (optimizer states sharded), 2 (gradients too) and 3 (parameters too).
 
-The model stays as it is; DeepSpeed's engine stands beside it and is driven from here. Parameters
-and optimizer states are float32 at every stage, and bfloat16 is torch's autocast, as in every other strategy: ZeRO-0
-with DeepSpeed's own bfloat16 takes an empty first step of Adam, and the others round the weights that they start from.
+The model stays as it is; DeepSpeed's engine exists beside it and is driven from here. Parameters and optimizer states
+are float32 at every stage, and bfloat16 is torch's autocast, as in every other strategy: with DeepSpeed's own bfloat16,
+ZeRO-0 takes an empty first step of Adam, and the other stages round the weights that they start from.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DeepSpeedStrategy(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
-        """DeepSpeed averages over all ranks."""
+        """All ranks, over which DeepSpeed averages."""
         return self.comm.world
 
     @property
@@ -83,7 +83,7 @@ class DeepSpeedStrategy(TorchStrategy):
     # ---- Models and their engines ------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Copies rank 0's weights to every rank, at stage 3 its shard; the others' may be on the meta device."""
+        """Copies rank 0's weights (at stage 3, shards of them) to every rank; other ranks may pass a meta model."""
         self.set_up_computation(model)
         if self.stage < 3:
             broadcast_from_main(model, self.device, self.comm)
@@ -94,7 +94,7 @@ class DeepSpeedStrategy(TorchStrategy):
         self._deepspeed.zero.Init(module=whole, config_dict_or_path=self._config())  # rank 0's, broadcast
         broadcast_buffers(model, self.device, self.comm)
         model.__dict__[_OUTPUTS] = DataclassOutputs(model)
-        self._start_engine(model, None)  # it may have to run before it has an optimizer, or never get one
+        self._start_engine(model, None)  # the model may run before it has an optimizer, or never get one
         return model
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
@@ -135,15 +135,15 @@ class DeepSpeedStrategy(TorchStrategy):
             "stage": self.stage,
             "reduce_bucket_size": (chosen.bucket_mb << 20) // 4,  # in elements
             "allgather_bucket_size": (chosen.bucket_mb << 20) // 4,
-            "memory_efficient_linear": False,  # it replaces torch's linear in the whole process
+            "memory_efficient_linear": False,  # would replace torch's linear in the whole process
         }
         zero |= {"offload_optimizer": host} if chosen.offload_optimizer else {}
         zero |= {"offload_param": host} if chosen.offload_param else {}
         zero |= {"stage3_param_persistence_threshold": chosen.param_persistence_threshold} if self.stage == 3 else {}
         return {
-            "train_micro_batch_size_per_gpu": 1,  # it counts samples by this, and nothing else
+            "train_micro_batch_size_per_gpu": 1,  # only used to count samples
             "gradient_accumulation_steps": 1,
-            # step() ends an accumulation, whatever number of micro-batches came before. Stage 0 does without step().
+            # step() ends an accumulation after any number of micro-batches. Stage 0 does not call step().
             "managed_gradient_accumulation": self.stage == 0,
             "gradient_clipping": 0.0,  # set at each step
             "zero_optimization": zero,
@@ -156,7 +156,7 @@ class DeepSpeedStrategy(TorchStrategy):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
-        """Builds the optimizer of the options, or with --deepspeed.cpu_adam DeepSpeed's own."""
+        """Builds the optimizer of the options or, with --deepspeed.cpu_adam, DeepSpeed's own."""
         if not self.options.deepspeed.cpu_adam:
             return super().create_optimizer(model, **kwargs)
         plain = super().create_optimizer(model, **{**kwargs, "fused": False})
@@ -167,12 +167,12 @@ class DeepSpeedStrategy(TorchStrategy):
         return optimizer
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Runs the backward by DeepSpeed's engine, which reduces gradients at stages 1 to 3."""
+        """Runs the backward with DeepSpeed's engine, which reduces gradients at stages 1 to 3."""
         engine = _engine_of(model)
         if self.stage == 0:
             engine.set_gradient_accumulation_boundary(False)  # nothing is reduced before reduce_gradients()
         else:
-            # engine.forward() would do this by hooks on the outputs, but here the model is called, not the engine:
+            # engine.forward() would do this with hooks on the outputs, but here the model is called, not the engine:
             # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py
             engine.optimizer.clear_backward_seen_flag()
             engine.optimizer.backward_prologue()
@@ -180,7 +180,7 @@ class DeepSpeedStrategy(TorchStrategy):
         engine.backward(loss, scale_wrt_gas=False)
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Reduces gradients at stage 0; at the others the backward or step() reduces them."""
+        """Reduces gradients at stage 0; at the other stages, the backward or step() reduces them."""
         engine = _engine_of(model)
         engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
@@ -205,12 +205,12 @@ def load_deepspeed(device: torch.device) -> Any:
     """Imports DeepSpeed for this device, inside the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
-    # DeepSpeed 0.19.8 calls these by names that torch 2.13 renamed, at every step; a later version can go without this.
+    # DeepSpeed 0.19.8 calls these at every step by names that torch 2.13 changed; a later version will not need this.
     warnings.filterwarnings("ignore", ".*(reduce_scatter|all_gather_into)_tensor.* is deprecated", FutureWarning)
     import deepspeed
 
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every optimizer but its own
-    if device.type == "cpu":  # shared-memory collectives, which would be compiled now, for minutes
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns about every optimizer but its own
+    if device.type == "cpu":  # shared-memory collectives would now be compiled for minutes
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
     return deepspeed
@@ -231,16 +231,16 @@ def _stop_engine(model: nn.Module) -> None:
     hook = getattr(engine, "restore_hook", None)
     if hook is not None:
         hook.remove()
-    for module in model.modules():  # they belong to the old engine, and a new one would keep them
+    for module in model.modules():  # they belong to the old engine, but a new one would keep them
         for name in _OFTEN_LEFT:
             module.__dict__.pop(name, None)
 
 
-# ---- Critic warm-up: its groups must neither move nor count in the norm, which ZeRO takes of all gradients -------
+# ---- Critic warm-up: frozen groups must neither move nor count in ZeRO's norm, which is over all gradients -------
 
 
 def _cannot_gather(model: nn.Module) -> ValueError:
-    """Returns the error for a model whose layers run a different number of times on each rank; some would wait."""
+    """Returns the error for a model whose layers run a different number of times on each rank: some would wait."""
     return ValueError(
         f"--deepspeed.zero_stage 3 gathers the weights of a layer when it runs, and {type(model).__name__} has layers "
         "that run once for each sequence of a pack. Use --deepspeed.zero_stage 2, or --strategy fsdp, which shards too."

@@ -1,6 +1,6 @@
-"""Data in the forms that code for other trainers hands over: NumPy values and lists to reduce, batches of all samples.
+"""Data in the forms that code for other trainers passes: NumPy values and lists to reduce, batches of all samples.
 
-lightrl's own trainers use comm and their own samplers, and enter none of this.
+lightrl's own trainers use comm and their own samplers, and never run this code.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 def reduced(comm: Comm, data: Any, op: str) -> Any:
-    """Reduces tensors, numbers, NumPy values, and lists, tuples and dicts of them; each comes back as what it was."""
+    """Reduces tensors, numbers, NumPy values, and lists, tuples and dicts of them; the result has the same types."""
     return _as_given(data, comm.all_reduce(_plain(data), op))
 
 
 def gathered(comm: Comm, data: Any) -> Any:
-    """Concatenates tensors, NumPy arrays, numbers, and dicts of them, over the ranks."""
+    """Concatenates the ranks' tensors, NumPy arrays, numbers, and dicts of them."""
     if isinstance(data, Mapping):
-        parts = {key: gathered(comm, data[key]) for key in sorted(data)}  # any order of insertion on any rank
+        parts = {key: gathered(comm, data[key]) for key in sorted(data)}  # ranks may insert keys in different orders
         return {key: parts[key] for key in data}
     whole = comm.all_gather(_plain(data))
     return whole.numpy() if isinstance(data, np.ndarray) else whole
 
 
 def _plain(data: Any) -> Any:
-    """Returns what Comm takes: tensors, numbers and dicts."""
+    """Converts values to what Comm takes: tensors, numbers and dicts."""
     if isinstance(data, Mapping):
         return {key: _plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -62,7 +62,7 @@ def _as_given(data: Any, result: Any) -> Any:
 
 
 class LoadingStrategy(Protocol):
-    """What is needed of a strategy to load this rank's samples."""
+    """The parts of a strategy that are needed to load this rank's samples."""
 
     @property
     def seed(self) -> int: ...
@@ -82,7 +82,7 @@ def make_loader(
     drop_last: bool,
     collate_fn: Callable[..., Any] | None,
 ) -> DataLoader[Any]:
-    """Returns a loader over the caller's sampler, or of this rank's samples with as many batches as on other ranks."""
+    """Returns a loader over the caller's sampler, or of this rank's samples in as many batches as on other ranks."""
     comm = strategy.comm
     require_world(comm, "setup_dataloader()")
     common: dict[str, Any] = {
@@ -128,8 +128,8 @@ def rank_loader(
 class EqualBatches(Sampler[list[int]]):
     """Cuts the samples of one rank into as many batches as the rank with most samples has.
 
-    Ranks that train or reduce in each batch would wait for each other otherwise. A rank with one batch less halves its
-    last one. Where that holds one sample, or none, a sample is given a second time, with a warning.
+    Otherwise, ranks that train or reduce in each batch would wait forever. A rank with one batch less halves its last
+    one. If that holds at most one sample, a sample is given a second time, with a warning.
     """
 
     def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
@@ -160,14 +160,14 @@ class EqualBatches(Sampler[list[int]]):
 
 
 def report_memory(prefix: str, say: Callable[..., None]) -> dict[str, float]:
-    """Returns the GB that this rank uses, and says them behind the prefix."""
+    """Returns the GB that this rank uses, and reports them after the prefix."""
     used = memory_in_use()
     say(f"{prefix}:", ", ".join(f"{name} {value:.2f}" for name, value in used.items()))
     return used
 
 
 def iterators_of(batches: Iterator[Any], count: int, *, counts_tokens: bool) -> list[Iterator[Any]]:
-    """Returns so many iterators over the same micro-batches; counts_tokens adds the most tokens that one has."""
+    """Returns `count` iterators over the same micro-batches; counts_tokens adds the tokens of the largest to each."""
     items = list(batches)
     if counts_tokens:
         longest = max((int(item["attention_mask"].sum()) for item in items), default=0)

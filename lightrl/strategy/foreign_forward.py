@@ -1,6 +1,6 @@
-"""The forward of other trainers' loops: padded rows in, what a function makes of their logits out, padded as well.
+"""The forward of other trainers' loops: takes padded rows, applies a function to their logits, returns padded rows.
 
-Rows are packed, so that a model computes nothing for padding, and logits exist a few rows at a time.
+Rows are packed, so that a model computes nothing for padding, and logits exist for only a few rows at a time.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lightrl.strategy.user_batch import computing
 Processor = Callable[..., dict[str, Tensor]]  # takes logits [T, V] and, by name, tensors [T, ...]
 LossFn = Callable[[Any, Any], Tensor]
 Step = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
-_ARGUMENT = "argument "  # begins the names of a processor's arguments in a pack, which has input_ids of its own
+_ARGUMENT = "argument "  # prefix of a processor's arguments in a pack, which has input_ids of its own
 
 
 class Scored(Protocol):
-    """What is needed of the strategy that gives a step."""
+    """The part of a strategy that get_forward_step_func needs."""
 
     @property
     def options(self) -> StrategyOptions: ...
 
 
 class ForwardNames:
-    """The two names of Megatron's forward, over a strategy's models."""
+    """Mixin with the two names of Megatron's forward, over a strategy's models."""
 
     def get_forward_step_func(self: Scored, loss_fn: LossFn | None = None) -> Step:
-        """Returns Megatron's step: step(micro_batches, model) gives outputs and a function of them.
+        """Returns Megatron's step: step(micro_batches, model) returns outputs and a function of them.
 
-        That returns (loss_fn(outputs, micro-batch), numbers), or the outputs where there is no loss_fn. The outputs are
-        the model's, and of a dictionary of padded rows log_probs and entropy, [B, L]: at each token the next one's.
+        The function returns (loss_fn(outputs, micro-batch), numbers), or the outputs without a loss_fn. Outputs are
+        the model's or, for a dictionary of padded rows, log_probs and entropy, [B, L]: at each token, the next one's.
         """
         return forward_step(temperature_of(self.options), loss_fn)
 
@@ -59,11 +59,11 @@ class ForwardNames:
         max_batch_seqlen: int = 4096,
         padding_seqlen: int | None = None,
     ) -> Any:
-        """Packs padded rows, runs the model, and returns what logits_processor makes of its logits, in rows again.
+        """Packs padded rows, runs the model, and returns logits_processor's results as padded rows.
 
         The processor gets logits [T, V], divided by the temperature, and its arguments, [T, ...], and returns a dict.
-        Without one the logits are returned, and of a value_model its values. What says how to pad is not read.
-        ValueError for position_ids that do not count each row's tokens from 0.
+        Without a processor, the logits are returned, or a value_model's values. Arguments about padding are ignored.
+        Raises ValueError for position_ids that do not count each row's tokens from 0.
         """
         if position_ids is not None:
             check_positions(position_ids, attention_mask)
@@ -89,7 +89,7 @@ def check_positions(position_ids: Tensor, attention_mask: Tensor) -> None:
 
 
 class PackedRows:
-    """Padded rows as a pack, with what is made of its logits."""
+    """Padded rows as a pack, with the function that is applied to its logits."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PackedRows:
         return self.inside(model, lambda: model(self.pack))
 
     def inside(self, model: nn.Module, function: Callable[[], Any]) -> Any:
-        """Returns a function's outputs in rows, while the model's forward gives what is made of its logits."""
+        """Returns the outputs of a function as rows; while it runs, the model's forward applies the processor."""
         with computing(model, self._compute):
             output = function()
         if isinstance(output, Mapping):
@@ -139,17 +139,17 @@ class PackedRows:
 
 
 def _every_state(pack: TokenPack) -> Any:
-    """Returns the pack in the form in which a critic values all its states."""
+    """Returns the pack in a form that makes a critic value all of its states."""
     rows: list[tuple[list[int], list[int]]] = [(ids.tolist(), []) for _, ids in rows_of_pack(pack, pack.input_ids)]
     batch = response_batch(rows).to(pack.input_ids.device)
     return replace(batch, score_index=torch.arange(pack.cu_seqlens[-1], device=pack.input_ids.device))
 
 
 def forward_step(temperature: float, loss_fn: LossFn | None) -> Step:
-    """Returns a step for models that a rank has whole.
+    """Returns Megatron's step for models that are whole on a rank.
 
-    A micro-batch is a PackedBatch, or a dictionary of padded rows with input_ids and attention_mask. The outputs of the
-    latter are log_probs and entropy, [B, L]: at each token those of the next one, as logits are.
+    A micro-batch is a PackedBatch, or a dictionary of padded rows with input_ids and attention_mask, whose outputs are
+    log_probs and entropy, [B, L]: at each token, those of the next one, as with logits.
     """
 
     def step(micro_batches: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -162,7 +162,7 @@ def forward_step(temperature: float, loss_fn: LossFn | None) -> Step:
 
 
 def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> PackedRows:
-    """Returns rows of which each token's successor is scored; 0 for what has none."""
+    """Returns rows in which each token's successor is scored; a token without one gets 0."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     is_followed = torch.cat([mask[:, :-1] * mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1).bool()
 
@@ -175,12 +175,12 @@ def scored_rows(batch: Mapping[str, Tensor], temperature: float) -> PackedRows:
 
 
 def temperature_of(options: StrategyOptions) -> float:
-    """Returns the temperature of a run's samples."""
+    """Returns the temperature at which a run samples."""
     return float(getattr(options, "temperature", 1.0))
 
 
 def finish(batch: Any, loss_fn: LossFn | None, output: Any, non_loss_data: bool = False) -> Any:
-    """Returns (loss, numbers) of a micro-batch's outputs, or without a loss the outputs themselves."""
+    """Returns (loss, numbers) for a micro-batch's outputs, or the outputs themselves if there is no loss_fn."""
     if loss_fn is None or non_loss_data:
         return output
     loss = loss_fn(output, batch)

@@ -1,6 +1,6 @@
-"""Models in the form in which code for other trainers hands them to a strategy: (model, optimizer, scheduler), by role.
+"""Models as code for other trainers passes them to a strategy: (model, optimizer, scheduler), by role.
 
-lightrl's own trainers call prepare_trained() and prepare_frozen(), and enter none of this.
+lightrl's own trainers call prepare_trained() and prepare_frozen(), and never run this code.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def is_actor(model: Any) -> bool:
 
 
 class NotSetUpError(RuntimeError, AttributeError):
-    """A member was used before setup_distributed(), which makes what it needs."""
+    """Raised when a member is used before setup_distributed() has made what it needs."""
 
 
 def require_world(comm: Comm, name: str) -> None:
-    """Raises NotSetUpError where torchrun started several ranks and this one has not joined them yet."""
+    """Raises NotSetUpError if torchrun started several ranks and this one has not joined them yet."""
     if not comm.is_distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise NotSetUpError(f"{name} before setup_distributed(): the ranks do not know each other. Call that first.")
 
 
 def refuse_attribute(owner: Any, name: str) -> NoReturn:
-    """Raises NotSetUpError for what setup_distributed() makes, which a class declares; else a plain AttributeError."""
+    """Raises NotSetUpError for an attribute that a class declares but nothing has set yet; else AttributeError."""
     if any(name in vars(kind).get("__annotations__", ()) for kind in type(owner).__mro__):
         raise NotSetUpError(f"{type(owner).__name__} was used before setup_distributed(). Call that first.")
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
@@ -95,7 +95,7 @@ class Native(Protocol):
 
 
 def options_of(strategy: Native, args: Any) -> StrategyOptions:
-    """Returns the options of foreign arguments, or the strategy's own where none or the same were given."""
+    """Returns the options of foreign arguments, or the strategy's own if none or the same arguments were given."""
     return strategy.options if args is None or args is strategy.args else StrategyOptions.from_args(args)
 
 
@@ -117,7 +117,7 @@ def prepare_item(strategy: Native, item: Any, *, freeze_lone: bool) -> Any:
 
 
 def prepare_frozen_models(strategy: Native, models: Any) -> Any:
-    """Prepares a model that is not trained, or a list, tuple, dict, ModuleList or ModuleDict of them, as what it is."""
+    """Prepares a model that is not trained, or a list, tuple, dict, ModuleList or ModuleDict of such models."""
     if isinstance(models, Mapping | nn.ModuleDict):
         prepared = {name: prepare_frozen_models(strategy, model) for name, model in models.items()}
         return nn.ModuleDict(prepared) if isinstance(models, nn.ModuleDict) else prepared
@@ -128,7 +128,7 @@ def prepare_frozen_models(strategy: Native, models: Any) -> Any:
 
 
 def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model: nn.Module) -> None:
-    """Gives an optimizer that was made before the model was sharded the parameters that it has now."""
+    """Makes an optimizer that was created before the model was sharded step the parameters of the sharded model."""
     new = dict(model.named_parameters())
     if optimizer.state and any(name in new and id(new[name]) != key for key, name in old_names.items()):
         raise ValueError("The optimizer has taken steps before prepare(). Prepare first, then train.")
@@ -139,7 +139,7 @@ def _repoint_optimizer(optimizer: Optimizer, old_names: Mapping[int, str], model
 def prepare_slot(
     strategy: Native, model: Any, options: StrategyOptions, lr: float, max_steps: int
 ) -> tuple[Any, Any, Any]:
-    """Prepares the model of the actor's or the critic's argument."""
+    """Prepares the model that was passed as the actor or the critic, with its optimizer and schedule."""
     if model is None:
         return None, None, None
     has_head = has_value_head(model)

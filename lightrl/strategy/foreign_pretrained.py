@@ -1,4 +1,4 @@
-"""What code for other trainers names in its arguments and does not pass: the tokenizer, the engine's first model."""
+"""Finds what code for other trainers only names in its arguments: the tokenizer and the engine's first model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model
 
 
 class Named(Protocol):
-    """What is needed of the strategy whose model is looked for."""
+    """The parts of a strategy that are needed to find its model."""
 
     args: Any
     trained: TrainedModels
@@ -30,7 +30,7 @@ class Named(Protocol):
 
 
 def first_model(strategy: Named, args: Any) -> nn.Module:
-    """Returns the model for an engine that was given no actor: the one that trains, or the one that args name."""
+    """Returns the model for an engine that was given no actor: the trained one, or the one that args name."""
     entries = [entry for entry in strategy.trained.entries if getattr(entry.model, "is_actor", False)]
     if not entries and len(strategy.trained.entries) == 1:
         entries = strategy.trained.entries
@@ -60,14 +60,14 @@ def named_policy(strategy: Any) -> nn.Module:
 
 
 def set_up_trained(strategy: Any) -> None:
-    """Makes the model of model_provider_func() the trained one, and keeps it and what trains it on the strategy."""
+    """Trains the model of model_provider_func(); stores it, its optimizer and its schedule on the strategy."""
     model = strategy.model_provider_func()
     apply_lr_scales([model], strategy.options.optim, must_match=True)
     strategy.model = strategy.prepare_model(model)
     strategy.optimizer = strategy.build_optimizer(strategy.model)
     strategy.lr_scheduler = strategy.build_lr_scheduler(strategy.optimizer)
     strategy.register(strategy.model, strategy.optimizer, strategy.lr_scheduler)
-    strategy.build_grad_scaler(False)  # gradients are float32, which need no scale
+    strategy.build_grad_scaler(False)  # gradients are float32 and need no scale
 
 
 def find_tokenizer(strategy: Named) -> Any:

@@ -1,7 +1,7 @@
-"""What completes a strategy that writes the five abstract methods of other trainers' base class and nothing else.
+"""Completes a strategy that implements only the five abstract methods of other trainers' base class.
 
-Its model is whole on every rank. Its backward() and optimizer_step() know of no weights, ranks or results; PageSteps
-puts those around them.
+Its model is whole on every rank. Its backward() and optimizer_step() know nothing of weights, ranks or results;
+PageSteps wraps them to add these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightrl.strategy.results import OptimizerStep
 
 
 class Stepping(Protocol):
-    """What is needed of the strategy that is completed."""
+    """The parts of the strategy that is completed."""
 
     comm: Comm
     device: torch.device
@@ -50,7 +50,7 @@ def place_whole(strategy: Stepping, model: nn.Module) -> nn.Module:
     if strategy.options.dtype == "bfloat16":
         compute_in_bfloat16(model, strategy.device)
     own = vars(strategy)
-    if "backward" not in own:  # of this object, not of its class: a subclass may call its parent's method inside
+    if "backward" not in own:  # wrapped on the object, not on its class: a subclass may call its parent's method inside
         steps = PageSteps(strategy)
         own.update(backward=steps.backward, optimizer_step=steps.optimizer_step)
     return model
@@ -67,8 +67,8 @@ def whole_parameters(strategy: Stepping, model: nn.Module, dtype: torch.dtype | 
 class PageSteps:
     """Gives backward() its weight, sums gradients over the ranks, and reports what optimizer_step() did.
 
-    Each backward() sums its own gradient at once, so that the clip of the author's code sees the whole one. A mean over
-    the ranks that the author's code takes as well changes nothing: all ranks then have the same gradient.
+    Each backward() sums its own gradient at once, so that the author's code clips the whole gradient. If that code also
+    takes a mean over the ranks, nothing changes, since all ranks then have the same gradient.
     """
 
     def __init__(self, strategy: Stepping) -> None:
@@ -76,7 +76,7 @@ class PageSteps:
         self._backward, self._step = strategy.backward, strategy.optimizer_step
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Adds the gradient of the loss times `weight`, summed over the ranks; without a weight, their mean."""
+        """Adds the gradient of the loss times `weight`, summed over the ranks; without a weight, the mean over them."""
         weight = kwargs.pop("weight", None)
         comm = self._strategy.comm
         scaled = loss * (1 / comm.world if weight is None else weight)
@@ -96,7 +96,7 @@ class PageSteps:
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> OptimizerStep:
-        """Runs the author's step unless the norm is not finite; returns what that was, or the step's own report."""
+        """Runs the author's step unless the norm is not finite; returns its own report if it has one."""
         is_boundary = kwargs.pop("is_boundary", None)
         hooks = self._strategy.trained.hooks_of(optimizer)
         rates = self._strategy.trained.rates(optimizer)
@@ -134,5 +134,5 @@ def _sum_gradients(parameters: list[Tensor], comm: Comm) -> None:
 
 
 def unreported_step(optimizer: Optimizer) -> OptimizerStep:
-    """Returns what is known of a step whose method returned None."""
+    """Returns a report of a step whose method returned None."""
     return OptimizerStep(grad_norm=math.nan, lr_list=[float(group["lr"]) for group in optimizer.param_groups])

@@ -1,7 +1,7 @@
 """FSDP2: every parameter sharded over the ranks (or over the ranks of a replica), gathered block by block.
 
-Consecutive ranks may also split every weight matrix (tensor parallelism), and groups of ranks the tokens of a
-micro-batch (sequence parallelism). Such ranks run the micro-batches of all of them together.
+Consecutive ranks may also split every weight matrix (tensor parallelism), and groups of ranks may split the tokens of
+a micro-batch (sequence parallelism). Such ranks together run the micro-batches of all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FSDPStrategy(TorchStrategy):
     steps_whole_matrices = False
     splits_models = True
     meshes: Meshes
-    _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if there are several
+    _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if any
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Joins the world that torchrun describes and builds the device meshes."""
@@ -58,12 +58,12 @@ class FSDPStrategy(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
-        """All ranks but those of tensor parallelism, whose gradients are equal."""
+        """The number of ranks, those of tensor parallelism counted once because their gradients are equal."""
         return self.comm.world // self.options.tp_size
 
     @property
     def gradient_parts(self) -> int:
-        """The ranks that split the tokens of a micro-batch."""
+        """The number of ranks that split the tokens of a micro-batch."""
         return self.options.sp_size
 
     @property
@@ -74,7 +74,7 @@ class FSDPStrategy(TorchStrategy):
     # ---- Placing a model ---------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Shards rank 0's weights over all ranks; the other ranks' model may be on the meta device."""
+        """Shards rank 0's weights over all ranks; on the other ranks, the model may be on the meta device."""
         if self.options.gradient_checkpointing:
             enable_gradient_checkpointing(self.unwrap_model(model))
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
@@ -84,16 +84,16 @@ class FSDPStrategy(TorchStrategy):
             self._shard_float32_parts(model, settings)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
             fully_shard(block, mesh=self.meshes.block, **settings)
-        # The backward begins with the root unit. after_forward_only() shards it where there is none.
+        # The backward begins with the root unit. Without a backward, after_forward_only() shards it.
         fully_shard(model, mesh=self.meshes.rest, **{**settings, "reshard_after_forward": False})
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
-        move_buffers(model, self.device)  # also with --fsdp.cpu_offload, since they meet activations
+        move_buffers(model, self.device)  # even with --fsdp.cpu_offload, as they are used with activations
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
 
     def _shard_float32_parts(self, model: nn.Module, settings: dict[str, Any]) -> None:
-        """Makes units of modules that compute in float32, such as a value head: their weights are not rounded."""
+        """Makes units of modules that compute in float32, such as a value head, so that no weight is rounded."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=settings["mp_policy"].reduce_dtype)
         for module in model.modules():
             if getattr(module, "computes_in_float32", False):
@@ -131,7 +131,7 @@ class FSDPStrategy(TorchStrategy):
 
     @torch.no_grad()
     def _fill_from_main(self, tensor: Tensor, source: Tensor | None) -> None:
-        """Copies one tensor of rank 0, so that a rank never holds more than its shards and one whole tensor."""
+        """Copies rank 0's values tensor by tensor, so that a rank holds at most its shards and one whole tensor."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if source is not None:
             whole.copy_(source)
@@ -141,7 +141,7 @@ class FSDPStrategy(TorchStrategy):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def group_batches(self, data: Sequence[Any]) -> GroupBatches:
-        """Exchanges micro-batches with the ranks that split a model or its tokens with this one."""
+        """Exchanges micro-batches with the ranks that share a model or its tokens with this one."""
         if self._same_batches is None:
             return super().group_batches(data)
         host = torch.device("cpu")
@@ -153,7 +153,7 @@ class FSDPStrategy(TorchStrategy):
         return GroupBatches(batches, range(start, start + len(data)))
 
     def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Raises ValueError where ranks would compute with parts of different inputs, or hang."""
+        """Raises ValueError if ranks would compute with parts of different inputs, or hang."""
         summary = tuple(_summary(item) for item in args)
         if len(set(self.comm.all_gather_object(summary, self._same_batches))) > 1:
             raise ValueError(
@@ -163,32 +163,32 @@ class FSDPStrategy(TorchStrategy):
             )
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Lets FSDP reduce gradients in the last micro-batch only, unless each is asked for."""
+        """Lets FSDP reduce gradients in the last micro-batch only, unless the options ask for each."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last_micro_batch or self.options.fsdp.reduce_each_micro_batch)
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """Shards the root unit again, which stays gathered after a forward, and blocks that do."""
+        """Shards all units again that stay gathered after a forward, such as the root unit."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _summary(batch: Any) -> tuple[Any, ...] | None:
-    """Returns what differs between two micro-batches; None for an argument that is no pack."""
+    """Returns what tells two micro-batches apart; None for an argument that is no pack."""
     if not isinstance(batch, PackedBatch):
         return None
     return batch.keys, batch.cu_seqlens, int(batch.input_ids.sum())
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns parameters and all buffers, also non-persistent ones: to_empty leaves garbage in all of them."""
+    """Returns parameters and all buffers, even non-persistent ones, since to_empty leaves garbage in all of them."""
     return [*sorted(model.named_parameters()), *sorted(model.named_buffers())]
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers to shard one by one: what transformers does not split, or else the members of ModuleLists."""
+    """Returns the layers to shard one by one: those that transformers never splits, or else members of ModuleLists."""
     names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     # Layers that run once for each sequence would be gathered a different number of times on each rank.
     blocks: list[nn.Module] = [

@@ -1,6 +1,6 @@
-"""Updates that are not made: nothing is trained in them, or their loss is not finite.
+"""Updates that are not made because nothing is trained in them, or because their loss is not finite.
 
-A plain update enters none of this. All ranks have agreed before they call a function of this module.
+A plain update calls nothing here. All ranks have agreed before they call a function of this module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightrl.strategy.results import OptimizerStep, TrainBatchResult, TrainedMod
 
 logger = logging.getLogger(__name__)
 
-_MAX_FINDINGS = 3  # of a rank, in a message
+_MAX_FINDINGS = 3  # per rank, in a message
 
 
 class Skipping(Protocol):
-    """What a strategy gives to this module."""
+    """The parts of a strategy that this module needs."""
 
     comm: Comm
     layout: PlainLayout
@@ -38,7 +38,7 @@ class Skipping(Protocol):
 
 
 def nothing_to_train(strategy: Skipping, trained: TrainedModel, total: float) -> TrainBatchResult:
-    """Returns the result of an update without a weight: even a gradient of 0 would move weights, by momentum."""
+    """Returns the result of an update with nothing to train, where even a gradient of 0 moves weights, by momentum."""
     reason = f"There is nothing to train: the weights of all micro-batches of all ranks add up to {total:g}."
     _warn(strategy.comm, reason)
     strategy.trained.scheduled.add(trained.optimizer)
@@ -49,16 +49,16 @@ def nothing_to_train(strategy: Skipping, trained: TrainedModel, total: float) ->
 
 
 def drop_update(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> OptimizerStep:
-    """Forgets the gradients of an update whose loss is not finite, as if their norm were not."""
-    strategy.layout.drop_gradients(model)  # not optimizer.zero_grad: ZeRO keeps buffers there that it needs again
-    strategy.trained.scheduled.add(optimizer)  # such updates do not count in a schedule
+    """Drops the gradients of an update whose loss is not finite, as if their norm were not finite."""
+    strategy.layout.drop_gradients(model)  # not by optimizer.zero_grad: ZeRO keeps buffers there that it needs again
+    strategy.trained.scheduled.add(optimizer)  # skipped updates do not count in a schedule
     for hook in strategy.trained.hooks_of(optimizer):
         hook.after_update(optimizer, is_finite=False)
     return OptimizerStep(grad_norm=math.nan, lr_list=strategy.trained.rates(optimizer), skipped=True)
 
 
 def drop_accumulated(strategy: Skipping, optimizer: Optimizer, model: nn.Module) -> OptimizerStep:
-    """Forgets the gradients of calls of backward(), one of which had a loss that is not finite."""
+    """Drops the gradients of several calls of backward() if one of the losses was not finite."""
     _warn(strategy.comm, "A loss that backward() was given on some rank is not finite.")
     return drop_update(strategy, optimizer, model)
 
@@ -86,7 +86,7 @@ def _warn(comm: Comm, reason: str) -> None:
 
 
 def _not_finite(data: Sequence[Any], outputs: Sequence[Any]) -> Iterator[str]:
-    """Says for each tensor with a trained entry that is not finite what it is and where, up to a few."""
+    """Describes a few tensors that have a trained entry that is not finite: which tensor, value and place."""
     found = (
         text
         for micro_batch, output in zip(data, outputs, strict=True)
@@ -104,7 +104,7 @@ def _first_not_finite(name: str, values: Tensor, micro_batch: Any) -> str:
     if has_tokens:
         is_bad = is_bad & mask
     places = is_bad.reshape(-1).nonzero().reshape(-1).tolist()
-    if not places or (name == "entropy" and values.isnan().all()):  # a model that was asked for none returns NaN
+    if not places or (name == "entropy" and values.isnan().all()):  # NaN if the model was asked for none
         return ""
     first, value = places[0], f"{name} is {float(values.reshape(-1)[places[0]]):g}"
     if not has_tokens or owners is None:

@@ -1,4 +1,4 @@
-"""strategy.stats: numbers of your own code, by scope, reduced over all ranks; a trainer logs them with its own."""
+"""strategy.stats: numbers that your own code records, by scope, reduced over all ranks and logged by a trainer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightrl.comm import Comm
 from lightrl.metrics import Statistics, Stopwatch
 from lightrl.strategy.results import LossFn
 
-_SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # of this thread, or of this episode
+_SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # per thread or episode
 
 
 class Counting(Protocol):
-    """What Stats needs of the strategy whose numbers it takes."""
+    """The parts of a strategy that Stats needs."""
 
     statistics: Statistics
 
@@ -27,10 +27,10 @@ class Counting(Protocol):
 
 
 class Stats:
-    """Takes numbers under the names of the open scopes. Ranks may record other names, and other numbers of values."""
+    """Records numbers under the names of the open scopes. Names and counts may differ from rank to rank."""
 
     def __init__(self, strategy: Counting) -> None:
-        """strategy: asked at each number, since its collectives and a trainer's statistics come later."""
+        """strategy: read at every call, because its collectives and a trainer's statistics are set later."""
         self._strategy = strategy
 
     @contextmanager
@@ -46,9 +46,9 @@ class Stats:
         """Adds values to name/mean, name/min and name/max.
 
         Args:
-            name: In the open scopes.
-            values: Of this rank; none is fine. The mean is over the values of all ranks and calls.
-            mask: Of the same shape as values, a tensor; only those where it is true count.
+            name: Name inside the open scopes.
+            values: This rank's values, perhaps none. The mean is over the values of all ranks and calls.
+            mask: A tensor of the shape of values; only the values where it is true count.
         """
         numbers = _numbers(values, mask)
         full = _full(name)
@@ -59,24 +59,24 @@ class Stats:
             statistics.maximum(f"{full}/max", max(numbers))
 
     def add(self, name: str, value: float) -> None:
-        """Adds to the sum over calls and ranks that has this name."""
+        """Adds a number to the sum of this name over calls and ranks."""
         self._strategy.statistics.add(_full(name), value)
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Records the seconds of the body, the device's work included: their mean, minimum and maximum."""
+        """Records mean, minimum and maximum of the seconds that the body takes, including the device's work."""
         watch = Stopwatch()
         with watch.measure(name):
             yield
         self.record(name, watch.take()[name])
 
     def export(self) -> dict[str, float]:
-        """Returns the numbers over all ranks, and starts anew; every rank calls it, in a loop without a trainer."""
+        """Returns the numbers over all ranks and starts anew; for loops without a trainer. Every rank must call it."""
         return self._strategy.statistics.reduce(self._strategy.comm)
 
 
 def once_each(strategy: Counting, loss_fn: LossFn, num_own: int) -> LossFn:
-    """Returns the loss function; of micro-batches after the first num_own, which are repeats, it records nothing."""
+    """Returns a loss function that records numbers of the first num_own micro-batches only: the others are repeats."""
     calls = count()
 
     def compute(output: Any, batch: Any) -> Tensor:

@@ -31,11 +31,11 @@ from lightrl.strategy.saving.saver import SaveRequest, Wanted
 
 
 class TorchStrategy(StrategyBase):
-    """Everything but where a model lies: a subclass writes prepare_model, names its layout, and reduces gradients."""
+    """Everything but where a model lies: a subclass writes prepare_model, its layout, and how gradients are reduced."""
 
-    steps_whole_matrices: ClassVar[bool] = True  # False where an optimizer sees a shard of each parameter
+    steps_whole_matrices: ClassVar[bool] = True  # False if an optimizer sees only a shard of each parameter
 
-    # ---- What a subclass writes, and what it may write ---------------------------------------------------------------
+    # ---- What a subclass must write, and what it may write -----------------------------------------------------------
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -52,16 +52,16 @@ class TorchStrategy(StrategyBase):
         return 1
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Runs the backward of a loss that is already scaled."""
+        """Runs the backward of a loss that has been scaled."""
         loss.backward()
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Reduces gradients over the ranks, once per update and before the clip, if run_backward() does not."""
+        """Reduces gradients over the ranks once per update, before the clip, unless run_backward() has done so."""
 
     def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
         """Divides and clips the gradients, steps if their norm is finite on every rank, and drops them.
 
-        Returns the norm over all ranks before the clip, and whether it stepped.
+        Returns the norm over all ranks before the clip, and whether the optimizer stepped.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.reduce_gradients(model, parameters)
@@ -77,7 +77,7 @@ class TorchStrategy(StrategyBase):
         return grad_norm, is_finite
 
     def make_layout(self) -> PlainLayout:
-        """Returns a layout for DTensors and plain parameters; a subclass that keeps all whole returns PlainLayout."""
+        """Returns a layout for DTensors and plain parameters; a subclass that shards nothing returns PlainLayout."""
         return DTensorLayout(self.comm, device=self.device, bucket_bytes=self.options.sync_bucket_mb << 20)
 
     def set_up_computation(self, model: nn.Module) -> None:
@@ -90,7 +90,7 @@ class TorchStrategy(StrategyBase):
     # ---- An update ---------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
-        """Builds the optimizer of the options; kwargs such as lr and betas win over them."""
+        """Builds the optimizer that the options name; kwargs such as lr and betas override them."""
         if self.options.optim.name == "muon" and not self.steps_whole_matrices:
             raise _cuts_matrices(self)
         settings = {"lr": self.options.lr, **kwargs}
@@ -99,7 +99,7 @@ class TorchStrategy(StrategyBase):
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
         """Adds the gradient of the loss times `weight`, summed over the ranks.
 
-        Without a weight the loss is a mean over a micro-batch, of which accumulation_steps make an update.
+        Without a weight, the loss is a mean over a micro-batch, and accumulation_steps micro-batches make an update.
         """
         weight = kwargs.pop("weight", None)
         if weight is None or kwargs:
@@ -113,26 +113,25 @@ class TorchStrategy(StrategyBase):
         if unknown:
             raise TypeError(f"backward() takes no {', '.join(sorted(unknown))}; known: weight.")
         mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
-        with self.before_micro_batch(model, True):  # which micro-batch is the last is known only to optimizer_step()
+        with self.before_micro_batch(model, True):  # only optimizer_step() knows which micro-batch is the last
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
         self.trained.see(model, optimizer)
         accumulation_of(optimizer).count(self.accumulation_steps, loss)
 
     def scale_loss(self, loss: Tensor, weight: float, optimizer: Optimizer) -> Tensor:
-        """Returns the loss whose backward gives the wanted gradient. This is the only place where a loss is scaled.
+        """Returns the loss whose backward gives the wanted gradient; losses are scaled nowhere else.
 
         The weight is the micro-batch's share in the update. A back end that averages gradients over ranks divides by
-        their number, which is multiplied in again here. A gradient scaler adds a factor that apply_gradients() takes
-        out again.
+        their number, so the loss is multiplied by it here. apply_gradients() takes out the factor of a gradient scaler.
         """
         return loss * (weight * self.averaging_ranks * self.trained.loss_factor(optimizer))
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> OptimizerStep:
-        """Clips the gradients and updates the model, unless the norm or a loss is not finite; the same on all ranks.
+        """Clips the gradients and updates the model, unless the norm or a loss is not finite; all ranks decide alike.
 
-        is_boundary=True updates now, False never; without it the calls of backward() are counted.
+        is_boundary=True updates now, False never; by default, the calls of backward() are counted.
         """
         trained, hooks = TrainedModel(model, optimizer, scheduler), self.trained.hooks_of(optimizer)
         if hooks or kwargs != {"is_boundary": True} or trained not in self.trained.entries:
@@ -140,7 +139,7 @@ class TorchStrategy(StrategyBase):
         return self.update(trained)
 
     def update(self, trained: TrainedModel, divisor: float = 1.0) -> OptimizerStep:
-        """Divides and clips the gradients and takes a step of the optimizer and of the schedule, if it is finite."""
+        """Divides and clips the gradients and, if they are finite, steps the optimizer and the schedule."""
         model, optimizer, scheduler = trained.model, trained.optimizer, trained.scheduler
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.trained.require_on_device(model, optimizer)
@@ -162,11 +161,11 @@ class TorchStrategy(StrategyBase):
         return MergedWeights(unwrapped, self.layout) if include_adapters(named) else Weights(named, self.layout)
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, whole tensor), sorted and tied ones once; every rank must iterate to the end."""
+        """Yields (Hugging Face name, whole tensor), sorted, tied ones once; every rank must iterate to the end."""
         return self.layout.gather_named(self.weights_of(model).tensors(), dtype)
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights:
-        """Returns a fingerprint of every tensor of full_parameters(), computed from shards and not from its gather."""
+        """Returns a fingerprint of each tensor of full_parameters(), computed from shards and not from the gather."""
         return self.layout.fingerprints(self.weights_of(model).shards(), dtype)
 
     def get_model_state_dict(
@@ -174,8 +173,8 @@ class TorchStrategy(StrategyBase):
     ) -> dict[str, Tensor]:
         """Returns the trained model's state under Hugging Face names.
 
-        full_state_dict: whole tensors on every rank, else this rank's shards. cpu_offload: copies in host memory, else
-        references to the live tensors wherever no gather was needed.
+        full_state_dict: whole tensors on every rank; if False, this rank's shards. cpu_offload: copies in host memory;
+        if False, references to the live tensors wherever no gather was needed.
         """
         weights = self.weights_of(model if model is not None else self.trained.entry(None).model)
         if full_state_dict:
@@ -185,7 +184,7 @@ class TorchStrategy(StrategyBase):
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in state}
 
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
-        """Writes a Hugging Face folder; with adapters it holds the merged model, and adapter/ what peft loads."""
+        """Writes a Hugging Face folder; with adapters, it holds the merged model, and adapter/ is a folder for peft."""
         super().save_pretrained(model, path)
         if has_adapters(model):
             save_adapter(model, self.layout, Path(path) / "adapter")
@@ -204,7 +203,7 @@ class TorchStrategy(StrategyBase):
         averages = [hook for hook in self.trained.hooks_of(trained.optimizer) if isinstance(hook, AverageOfModel)]
         if not averages:
             raise ValueError("No average of this model's weights is kept. Call keep_average(model, 0.99) first.")
-        self.trained.require_on_device(model, trained.optimizer)  # the average moves with its states
+        self.trained.require_on_device(model, trained.optimizer)  # the average moves with the optimizer's states
         with averages[-1].lent():
             yield
 

@@ -1,7 +1,7 @@
-"""train_batch, eval_batch and forward over a user's dictionary of tensors, with a loss function on logits.
+"""train_batch, eval_batch and forward for a user's dictionary of tensors, with a loss function of logits.
 
-The sequences are spread evenly over ranks and micro-batches and packed end to end. The loss is computed inside the
-model's forward, where a sharded output layer is whole.
+Sequences are spread evenly over ranks and micro-batches and packed end to end. The loss is computed inside the model's
+forward, because a sharded output layer is whole only there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Trainer = Any  # a StrategyBase, which imports this module
 def train_on_dict(
     strategy: Trainer, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
 ) -> TrainBatchResult:
-    """Takes one optimizer step; loss_fn(logits, packed data) is the mean over weight_fn(packed data) tokens."""
+    """Takes one optimizer step; loss_fn(logits, packed data) is a mean over weight_fn(packed data) tokens."""
     trained = strategy.trained.entry(model).model
     packs = _micro_batches(strategy, data, over_ranks=True)
     with computing(trained, _mean_loss(loss_fn, weight_fn)):
@@ -96,7 +96,7 @@ def token_logprobs(strategy: Trainer, data: Mapping[str, Any], model: nn.Module 
 
 
 def _micro_batches(strategy: Trainer, data: Mapping[str, Any], *, over_ranks: bool) -> list[TokenPack]:
-    """Returns this rank's micro-batches, as many as every other rank has."""
+    """Returns this rank's micro-batches; every rank gets the same number."""
     comm = strategy.comm
     batch = data if isinstance(data, UserBatch) else UserBatch(data)
     with comm.phase("reading a batch", local=True):
@@ -115,7 +115,7 @@ def _micro_batches(strategy: Trainer, data: Mapping[str, Any], *, over_ranks: bo
 
 
 def _agreed(comm: Comm, kinds: Kinds | None) -> Kinds:
-    """Returns what the keys are, from a rank that has sequences; all that have some must say the same."""
+    """Returns the kinds of the keys, on which all ranks that have sequences must agree."""
     everywhere = [(rank, theirs) for rank, theirs in enumerate(comm.all_gather_object(kinds)) if theirs is not None]
     if not everywhere:
         raise ValueError("No rank has a sequence: give train_batch at least one.")
@@ -139,7 +139,7 @@ def _kind(kind: Kind | None) -> str:
 
 
 def _balanced(comm: Comm, rows: list[TokenRow]) -> list[TokenRow]:
-    """Moves sequences between ranks until these have about equally many tokens."""
+    """Moves sequences between ranks until all have about the same number of tokens."""
     lengths = comm.all_gather_object([row.num_tokens for row in rows])
     first = sum(len(theirs) for theirs in lengths[: comm.rank])
     rows = [replace(row, index=first + row.index) for row in rows]
@@ -175,7 +175,7 @@ def _mean_loss(loss_fn: LossFn, weight_fn: WeightFn) -> Callable[[Any, TokenPack
     weight = _weight(weight_fn)
 
     def nothing(logits: Any, pack: TokenPack) -> Tensor:
-        """Returns 0 with a gradient of 0, since every rank must run every backward."""
+        """Returns 0 with a gradient of 0, because every rank must run every backward."""
         return 0.0 * gather_logprobs(logits[:1], pack.input_ids[:1]).sum()
 
     def compute(logits: Any, pack: TokenPack) -> Tensor:
@@ -202,9 +202,9 @@ def _check_policy(policy: Policy) -> None:
 
 @contextmanager
 def computing(model: nn.Module, compute: Callable[[Any, TokenPack], Tensor]) -> Iterator[None]:
-    """Makes the model's forward return compute(logits, pack) while inside.
+    """Makes the model's forward return compute(logits, pack) inside the context.
 
-    A Policy computes the logits in chunks. Another model is called with padded rows, and its logits are held.
+    A Policy computes the logits in chunks. Any other model is called with padded rows, and its logits stay in memory.
     """
     name = "scores" if isinstance(model, Policy) else "forward"
     method: Any

@@ -1,1 +1,1 @@
-"""Megatron: models of transformers computed by megatron-core, split by tensor, pipeline, context and expert."""
+"""Megatron: runs transformers models with megatron-core, split by tensor, pipeline, context and expert."""

@@ -1,4 +1,4 @@
-"""What --strategy megatron refuses at start, each with the option or the part of the model by name."""
+"""Checks at start what --strategy megatron cannot do; each error names the option or the part of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwe
 
 
 def check_options(options: StrategyOptions) -> None:
-    """Raises ValueError for options that it does not follow, or that contradict each other."""
+    """Raises ValueError for options that this strategy does not support, or that contradict each other."""
     megatron = options.megatron
     for is_asked, option, instead in (
         (
@@ -48,7 +48,7 @@ def check_model(model: nn.Module, config: Any, sizes: Sizes, *, sequence_paralle
 
 
 def check_config(config: Any, sizes: Sizes, *, sequence_parallel: bool) -> None:
-    """Raises ValueError for a transformers config of a model that this layout cannot spread."""
+    """Raises ValueError for the transformers config of a model that this layout cannot spread."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise ValueError(
@@ -66,7 +66,7 @@ def check_config(config: Any, sizes: Sizes, *, sequence_parallel: bool) -> None:
 
 
 def _unknown_part(config: Any) -> str:
-    """Names the first part of a config that the layers do not have."""
+    """Names the first part of a config that the layers do not support."""
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     is_sparse = num_experts(config) > 0
@@ -86,7 +86,7 @@ def _unknown_part(config: Any) -> str:
 
 
 def num_experts(config: Any) -> int:
-    """Returns how many experts a layer has; 0 for a dense model."""
+    """Returns the number of experts in a layer; 0 for a dense model."""
     return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
 
 

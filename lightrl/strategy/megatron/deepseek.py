@@ -1,7 +1,7 @@
 """DeepSeek-V3 in a Megatron layout: latent attention, shared experts, and routers with a bias, in plain torch.
 
-megatron-core's own layers of experts know shared experts and such routers; its latent attention needs Transformer
-Engine for packs, so the one here stands in its place.
+megatron-core's own layers of experts support shared experts and such routers. Its latent attention needs Transformer
+Engine for packs, so this module replaces it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightrl.strategy.megatron.packing import Pack
 from lightrl.strategy.megatron.parts import Sizes
 
 KIND = "deepseek_v3"
-BIAS = "mlp.gate.e_score_correction_bias"  # of a layer in transformers: a buffer, which nothing trains
+BIAS = "mlp.gate.e_score_correction_bias"  # name in a layer of transformers: a buffer, which is not trained
 
 
 def refused_part(config: Any) -> str:
-    """Names the first part of a config that the layers here do not have; empty where there is none."""
+    """Names the first part of a config that the layers here do not support; empty if there is none."""
     chooses_groups = _chooses_groups(config)
     for is_there, name in (
         (config.num_experts_per_tok < 2, "routers that choose one expert"),
@@ -35,7 +35,7 @@ def refused_part(config: Any) -> str:
         (config.n_shared_experts < 1, "layers without a shared expert"),
         (config.first_k_dense_replace >= config.num_hidden_layers, "layers that are all dense"),
         (
-            # transformers adds a group's two best scores; megatron-core as many as a token takes of each group.
+            # transformers adds up a group's two best scores; megatron-core, as many as a token takes from each group.
             chooses_groups and config.num_experts_per_tok // config.topk_group != 2,
             f"routers that choose {config.num_experts_per_tok} experts of {config.topk_group} groups, which is not two "
             "a group,",
@@ -47,7 +47,7 @@ def refused_part(config: Any) -> str:
 
 
 def check_sizes(sizes: Sizes) -> None:
-    """Raises ValueError for a layout that splits what stays whole here."""
+    """Raises ValueError for a layout that would split what must stay whole here."""
     for option, size in (("--tp_size", sizes.tp), ("--megatron.cp_size", sizes.cp), ("--megatron.etp_size", sizes.etp)):
         if size > 1:
             raise ValueError(
@@ -57,7 +57,7 @@ def check_sizes(sizes: Sizes) -> None:
 
 
 def check_options(config: Any, options: StrategyOptions) -> None:
-    """Raises ValueError for options that these layers do not follow."""
+    """Raises ValueError for options that these layers do not support."""
     if config.model_type != KIND:
         return
     for is_asked, option, instead in (
@@ -73,7 +73,7 @@ def _chooses_groups(config: Any) -> bool:
 
 
 def core_settings(config: Any) -> dict[str, Any]:
-    """Returns what megatron-core's config says of these layers of experts."""
+    """Returns the settings of megatron-core's config for these layers of experts."""
     settings: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -88,7 +88,7 @@ def core_settings(config: Any) -> dict[str, Any]:
 
 
 def fit_layer(parts: Any, config: Any) -> None:
-    """Puts the latent attention and the shared experts' projections into the parts of a layer."""
+    """Puts the latent attention and the shared experts' projections into the specification of a layer."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     parts.self_attention = ModuleSpec(module=LatentAttention, params={"text": config})
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
             self.q_a_proj = _projection(hidden, text.q_lora_rank)
             self.q_a_layernorm = Norm(config, text.q_lora_rank)
             self.q_b_proj = _projection(text.q_lora_rank, width)
-        else:  # under the name that queries have in the other families
+        else:  # the name that queries have in the other families
             self.linear_qkv = nn.ParameterDict({"q_weight": nn.Parameter(torch.empty(width, hidden))})
         self.kv_a_proj_with_mqa = _projection(hidden, rank + text.qk_rope_head_dim)
         self.kv_a_layernorm = Norm(config, rank)
@@ -147,13 +147,13 @@ class LatentAttention(nn.Module):
         return queries
 
     def _rotated(self, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        if self._interleaves:  # numbers that turn together are neighbours
+        if self._interleaves:  # pairs that are rotated together are adjacent
             states = torch.cat([states[..., 0::2], states[..., 1::2]], dim=-1)
         return rotate(states, *angles)
 
 
 def _scale(rope: dict[str, Any], size: int) -> float:
-    """Returns the scale of the scores; YaRN's longer contexts sharpen them, as in transformers."""
+    """Returns the scale of the attention scores, which YaRN raises for longer contexts, as in transformers."""
     factor, all_dim = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
     if rope.get("rope_type", "default") == "default" or not all_dim or factor <= 1.0:
         return float(size**-0.5)
@@ -165,7 +165,7 @@ def _projection(input_size: int, output_size: int) -> nn.Linear:
 
 
 def take_buffers(model: nn.Module, device: torch.device, comm: Comm) -> dict[str, Tensor]:
-    """Returns rank 0's buffers of a model whose routers have biases, by name; nothing for every other model."""
+    """Returns rank 0's buffers by name if the model's routers have biases; nothing for any other model."""
     if not any(name.endswith(BIAS) for name, _ in model.named_buffers()):
         return {}
     broadcast_buffers(model, device, comm)
@@ -173,7 +173,7 @@ def take_buffers(model: nn.Module, device: torch.device, comm: Comm) -> dict[str
 
 
 def give_buffers(model: nn.Module, stages: Iterable[Any], buffers: dict[str, Tensor]) -> None:
-    """Puts buffers back into a placed model, and lets the routers of the stages read the same biases."""
+    """Puts buffers back into a placed model, and makes the routers of its stages read the same biases."""
     layers = {stage.first_layer + index: layer for stage in stages for index, layer in enumerate(stage.decoder.layers)}
     for name, buffer in buffers.items():
         path, _, own_name = name.rpartition(".")

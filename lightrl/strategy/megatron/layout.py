@@ -1,7 +1,7 @@
-"""MegatronLayout: the Hugging Face parameters of a model whose values lie in the modules of a Megatron layout.
+"""MegatronLayout: the Hugging Face parameters of a model, while their values lie in Megatron's modules.
 
-The model that a trainer holds keeps its parameters on the meta device, with their names and whole shapes. Each has an
-attribute that says what this rank holds of it.
+The trainer's model keeps its parameters on the meta device, with their names and whole shapes. An attribute of each
+parameter says which part of it this rank holds.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from lightrl.strategy.megatron.main_copies import copies_of, is_emptied
 from lightrl.strategy.megatron.parts import Part
 from lightrl.strategy.optim.optimizers import refuse_without_main_copies
 
-HELD = "megatron_held"  # on a parameter of the model: what this rank holds of it, or None
-_WORD = 8  # bytes; tensors that are gathered together begin at whole words
+HELD = "megatron_held"  # attribute of a model's parameter: what this rank holds of it, or None
+_WORD = 8  # bytes; in a joint gather, each tensor begins at a whole word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A rank's part of one tensor, and which ranks it shares it with."""
+    """A rank's part of one tensor, and the ranks with which it shares that part."""
 
-    local: nn.Parameter  # in a module, or its main copy; a vocabulary's has rows of padding at its end
+    local: nn.Parameter  # in a module, or its main copy; a vocabulary's ends with rows of padding
     part: Part
     is_first_holder: bool  # true on exactly one of the ranks that hold the same values
-    sums: tuple[dist.ProcessGroup, ...]  # a gradient is the sum over each of them
+    sums: tuple[dist.ProcessGroup, ...]  # a gradient is summed over each of them
     replicas: dist.ProcessGroup
-    owner: int  # the rank among the replicas that steps the parameter; -1: all do
-    has_states: bool  # true on exactly one of the ranks that have the same states of an optimizer
+    owner: int  # the replica that steps the parameter; -1: all do
+    has_states: bool  # true on exactly one of the ranks that have the same optimizer states
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Returns the part of a tensor that is as large as the parameter, without the padding."""
+        """Returns a tensor of the parameter's size without the padding."""
         detached = tensor.detach()
         if is_emptied(detached):
             refuse_without_main_copies()
         return detached if detached.shape == self.part.shape else detached[: self.part.shape[0]]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a whole tensor, a view of it."""
+        """Returns this rank's part of a whole tensor, as a view."""
         return whole.reshape(self.part.view)[_slices(self.part)]
 
     @property
@@ -63,7 +63,7 @@ def _slices(part: Part) -> tuple[slice, ...]:
 
 
 def is_placed(tensor: Tensor) -> bool:
-    """Returns whether this is a parameter whose values lie in a Megatron layout."""
+    """Returns whether this is a parameter whose values lie in Megatron's modules."""
     return hasattr(tensor, HELD)
 
 
@@ -80,7 +80,7 @@ def held_parts(model: nn.Module) -> list[Held]:
 
 
 class _Gathered(NamedTuple):
-    """A tensor that is to be whole on every rank, and what this rank adds to it."""
+    """A tensor that every rank needs whole, and the values that this rank adds to it."""
 
     name: str
     shape: Size
@@ -90,7 +90,7 @@ class _Gathered(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes, in whole words."""
+        """The size of the whole tensor, rounded up to whole words."""
         return math.ceil(self.shape.numel() * self.dtype.itemsize / _WORD) * _WORD
 
 
@@ -155,7 +155,7 @@ class MegatronLayout(PlainLayout):
             yield name, found[name]
 
     def _gather(self, items: Iterable[_Gathered]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole tensor): a sum over the ranks of bits that all but one of them have as zero."""
+        """Yields (name, whole tensor), summed over the ranks as bits: all ranks but one have zeros."""
         pairs = ((item.name, item) for item in items)
         for bucket in buckets(pairs, lambda item: item.num_bytes, self._bucket_bytes // 2):  # type: ignore[arg-type, attr-defined]
             entries: list[Any] = [item for _, item in bucket]
@@ -178,7 +178,7 @@ class MegatronLayout(PlainLayout):
     # ---- Optimizer states --------------------------------------------------------------------------------------
 
     def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Gathers the states by the names of the parameters; the ranks first tell each other which there are."""
+        """Gathers the states by the names of the parameters; the ranks first agree on which states exist."""
         parameters = {name: item for name, item in sorted(model.named_parameters()) if is_placed(item)}
         own: dict[str, dict[str, Any]] = {}
         for name, parameter in parameters.items():
@@ -243,5 +243,5 @@ def _typed(content: Tensor, start: int, item: _Gathered) -> Tensor:
 
 
 def _described(held: Held, value: Tensor) -> torch.dtype | Tensor:
-    """Returns the type of a state that is as large as its parameter, or the value of any other, such as a counter."""
+    """Returns the type of a state that has its parameter's shape, or the value of another, such as a counter."""
     return value.dtype if value.shape == held.local.shape else value.detach().cpu()

@@ -1,7 +1,7 @@
-"""The leaves of a megatron-core layer, in plain torch: each parameter is a part of one Hugging Face tensor.
+"""The leaf modules of a megatron-core layer in plain torch; each parameter is a part of one Hugging Face tensor.
 
-They need neither Transformer Engine nor Apex. megatron-core is imported when they are built, so that this module can be
-imported without it.
+They need neither Transformer Engine nor Apex. megatron-core is imported only when they are built, so that this module
+can be imported without it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Norm(nn.Module):
 
 
 class Columns(nn.Module):
-    """Several projections of one input, of which each rank holds some rows, computed by one product.
+    """Several projections of one input, computed by one product; each rank holds some rows of each.
 
-    The product's rows are ordered in groups: of each group first the rows of the first projection, and so on.
+    The product's rows are ordered in groups: in each group, the first projection's rows come first, and so on.
     """
 
     def __init__(self, input_size: int, rows: dict[str, int], *, groups: int, bias: bool, config: Any, tp: int) -> None:
@@ -59,7 +59,7 @@ class Columns(nn.Module):
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Maps [T, 1, H] to [T, 1, this rank's rows]; with sequence parallelism each rank gives some of the tokens."""
+        """Maps [T, 1, H] to [T, 1, this rank's rows]; with sequence parallelism, each rank gives some of the tokens."""
         weight = self._interleaved("weight")
         multiply: Any = (
             self._layers.linear_with_grad_accumulation_and_async_allreduce
@@ -79,7 +79,7 @@ class Columns(nn.Module):
 
 
 class QueryKeyValue(Columns):
-    """The projections of self-attention, in the order that megatron-core expects: by group of queries."""
+    """The projections of self-attention, ordered by group of queries, as megatron-core expects."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, bias: bool, **ignored: Any) -> None:
         tp = config.tensor_model_parallel_size
@@ -99,7 +99,7 @@ class GateAndUp(Columns):
 
 
 class Rows(nn.Module):
-    """A projection whose input is split over the ranks; its output is their sum."""
+    """A projection whose input is split over the ranks; its output is the sum of the ranks' products."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **ignored: Any) -> None:
         super().__init__()
@@ -135,9 +135,9 @@ class Experts(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each sequence of a pack, behind the rotary embedding.
+    """Causal attention within each sequence of a pack, after the rotary embedding.
 
-    Where ranks split the tokens of a sequence, keys and values of all of them are gathered.
+    If ranks split the tokens of a sequence, the keys and values of all of them are gathered.
     """
 
     def __init__(self, config: Any, **ignored: Any) -> None:
@@ -162,14 +162,14 @@ class PackedAttention(nn.Module):
         return attend_to_all(query, key, value, pack, self._scale)
 
     def _gathered(self, part: Tensor) -> Tensor:
-        # torch.distributed.nn.functional.all_gather has a wrong backward in a group that is not the world.
+        # torch.distributed.nn.functional.all_gather has a wrong backward in a group other than the world.
         gathered: Any = functional.all_gather_tensor_autograd(part.contiguous(), 0, self._group)
         whole: Tensor = gathered.wait() if isinstance(gathered, functional.AsyncCollectiveTensor) else gathered
         return whole
 
 
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
-    """Maps a rank's queries, [t, heads, size], and the keys and values of all ranks to [t, heads x size]."""
+    """Maps a rank's queries, [t, heads, size], and all ranks' keys and values to [t, heads x size]."""
     lengths = [end - start for start, end in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False)]
     queries = query.split([own.shape[0] for own in pack.own_positions])
     outputs = []
@@ -189,6 +189,6 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: 
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Applies the rotary embedding to [t, heads, size]: pairs of numbers that are half a head apart turn."""
+    """Applies the rotary embedding to [t, heads, size]: it rotates pairs of numbers that are half a head apart."""
     first, second = states.chunk(2, dim=-1)
     return states * cosines.to(states.dtype) + torch.cat([-second, first], dim=-1) * sines.to(states.dtype)

@@ -1,4 +1,4 @@
-"""How a pack is laid out for Megatron: padded so that ranks can split it, and this rank's tokens of it."""
+"""Lays a pack out for Megatron: pads it so that ranks can split it, and takes this rank's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.records import PackedBatch
 class Pack:
     """This rank's tokens of a micro-batch, with what attention and the output head need."""
 
-    cu_seqlens: tuple[int, ...]  # of the whole pack, padding included
+    cu_seqlens: tuple[int, ...]  # tokens of the whole pack, padding included
     source: Tensor  # [t] int64: which token of the micro-batch each of this rank's is; 0 for padding
     where: Tensor  # [T] int64: where this rank holds each token of the micro-batch; -1: another rank holds it
     own_positions: tuple[Tensor, ...]  # per sequence: the positions of this rank's tokens in it
@@ -25,13 +25,13 @@ class Pack:
 
 
 def lay_out(batch: PackedBatch, *, num_parts: int, part: int, multiple: int) -> Pack:
-    """Pads each sequence so that it divides into 2 x num_parts pieces, of which a rank takes one from each end.
+    """Pads each sequence to 2 x num_parts equal pieces; a rank takes one from the beginning and one from the end.
 
-    Early tokens attend to few others and late ones to many, so both ends together are the same work for each rank.
+    Early tokens attend to few others and late ones to many, so taking from both ends gives each rank equal work.
 
     Args:
-        num_parts: ranks that split the tokens of each sequence.
-        multiple: what each rank's number of tokens must divide by (sequence parallelism).
+        num_parts: the number of ranks that split the tokens of each sequence.
+        multiple: each rank's number of tokens must be a multiple of this (sequence parallelism).
     """
     lengths = [end - start for start, end in pairwise(batch.cu_seqlens)]
     piece = 2 * num_parts if num_parts > 1 else 1
@@ -58,7 +58,7 @@ def lay_out(batch: PackedBatch, *, num_parts: int, part: int, multiple: int) -> 
 
 
 def own_positions(length: int, num_parts: int, part: int, device: torch.device) -> Tensor:
-    """Returns the positions of a sequence that a rank holds: piece `part` from its beginning and from its end."""
+    """Returns the positions of a sequence that a rank holds: the piece number `part` from either end."""
     if num_parts == 1:
         return torch.arange(length, device=device)
     pieces = torch.arange(length, device=device).chunk(2 * num_parts)
@@ -66,7 +66,7 @@ def own_positions(length: int, num_parts: int, part: int, device: torch.device) 
 
 
 def _joined(starts: list[int], lengths: list[int], num_parts: int, device: torch.device) -> Tensor:
-    """Returns the order in which the tokens of all ranks, one rank after the other, are the pack."""
+    """Returns the order that turns the tokens of all ranks, concatenated by rank, into the pack."""
     held = [
         torch.cat([own_positions(n, num_parts, part, device) + s for s, n in zip(starts, lengths, strict=False)])
         for part in range(num_parts)

@@ -1,7 +1,7 @@
-"""Parts: what a rank of a Megatron layout holds of each Hugging Face tensor, and in which of its modules. Pure.
+"""Parts: pure functions for what a rank of a Megatron layout holds of each Hugging Face tensor, and where.
 
-A rank holds one rectangle of a tensor or nothing of it. An optimizer's moments have the shape of their parameter, so
-they are cut by the same rectangles.
+A rank holds one rectangle of a tensor, or nothing. An optimizer's moments have the shape of their parameter, so they
+are cut into the same rectangles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightrl.config import StrategyOptions
 
 ROWS, COLUMNS, WHOLE, PER_HEAD, EXPERT_ROWS, EXPERT_COLUMNS = "rows", "columns", "whole", "per head", "er", "ec"
 
-# A parameter of a layer under its Hugging Face name: where it is in a layer of megatron-core, and how it is cut.
+# Hugging Face name of a layer's parameter: its place in a layer of megatron-core, and how it is cut.
 _IN_LAYER = {
     "self_attn.q_proj.weight": ("self_attention.linear_qkv.q_weight", ROWS),
     "self_attn.k_proj.weight": ("self_attention.linear_qkv.k_weight", ROWS),
@@ -47,7 +47,7 @@ EMBEDDING, FINAL_NORM = "embed_tokens.weight", "norm.weight"
 
 
 class Sizes(NamedTuple):
-    """The sizes of a layout: how many ranks split what."""
+    """The sizes of a layout: the number of ranks that split each kind of thing."""
 
     tp: int = 1  # matrices
     pp: int = 1  # layers
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The parameter of a rank's modules that holds its part of a tensor."""
+    """Names the parameter in a rank's modules that holds the rank's part of a tensor."""
 
     chunk: int  # which of the rank's chunks of layers
     path: str  # in that chunk
@@ -92,7 +92,7 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """A rectangle of a tensor: the whole one viewed in a shape, where the rectangle begins, and its size."""
+    """A rectangle of a tensor: the shape in which the whole tensor is viewed, and the rectangle's offsets and size."""
 
     view: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 
 
 def slot_of(name: str, sizes: Sizes, place: Place, *, num_layers: int, is_tied: bool) -> Slot | None:
-    """Returns where this rank holds a parameter of the decoder; None if another stage does; KeyError if unknown."""
+    """Returns where this rank holds a decoder's parameter, None if another stage does; KeyError if unknown."""
     last = sizes.vpp - 1
     is_first_stage, is_last_stage = place.pp == 0, place.pp == sizes.pp - 1
     if name == EMBEDDING:
@@ -121,9 +121,9 @@ def slot_of(name: str, sizes: Sizes, place: Place, *, num_layers: int, is_tied: 
 
 
 def part_of(shape: tuple[int, ...], cut: str, sizes: Sizes, place: Place) -> Part:
-    """Returns the rectangle of a tensor of this shape that a rank holds, for a way to cut it.
+    """Returns the rectangle that a rank holds of a tensor of this shape that is cut in a given way.
 
-    Rows of a vocabulary may not divide: the last ranks then hold fewer of them.
+    The rows of a vocabulary may not divide evenly: the last ranks then hold fewer.
     """
     view, offsets = tuple(shape), [0] * len(shape)
     if cut == EXPERT_ROWS:  # [experts, gate and up, hidden] as [experts, 2, columns of the MLP, hidden]
@@ -142,5 +142,5 @@ def part_of(shape: tuple[int, ...], cut: str, sizes: Sizes, place: Place) -> Par
 
 
 def padded_rows(num_rows: int, tp: int) -> int:
-    """Returns how many rows a vocabulary has when every rank holds as many as the first."""
+    """Returns the number of rows of a vocabulary that is padded until all ranks hold as many as the first."""
     return math.ceil(num_rows / tp) * tp

@@ -1,4 +1,4 @@
-"""Puts a model of lightrl into a Megatron layout: builds this rank's stages and ties them to the model's parameters."""
+"""Places a lightrl model in a Megatron layout: builds this rank's stages and ties them to the model's parameters."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PLACED = "megatron_placed"  # a key of the model's __dict__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A rank's chunks of a model."""
+    """The chunks of a model that a rank holds."""
 
     stages: Sequence[Stage]
     ranks: Ranks
     model: nn.Module
 
     def outputs(self, stage: Stage, hidden: Tensor, batch: PackedBatch, pack: Pack) -> Any:
-        """Returns what the model's forward returns, from the states behind the last layer."""
+        """Returns the outputs of the model's forward, computed from the states after the last layer."""
         model = self.model
         if isinstance(model, Critic):
             values, final = _values(stage, hidden, batch, pack)
@@ -45,7 +45,7 @@ class Placed:
             positions = last_positions(batch.input_ids, batch.cu_seqlens, model.hf.config.pad_token_id)
             return stage.values_at(hidden, positions, pack)
         assert isinstance(model, Policy)
-        if "scores" in model.__dict__:  # a user's function of the logits stands there for a while
+        if "scores" in model.__dict__:  # replaced by a user's function of the logits for a while
             return model.scores(stage.all_states(hidden, pack), batch)
         logprobs, entropy = stage.token_scores(hidden, batch, pack, with_entropy=model.entropy)
         routing = None if stage.replay is None else stage.replay.scores(pack)
@@ -58,7 +58,7 @@ class Placed:
 
 
 def placed_of(model: nn.Module) -> Placed:
-    """Returns the chunks of a model; ValueError if it has none."""
+    """Returns the chunks of a model; raises ValueError if it has none."""
     placed: Placed | None = model.__dict__.get(PLACED)
     if placed is None:
         raise ValueError(f"This {type(model).__name__} is not placed yet. Pass it to prepare() first.")
@@ -84,12 +84,12 @@ def place(model: nn.Module, ranks: Ranks, *, device: torch.device, recompute: bo
     placed = Placed(stages=stages, ranks=ranks, model=model)
     model.__dict__[PLACED] = placed
     model.__dict__["logits_of"] = stages[-1].logits_of  # the last stage has the output layer
-    model.__dict__["forward"] = partial(_forward, placed)  # in place of its class's
+    model.__dict__["forward"] = partial(_forward, placed)  # overrides its class's
     return placed
 
 
 def _head(model: nn.Module, hidden_size: int) -> nn.Linear | None:
-    """Returns the last stage's own head of one number per token, without its weights."""
+    """Returns a head for the last stage that gives one number per token; its weights are not set."""
     if isinstance(model, RewardModel):
         head = nn.Linear(hidden_size, 1, bias=False)
         head.computes_in_float32 = True  # type: ignore[assignment]  # as the model's own
@@ -116,9 +116,9 @@ def _shape_of(inner: Any, decoder: Any, device: torch.device, *, replays_routing
 def _tie(
     model: nn.Module, decoder: nn.Module, stages: Sequence[Stage], shape: Shape, ranks: Ranks, *, shards_states: bool
 ) -> None:
-    """Tells each parameter of the model what this rank holds of it."""
+    """Records on each parameter of the model which part of it this rank holds."""
     names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    loads: dict[int, list[int]] = {}  # by group of replicas: the elements that each of them steps
+    loads: dict[int, list[int]] = {}  # by group of replicas: the number of elements that each replica steps
     for name, parameter in sorted(model.named_parameters()):
         slot = _slot(names.get(id(parameter)), name, shape, ranks)
         held = None if slot is None else _hold(parameter, slot, stages, ranks, loads if shards_states else None)
@@ -173,7 +173,7 @@ def _sums(slot: parts.Slot, replicas: dist.ProcessGroup, ranks: Ranks) -> tuple[
     groups = [replicas]
     is_before_split = slot.cut == parts.WHOLE and ranks.sequence_parallel and not slot.path.startswith("value_head")
     if slot.cut == parts.PER_HEAD or is_before_split:
-        groups.append(ranks.tensors)  # each rank has seen its own heads, or its own tokens
+        groups.append(ranks.tensors)  # each rank saw only its own heads or tokens
     if slot.joins_ends:
         assert ranks.ends is not None
         groups.append(ranks.ends)
@@ -181,7 +181,7 @@ def _sums(slot: parts.Slot, replicas: dist.ProcessGroup, ranks: Ranks) -> tuple[
 
 
 def _least_loaded(local: Tensor, replicas: dist.ProcessGroup, loads: dict[int, list[int]]) -> int:
-    """Gives the states of a parameter to the replica that has the fewest elements so far; the same on all of them."""
+    """Returns the replica with the fewest elements so far, which gets a parameter's states; all replicas agree."""
     size = dist.get_world_size(replicas)
     load = loads.setdefault(id(replicas), [0] * size)
     owner = min(range(size), key=load.__getitem__)
@@ -190,7 +190,7 @@ def _least_loaded(local: Tensor, replicas: dist.ProcessGroup, loads: dict[int, l
 
 
 def _values(stage: Stage, hidden: Tensor, batch: PackedBatch, pack: Pack) -> tuple[Tensor, Tensor]:
-    """Returns the values of the states that choose response tokens, and of each sequence's last."""
+    """Returns the values of the states that choose response tokens, and of each sequence's last state."""
     last_tokens = torch.tensor(batch.cu_seqlens[1:], device=batch.score_index.device) - 1
     values = stage.values_at(hidden, torch.cat([batch.score_index, last_tokens]), pack)
     num_scored = batch.score_index.shape[0]
@@ -198,7 +198,7 @@ def _values(stage: Stage, hidden: Tensor, batch: PackedBatch, pack: Pack) -> tup
 
 
 def _forward(placed: Placed, batch: PackedBatch) -> Any:
-    """Is the model's forward where one stage has all layers."""
+    """The model's forward if one stage has all layers."""
     if len(placed.stages) > 1 or placed.ranks.sizes.pp > 1:
         raise ValueError(
             f"With --megatron.pp_size {placed.ranks.sizes.pp} no rank can run the model by itself: call "

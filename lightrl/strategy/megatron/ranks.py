@@ -1,4 +1,4 @@
-"""Ranks: the groups of megatron-core that hold parts of a model, and one of ours."""
+"""Ranks: megatron-core's groups of ranks that share a model, and one group of our own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ranks:
     sizes: Sizes
     place: Place
     sequence_parallel: bool
-    replicas: dist.ProcessGroup  # ranks with the same part of what is no expert: they differ in samples or tokens
+    replicas: dist.ProcessGroup  # ranks with the same part of all but the experts; they differ in samples or tokens
     expert_replicas: dist.ProcessGroup
     tensors: dist.ProcessGroup
     context: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def reports(self) -> bool:
-        """True on one of the ranks that compute the same loss."""
+        """True on exactly one of the ranks that compute the same loss."""
         return self.is_last_stage and self.place.tp == 0 and self.place.cp == 0
 
 
@@ -62,7 +62,7 @@ def _divisors(world: int) -> str:
 
 
 def join_groups(comm: Comm, sizes: Sizes, *, sequence_parallel: bool, seed: int) -> Ranks:
-    """Builds the groups; every rank must call it, in one process once for a layout."""
+    """Builds the groups; every rank must call it, once per layout in a process."""
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -102,12 +102,12 @@ def join_groups(comm: Comm, sizes: Sizes, *, sequence_parallel: bool, seed: int)
 
 
 def _same_batches(comm: Comm, data_rank: int) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    """Builds the groups of ranks that share their micro-batches: all stages and parts of one replica of a model."""
+    """Builds the groups of ranks that share micro-batches: all stages and parts of one replica of a model."""
     replicas: dict[int, list[int]] = {}
     for rank, replica in enumerate(comm.all_gather_object(data_rank)):
         replicas.setdefault(replica, []).append(rank)
     mine: Any = None
-    for replica in sorted(replicas):  # every rank makes every group, or new_group hangs
+    for replica in sorted(replicas):  # every rank must make every group, or new_group hangs
         if len(replicas[replica]) > 1:
             group = dist.new_group(replicas[replica], timeout=comm.timeout, backend="gloo")
             mine = group if replica == data_rank else mine

@@ -1,4 +1,4 @@
-"""Makes the routers of a stage use the experts that the engine chose; lightrl.models.routing_replay says why."""
+"""Makes the routers of a stage use the experts that the engine chose; see lightrl.models.routing_replay."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightrl.strategy.megatron.ranks import Ranks
 
 
 class _Choice:
-    """Stands where megatron-core's router asks which experts a token takes: the one method of its RouterReplay."""
+    """Tells megatron-core's router which experts a token takes, with the one method of its RouterReplay."""
 
     def __init__(self) -> None:
-        self.replayed: Tensor | None = None  # [t, k], for the pass that runs now
-        self.differs: Tensor | None = None  # [t] bool: the router itself would have chosen other experts
+        self.replayed: Tensor | None = None  # [t, k], for the current pass
+        self.differs: Tensor | None = None  # [t] bool: the router would have chosen other experts
 
     def get_replay_topk(
         self,
@@ -30,7 +30,7 @@ class _Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores of each token's experts, and the experts, [t, k]."""
+        """Returns the scores of each token's experts and the experts themselves, both [t, k]."""
         own_scores, own = choose(scores, topk, num_groups, group_topk)
         if self.replayed is None:
             return own_scores, own
@@ -41,7 +41,7 @@ class _Choice:
 
 
 class StageReplay:
-    """Gives each layer of a stage its part of a pack's experts, also when the layer is computed again."""
+    """Gives each layer of a stage its part of a pack's experts, even when the layer is recomputed."""
 
     def __init__(self, layers: nn.ModuleList, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -52,7 +52,7 @@ class StageReplay:
             part.register_forward_pre_hook(partial(_hand_over, choice), with_kwargs=True)
 
     def own_experts(self, batch: PackedBatch, pack: Pack) -> Tensor | None:
-        """Returns the experts of the tokens that this rank's routers see, [t, layers, k]; of padding, unknown ones."""
+        """Returns the experts of the tokens that this rank's routers see, [t, layers, k]; unknown for padding."""
         if batch.routing is None:
             return None
         is_padding = torch.ones_like(pack.source, dtype=torch.bool)
@@ -62,7 +62,7 @@ class StageReplay:
         return experts.chunk(ranks.sizes.tp)[ranks.place.tp] if ranks.sequence_parallel else experts
 
     def scores(self, pack: Pack) -> RoutingScores:
-        """Returns what this stage's routers did with this rank's tokens in the forward that has just ended."""
+        """Returns what this stage's routers did with this rank's tokens in the last forward."""
         differs = [] if pack.experts is None else [_known(choice.differs) for choice in self._choices]
         return RoutingScores(
             logits=(),

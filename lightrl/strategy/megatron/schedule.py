@@ -1,4 +1,4 @@
-"""Runs micro-batches through the stages of a model by megatron-core's schedule."""
+"""Runs micro-batches through the stages of a model with megatron-core's schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_schedule(
 ) -> list[Any]:
     """Runs megatron-core's schedule over the micro-batches; only the last stage calls consume(index, outputs).
 
-    Returns what consume returned in forward passes. In training it returns the scaled loss, whose backward is run.
+    Returns what consume returns in forward passes. In training, consume returns the scaled loss, and its backward runs.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -48,7 +48,7 @@ def run_schedule(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=[*placed.stages],
         num_microbatches=len(batches),
-        seq_length=placed.ranks.sizes.tp * placed.ranks.sizes.cp,  # of no effect: every message begins with its shape
+        seq_length=placed.ranks.sizes.tp * placed.ranks.sizes.cp,  # has no effect: every message begins with its shape
         micro_batch_size=1,
         forward_only=not trains,
         collect_non_loss_data=not trains,
@@ -57,9 +57,9 @@ def run_schedule(
 
 
 def forward_step(placed: Placed, temperature: float, loss_fn: LossFn | None) -> Step:
-    """Returns a step for megatron-core's schedules: step(micro-batches, stage) gives a stage's states.
+    """Returns a step for megatron-core's schedules: step(micro-batches, stage) returns states and a function.
 
-    The function beside them is called on the last stage: (loss, numbers), or the outputs where there is no loss.
+    The last stage calls the function, which returns (loss, numbers), or the outputs if there is no loss.
     """
 
     def step(micro_batches: Iterator[Any], stage: Any) -> tuple[Tensor, Callable[..., Any]]:

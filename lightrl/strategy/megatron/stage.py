@@ -1,4 +1,4 @@
-"""A rank's chunk of a model: the layers of a pipeline stage, with the embedding before or the output head behind."""
+"""A rank's chunk of a model: layers of a pipeline stage, perhaps with the embedding or the output head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightrl.strategy.megatron.vocabulary import SumOfParts, split_logprobs
 class Shape:
     """What a stage needs to know of a model."""
 
-    text: Any  # transformers' config of the language model
+    text: Any  # the language model's config in transformers
     rotary: nn.Module  # transformers' rotary embedding
     has_output: bool
     is_tied: bool
@@ -33,7 +33,7 @@ class Shape:
     has_bias: bool
     num_experts: int
     replays_routing: bool
-    padding_id: int | None  # a token whose embedding takes no gradient from the input, as in transformers
+    padding_id: int | None  # a token whose embedding gets no gradient from the input, as in transformers
 
     @property
     def head_size(self) -> int:
@@ -67,7 +67,7 @@ def core_config(shape: Shape, ranks: Ranks, *, recompute: bool) -> Any:
             "num_moe_experts": shape.num_experts,
             "moe_router_topk": text.num_experts_per_tok,
             "moe_ffn_hidden_size": getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
-            # transformers normalizes the chosen weights by their sum: a softmax of the chosen logits.
+            # transformers divides the chosen weights by their sum: a softmax of the chosen logits.
             "moe_router_pre_softmax": not getattr(text, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": sizes.ep,
@@ -98,15 +98,15 @@ _FIXED: dict[str, Any] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "moe_grouped_gemm": False,
-    "moe_token_dispatcher_type": "alltoall",  # the one that takes packs of any length
+    "moe_token_dispatcher_type": "alltoall",  # the only one that takes packs of any length
     "batch_p2p_comm": False,
     "variable_seq_lengths": True,  # every pack has its own length
-    "calculate_per_token_loss": True,  # the schedule then leaves the scale of the loss alone
+    "calculate_per_token_loss": True,  # the schedule then does not scale the loss
 }
 
 
 def _layer_spec(shape: Shape, number: int) -> Any:
-    """Returns megatron-core's layer of this number in the model, with our leaves in it."""
+    """Returns the specification of a layer of megatron-core, by its number in the model, with our leaf modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     num_experts = shape.num_experts if number >= getattr(shape.text, "first_k_dense_replace", 0) else 0
@@ -168,7 +168,7 @@ class Stage(nn.Module):
         self.replay = StageReplay(self.decoder.layers, ranks) if shape.replays_routing else None
 
     def set_input_tensor(self, tensors: Any) -> None:
-        """Takes the states that the stage before has sent."""
+        """Takes the states that the previous stage has sent."""
         self.decoder.set_input_tensor(tensors[0] if isinstance(tensors, list) else tensors)
 
     def pack(self, batch: PackedBatch) -> Pack:
@@ -182,7 +182,7 @@ class Stage(nn.Module):
         return replace(pack, angles=(cosines[0, :, None], sines[0, :, None]), experts=experts)
 
     def forward(self, batch: PackedBatch, pack: Pack) -> Tensor:
-        """Returns the states behind this chunk's layers, [t, 1, H]."""
+        """Returns the states after this chunk's layers, [t, 1, H]."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         hidden: Any = None
@@ -196,7 +196,7 @@ class Stage(nn.Module):
         return states
 
     def _without_padding_gradient(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """Returns embeddings; with sequence parallelism [t / tp, 1, H], the rank's part of the tokens, or [1, t, H]."""
+        """Cuts off the gradient of padding in embeddings, [1, t, H] or, with sequence parallelism, [t / tp, 1, H]."""
         if self._shape.padding_id is None:
             return hidden
         is_padding = input_ids == self._shape.padding_id
@@ -204,7 +204,7 @@ class Stage(nn.Module):
             is_padding = is_padding.chunk(self._ranks.sizes.tp)[self._ranks.place.tp]
         return torch.where(is_padding.view(*hidden.shape[:2], 1), hidden.detach(), hidden)
 
-    # ---- Behind the last layer ---------------------------------------------------------------------------------
+    # ---- After the last layer ----------------------------------------------------------------------------------
 
     def token_scores(
         self, hidden: Tensor, batch: PackedBatch, pack: Pack, *, with_entropy: bool
@@ -231,7 +231,7 @@ class Stage(nn.Module):
         return logprobs, entropy
 
     def _before_output(self, hidden: Tensor) -> Tensor:
-        """Returns the states of all tokens of this part of the sequences, whose gradient sums those of the ranks."""
+        """Returns the states of all tokens of this part of the sequences; their gradient is summed over the ranks."""
         from megatron.core.tensor_parallel import mappings
 
         whole: Tensor = (
@@ -255,16 +255,16 @@ class Stage(nn.Module):
         return self._before_output(hidden)[pack.where, 0]
 
     def logits_of(self, states: Tensor) -> Logits:
-        """Returns the logits of states, [T, V], which exist a few rows at a time."""
+        """Returns the logits of states, [T, V], which exist for only a few rows at a time."""
         return logits_of(states, self._output_rows(), self._shape.text.vocab_size, self._ranks.sizes.tp)
 
     def values_at(self, hidden: Tensor, positions: Tensor, pack: Pack) -> Tensor:
-        """Returns the numbers of the value head, or of a reward model's, at positions of the micro-batch: [N]."""
+        """Returns the numbers of the value head or reward head at positions of the micro-batch, [N]."""
         from megatron.core.tensor_parallel import mappings
 
         head = self.value_head
         assert head is not None
-        if self._ranks.sequence_parallel:  # all ranks compute the same values, so a gradient is not their sum
+        if self._ranks.sequence_parallel:  # all ranks compute the same values, so gradients are not summed
             hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         (values,) = self._joined(hidden, positions, pack, lambda rows, _: (head(rows.float()).reshape(-1),))
         return values
@@ -276,7 +276,7 @@ class Stage(nn.Module):
         pack: Pack,
         function: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     ) -> list[Tensor]:
-        """Applies a function to the states at positions; each rank computes those of its tokens."""
+        """Applies a function to the states at positions; each rank computes the results for its own tokens."""
         where = pack.where[positions]
         if pack.joined is None:
             return [*function(hidden[where, 0], torch.arange(where.shape[0], device=where.device))]

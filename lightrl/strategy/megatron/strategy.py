@@ -1,4 +1,4 @@
-"""MegatronStrategy: trains by megatron-core, whose layouts split matrices, layers, sequences and experts.
+"""MegatronStrategy: trains with megatron-core, whose layouts split matrices, layers, sequences and experts.
 
 The trainer keeps its model, whose parameters are names and shapes on the meta device; the values lie in the stages that
 megatron-core runs. Optimizers, checkpoints, weight syncs and averages see Hugging Face tensors, as everywhere.
@@ -33,7 +33,7 @@ from lightrl.strategy.user_batch import token_logprobs
 
 
 class MegatronStrategy(TorchStrategy):
-    """Overrides the passes over a model, since a pipeline takes all micro-batches at once, and the update."""
+    """Overrides the update and the passes over a model, since a pipeline takes all micro-batches at once."""
 
     steps_whole_matrices = False
     own_options = ("megatron",)
@@ -80,7 +80,7 @@ class MegatronStrategy(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
-        """Replicas of the model: gradients are summed over them and divided by their number."""
+        """The number of replicas of the model: gradients are summed over them and divided by it."""
         sizes = self.sizes
         return self.comm.world // (sizes.tp * sizes.pp * sizes.cp)
 
@@ -92,7 +92,7 @@ class MegatronStrategy(TorchStrategy):
     # ---- Placing a model ---------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Spreads rank 0's weights over the layout; the other ranks' model may be on the meta device."""
+        """Spreads rank 0's weights over the layout; on the other ranks, the model may be on the meta device."""
         source = {name: item.detach() for name, item in model.named_parameters()} if self.comm.is_main else {}
         chosen = self.options.megatron
         buffers = deepseek.take_buffers(model, self.device, self.comm)
@@ -115,7 +115,7 @@ class MegatronStrategy(TorchStrategy):
         return model
 
     def register(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
-        """Makes the optimizer step this rank's parts of the parameters that it was given."""
+        """Makes the optimizer step this rank's parts of its parameters."""
         updates.give_local_parameters(optimizer)
         main_copies.follow_steps(optimizer, model)
         super().register(model, optimizer, scheduler)
@@ -132,7 +132,7 @@ class MegatronStrategy(TorchStrategy):
         return GroupBatches([item.to(self.device) for part in parts for item in part], range(start, start + len(data)))
 
     def weights_of(self, model: nn.Module) -> Weights:
-        """Returns the parameters under their Hugging Face names; of the main copies, which must be on the device."""
+        """Returns the parameters under their Hugging Face names; any main copies must be on the device."""
         main_copies.require_on_device(model)
         return super().weights_of(model)
 
@@ -154,19 +154,19 @@ class MegatronStrategy(TorchStrategy):
             return self.scale_loss(loss, shares[index], trained.optimizer)
 
         run_schedule(placed_of(trained.model), batches, scaled, trains=True)
-        # The ranks of a replica have the same losses, of which one counts; but what is not finite on one shows on all.
+        # A replica's ranks have the same losses, so one rank's count; but a loss that is not finite shows on all ranks.
         own = sum(losses)
         return own if self.ranks.reports or not math.isfinite(own) else 0.0
 
     def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
-        """Repeats the last micro-batch until all ranks, and all chunks of a pipeline, have as many."""
+        """Repeats the last micro-batch until all ranks, and all chunks of a pipeline, have the same number."""
         batches, total = super()._equal(batches, weight)
         missing = -len(batches) % self.sizes.pp if self.sizes.vpp > 1 else 0
         return [*batches, *batches[-1:] * missing], total
 
     @torch.no_grad()
     def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
-        """Returns model(mb) for each micro-batch, without gradients, in order, on the rank that brought it."""
+        """Returns model(mb) for each of this rank's own micro-batches, in order, without gradients."""
         if isinstance(data, Mapping):
             return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
@@ -186,7 +186,7 @@ class MegatronStrategy(TorchStrategy):
         return forward_step(placed, temperature_of(self.options), loss_fn)
 
     def _outputs_of_last_stage(self, placed: Placed, outputs: list[Any]) -> list[Any]:
-        """Returns the outputs on every stage."""
+        """Copies the last stage's outputs to every stage."""
         if placed.ranks.sizes.pp == 1:
             return outputs
         host = [_moved(item, torch.device("cpu")) for item in outputs] if self.ranks.reports else None
@@ -195,7 +195,7 @@ class MegatronStrategy(TorchStrategy):
         return [_moved(item, self.device) for item in whole]
 
     def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
-        """Sums, divides and clips the gradients, steps if their norm is finite, and drops them."""
+        """Sums, divides and clips the gradients, steps if their norm is finite, and then drops the gradients."""
         held = updates.stepped_parts(optimizer)
         updates.sum_gradients(held, divisor * self.averaging_ranks)
         for hook in self.trained.hooks_of(optimizer):
@@ -212,7 +212,7 @@ class MegatronStrategy(TorchStrategy):
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a record of tensors, on another device."""
+    """Moves a tensor, or a record of tensors, to another device."""
     if torch.is_tensor(outputs):
         return outputs.to(device)
     names = outputs.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Sums gradients over the ranks of a Megatron layout, takes their norm, and shares what each rank has stepped."""
+"""Sums gradients over the ranks of a Megatron layout, takes their norm, and exchanges the stepped parameters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightrl.comm import Comm
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.megatron.layout import Held, held_of, is_placed
 
-_BUCKET_BYTES = 64 << 20  # reduced or sent at once; it bounds the copy that this makes
-_OWNED = "megatron_held"  # on a parameter of an optimizer: what it is of the model
+_BUCKET_BYTES = 64 << 20  # reduced or sent at once; bounds the copy that this makes
+_OWNED = "megatron_held"  # attribute of an optimizer's parameter: which part of the model it is
 
 
 def give_local_parameters(optimizer: Optimizer) -> None:
-    """Gives an optimizer this rank's parameters in place of the model's, which have no values."""
+    """Replaces an optimizer's parameters, the model's without values, by this rank's own."""
     for group in optimizer.param_groups:
         group["params"] = [local for item in group["params"] for local in _local(item)]
 
@@ -34,7 +34,7 @@ def _local(parameter: Tensor) -> list[Tensor]:
 
 
 def stepped_parts(optimizer: Optimizer) -> list[Held]:
-    """Returns what an optimizer steps on this rank or, with sharded states, on this rank and its replicas."""
+    """Returns the parts that an optimizer steps on this rank or, with sharded states, on its replicas too."""
     parameters = (item for group in optimizer.param_groups for item in group["params"])
     found = (held_of(item) for item in parameters if is_placed(item))
     return [held for held in found if held is not None]
@@ -42,9 +42,9 @@ def stepped_parts(optimizer: Optimizer) -> list[Held]:
 
 @torch.no_grad()
 def sum_gradients(held_parts: Sequence[Held], divisor: float) -> None:
-    """Sums each gradient over its groups and divides it; one that is missing counts as zero."""
+    """Sums each gradient over its groups and divides it; a missing gradient counts as zero."""
     for held in held_parts:
-        if held.local.grad is None:  # samples of another rank may have used it
+        if held.local.grad is None:  # another rank's samples may have used it
             held.local.grad = torch.zeros_like(held.local)
     groups = {id(group): group for held in held_parts for group in held.sums}
     for key, group in groups.items():
@@ -72,7 +72,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 @torch.no_grad()
 def gradient_norm(held_parts: Sequence[Held], comm: Comm) -> float:
-    """Returns the norm over all ranks; of ranks with the same gradient one counts."""
+    """Returns the norm over all ranks; ranks with the same gradient count once."""
     gradients = [held.local.grad for held in held_parts if held.is_first_holder and held.local.grad is not None]
     own = (
         torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
@@ -87,7 +87,7 @@ def step_own(optimizer: Optimizer, held_parts: Sequence[Held]) -> None:
     """Steps the parameters whose states this rank has, and fetches the others from the replica that steps them."""
     for held in held_parts:
         if not held.is_stepped_here:
-            held.local.grad = None  # an optimizer makes no states for it then
+            held.local.grad = None  # so that the optimizer makes no states for it
     optimizer.step()
     groups: dict[tuple[int, int], list[Held]] = {}
     for held in held_parts:
@@ -103,6 +103,6 @@ def step_own(optimizer: Optimizer, held_parts: Sequence[Held]) -> None:
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Forgets gradients."""
+    """Drops the gradients of parameters."""
     for parameter in parameters:
         parameter.grad = None

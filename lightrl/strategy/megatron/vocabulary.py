@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens where ranks split the vocabulary; no rank ever holds whole logits."""
+"""Log-probabilities of chosen tokens when ranks split the vocabulary; no rank ever holds whole logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def split_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns each target's log-probability and the entropy, as chosen_logprobs() does for a whole vocabulary.
 
-    The gradient for hidden is this rank's share: the caller sums it over the group.
+    The gradient for hidden is this rank's share; the caller must sum it over the group.
 
     Args:
         hidden: [N, H], the same on all ranks.
@@ -80,13 +80,13 @@ class _SplitLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The gradient of a column depends on its own logits and the joined sums alone.
+        # The gradient of a column depends only on its own logits and the joined sums.
         grad_hidden, grad_weight, *_ = _ChosenLogprobs.backward(_Columns(ctx), *grads)
         return grad_hidden, grad_weight, None, None, None
 
 
 class _Columns:
-    """What _ChosenLogprobs.backward() reads of its context; it takes a bias, and this head has none."""
+    """The context that _ChosenLogprobs.backward() reads, without the bias that this head lacks."""
 
     def __init__(self, ctx: Any) -> None:
         self.saved_tensors = ctx.saved_tensors
@@ -95,9 +95,9 @@ class _Columns:
 
 
 class SumOfParts(torch.autograd.Function):
-    """Sums over ranks that each computed some entries and have zeros in the others; a gradient stays as it is.
+    """Sums over ranks of which each computed some entries and has zeros elsewhere; gradients pass unchanged.
 
-    Every rank then computes the same loss, and its backward continues with the entries that are its own.
+    Every rank then computes the same loss, and its backward goes on with the rank's own entries.
     """
 
     @staticmethod

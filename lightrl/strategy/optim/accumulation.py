@@ -1,4 +1,4 @@
-"""AccumulationByCalls: an update after several calls of backward(), for loops that call it themselves."""
+"""AccumulationByCalls: an update after several calls of backward(), for loops that call backward() themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.strategy.optim.hooks import UpdateHook, attach, hooks_of
 
 
 class AccumulationByCalls(UpdateHook):
-    """Counts the calls since the last update. train_batch needs none of it: it knows all micro-batches of an update."""
+    """Counts the calls since the last update. train_batch does without: it knows all micro-batches of an update."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -22,21 +22,21 @@ class AccumulationByCalls(UpdateHook):
         self._is_finite = True
 
     def count(self, num_wanted: int, loss: Tensor) -> None:
-        """Counts one call of backward() whose loss was divided by num_wanted, the calls that make an update."""
+        """Counts a call of backward(), whose loss was divided by num_wanted, the number of calls for an update."""
         self._num_calls += 1
         self._num_wanted = num_wanted
         self._is_finite = self._is_finite and bool(loss.detach().isfinite().all())
 
     def may_update(self, comm: Comm) -> bool:
-        """Returns whether every loss of every rank was finite; where one was not, its gradient may still be."""
+        """Returns whether every loss of every rank was finite; the gradient may be finite even if a loss was not."""
         return comm.agree(self._is_finite)
 
     def is_boundary(self) -> bool:
-        """Returns whether enough calls were counted, or none: then the gradients came from elsewhere."""
+        """Returns whether enough calls were counted, or none, in which case the gradients came from elsewhere."""
         return self._num_calls == 0 or self._num_calls >= self._num_wanted
 
     def gradient_divisor(self) -> float:
-        """Makes an early update the mean over the micro-batches that there were."""
+        """Makes an early update the mean over the micro-batches that have run."""
         is_early = 0 < self._num_calls < self._num_wanted
         return self._num_calls / self._num_wanted if is_early else 1.0
 
@@ -44,12 +44,12 @@ class AccumulationByCalls(UpdateHook):
         self._num_calls, self._is_finite = 0, True
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
-        """Starts anew: other weights were loaded, and the gradients dropped."""
+        """Starts counting anew, since other weights were loaded and the gradients dropped."""
         self._num_calls, self._is_finite = 0, True
 
 
 def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
-    """Returns the optimizer's accumulation, attached at the first call."""
+    """Returns the optimizer's accumulation; the first call attaches it."""
     attached = [hook for hook in hooks_of(optimizer) if isinstance(hook, AccumulationByCalls)]
     if not attached:
         attached.append(AccumulationByCalls())
@@ -58,9 +58,9 @@ def accumulation_of(optimizer: Optimizer) -> AccumulationByCalls:
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, *, world_size: int) -> int:
-    """Returns the number of micro-batches that a rank runs per update; ValueError if the sizes do not fit.
+    """Returns how many micro-batches a rank runs per update; raises ValueError if the sizes do not fit.
 
-    Ranks that run the micro-batches of all of them, one after the other (--tp_size, --sp_size), count as one.
+    Ranks that together run the micro-batches of all of them (--tp_size, --sp_size) count as one.
     """
     for name, value in (("train_batch_size", train_batch_size), ("micro_train_batch_size", micro_train_batch_size)):
         if value < 1:

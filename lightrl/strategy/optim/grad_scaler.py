@@ -1,4 +1,4 @@
-"""Loss scaling for float16: small gradients are computed larger than they are, and a step that overflows is skipped."""
+"""Loss scaling for float16: losses are scaled up to keep small gradients, and a step that overflows is skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrl.strategy.optim.hooks import UpdateHook
 
 
 class GradScaler(UpdateHook):
-    """Keeps a scale that is the same on every rank, since all ranks agree on whether a step was finite.
+    """A loss scale that is the same on every rank, since all ranks agree on whether a step was finite.
 
     The numbers are those of torch.amp.GradScaler. A disabled scaler changes nothing.
     """
@@ -35,10 +35,10 @@ class GradScaler(UpdateHook):
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._good_steps = 0  # since the scale last changed
+        self._good_steps = 0  # finite steps since the scale last changed
 
     def get_scale(self) -> float:
-        """Returns the factor of the losses."""
+        """Returns the factor by which losses are multiplied."""
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ class GradScaler(UpdateHook):
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state that a checkpoint keeps."""
         return {"scale": self._scale, "good_steps": float(self._good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues from state_dict(), if both scalers are enabled."""
+        """Continues from a state_dict() if both scalers are enabled."""
         if self.enabled and state:
             self._scale, self._good_steps = state["scale"], int(state["good_steps"])
 

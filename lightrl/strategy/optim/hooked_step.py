@@ -1,4 +1,4 @@
-"""An optimizer step beyond the plain update: with hooks, after calls of backward(), or of what nobody registered."""
+"""An optimizer step beyond the plain update: with hooks, after calls of backward(), or of an unregistered model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightrl.strategy.skipped import Skipping, drop_accumulated
 
 
 class Updating(Skipping, Protocol):
-    """What a strategy gives to this module."""
+    """The parts of a strategy that this module needs."""
 
     def update(self, trained: TrainedModel, divisor: float) -> OptimizerStep:
-        """Divides and clips the gradients and takes a step of the optimizer and of the schedule, if it is finite."""
+        """Divides and clips the gradients and, if they are finite, steps the optimizer and the schedule."""
         ...
 
 
@@ -27,7 +27,7 @@ def hooked_step(
     is_boundary: bool | None = None,
     **unknown: Any,
 ) -> OptimizerStep:
-    """Updates the model at a boundary of the accumulation, with each hook at its moments; all ranks decide alike.
+    """Updates the model at the end of an accumulation and calls the hooks; all ranks decide alike.
 
     is_boundary: True updates now, False never; None lets the hooks count the calls of backward().
     """

@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import SavedTensors
 
-HOOKS = "update_hooks"  # the attribute of an optimizer that lists its hooks; absent where nothing was asked for
+HOOKS = "update_hooks"  # the attribute of an optimizer that lists its hooks; absent if it has none
 
 
 class UpdateHook:
-    """A feature that was asked for, such as a weight average; a subclass overrides the moments it needs."""
+    """An optional feature, such as a weight average; a subclass overrides the moments that it needs."""
 
     def loss_factor(self) -> float:
-        """Returns a factor that losses are multiplied by, and gradients divided by."""
+        """Returns a factor by which losses are multiplied and gradients divided."""
         return 1.0
 
     def gradient_divisor(self) -> float:
-        """Returns a number that gradients are divided by before the clip."""
+        """Returns a number by which gradients are divided before the clip."""
         return 1.0
 
     def is_boundary(self) -> bool:
@@ -38,10 +38,10 @@ class UpdateHook:
         return rates
 
     def before_clip(self, optimizer: Optimizer) -> None:
-        """Is called when the gradients are reduced, before their norm is computed."""
+        """Acts on the reduced gradients, before their norm is computed."""
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
-        """Is called after each update, taken or skipped because the norm or the loss was not finite."""
+        """Follows each update, whether taken or skipped because the norm or the loss was not finite."""
 
     # ---- Offload and checkpoints -------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class UpdateHook:
         """Adds tensors to a checkpoint by write(kind, [(name, tensor), ...]); every rank calls it."""
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
-        """Is called when the model's weights were read; read(kind) opens tensors, state is that of the checkpoint.
+        """Follows the reading of the model's weights; read(kind) opens tensors, state is the checkpoint's.
 
         An empty state means that only the weights are wanted.
         """
@@ -73,5 +73,5 @@ def hooks_of(optimizer: Optimizer | None) -> list[UpdateHook]:
 
 
 def attach(optimizer: Optimizer, hook: UpdateHook) -> None:
-    """Makes a hook take part in every update of the optimizer from now on."""
+    """Adds a hook to every update of the optimizer from now on."""
     setattr(optimizer, HOOKS, [*hooks_of(optimizer), hook])

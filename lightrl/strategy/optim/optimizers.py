@@ -1,4 +1,4 @@
-"""The optimizer of a model: which one, its parameter groups, its learning rate over time, its clip."""
+"""The optimizer of a model: its kind, its parameter groups, its learning rate over time, and clipping."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightrl.strategy.optim.muon import MuonWithAdamW
 from lightrl.strategy.optim.parameter_kinds import Kind, special_kinds
 from lightrl.strategy.results import TrainedModel
 
-MAIN_COPIES = "main copies"  # float32 weights that an optimizer steps beside those that compute
+MAIN_COPIES = "main copies"  # the float32 weights that an optimizer steps, where other weights compute
 
 
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, *, lr: float, shape_of: Callable[[Tensor], Size], **settings: Any
 ) -> Optimizer:
-    """Builds the optimizer that the options name; settings such as betas win over the options."""
+    """Builds the optimizer that the options name; settings such as betas override the options."""
     weight_decay = settings.pop("weight_decay", optim.weight_decay)
     groups = parameter_groups(model, optim, lr=lr, weight_decay=weight_decay, shape_of=shape_of)
     settings = {"betas": optim.betas, "eps": optim.eps, "fused": True, **settings}
@@ -39,31 +39,31 @@ def build_optimizer(
 
 
 class TrainedModels:
-    """The models of a strategy: what is placed, what trains by which optimizer, what waits in host memory."""
+    """The models of a strategy: which are placed, which optimizer trains which, and what is in host memory."""
 
     def __init__(self) -> None:
         self.entries: list[TrainedModel] = []  # registered by prepare() and the like
-        self.seen: list[TrainedModel] = []  # known only from their updates
+        self.seen: list[TrainedModel] = []  # known only because they were updated
         self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
-        self.offloaded: set[Any] = set()  # what residency moved: a model, an optimizer, (MAIN_COPIES, optimizer)
-        self.scheduled: set[Optimizer] = set()  # whose last update took care of the schedule
-        self.hooks: list[UpdateHook] = []  # take part in the updates of every optimizer
+        self.offloaded: set[Any] = set()  # moved by residency: a model, an optimizer, (MAIN_COPIES, optimizer)
+        self.scheduled: set[Optimizer] = set()  # those whose last update stepped the schedule
+        self.hooks: list[UpdateHook] = []  # called in the updates of every optimizer
 
     def add(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
-        """Makes this the model's optimizer, in place of an earlier one."""
+        """Makes this the model's optimizer, replacing an earlier one."""
         self.placed[model] = optimizer
         self.entries = [entry for entry in self.entries if entry.model is not model]
         self.entries.append(TrainedModel(model, optimizer, scheduler))
         self.seen = [entry for entry in self.seen if entry.model is not model]
 
     def see(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
-        """Takes in what an update is given: checkpoints must hold it also where it was not registered."""
+        """Notes what is updated, since checkpoints must hold it even if it was never registered."""
         known = [entry for entry in (*self.entries, *self.seen) if entry.optimizer is optimizer]
         if not known or scheduler not in (None, known[0].scheduler):
             self._take_in(known, TrainedModel(model, optimizer, scheduler))
 
     def _take_in(self, known: list[TrainedModel], new: TrainedModel) -> None:
-        if known:  # only its schedule is news
+        if known:  # only its schedule is new
             new = replace(known[0], scheduler=new.scheduler)
         else:
             self.placed.setdefault(new.model, new.optimizer)
@@ -73,7 +73,7 @@ class TrainedModels:
             self.seen = [entry for entry in self.seen if entry.optimizer is not new.optimizer] + [new]
 
     def entry(self, model: nn.Module | None) -> TrainedModel:
-        """Returns the model with its optimizer; None stands for the only one, or the only actor among several."""
+        """Returns the entry of a model; None means the only trained model, or the only actor among several."""
         chosen = [entry for entry in self.entries or self.seen if model is None or entry.model is model]
         if len(chosen) > 1:
             chosen = [entry for entry in chosen if getattr(entry.model, "is_actor", False)] or chosen
@@ -84,7 +84,7 @@ class TrainedModels:
         return [*self.hooks, *getattr(optimizer, HOOKS, ())]
 
     def loss_factor(self, optimizer: Optimizer) -> float:
-        """Returns what a loss is multiplied by beside its weight; an update divides the gradients by it."""
+        """Returns the factor of a loss in addition to its weight; an update divides the gradients by it."""
         return math.prod([hook.loss_factor() for hook in self.hooks_of(optimizer)])
 
     def rates(self, optimizer: Optimizer) -> list[float]:
@@ -95,7 +95,7 @@ class TrainedModels:
         return rates
 
     def step_schedules(self) -> None:
-        """Steps all schedules; a trainer calls it after each of its steps where --optim.schedule_unit is rl_step."""
+        """Steps all schedules; a trainer calls it after each of its steps if --optim.schedule_unit is rl_step."""
         for entry in (*self.entries, *self.seen):
             if entry.scheduler is not None:
                 entry.scheduler.step()
@@ -114,7 +114,7 @@ class TrainedModels:
 
 
 def refuse_offloaded(item: nn.Module | Optimizer) -> NoReturn:
-    """Raises RuntimeError: to read an emptied storage would crash the process."""
+    """Raises RuntimeError, because reading an emptied storage would crash the process."""
     if isinstance(item, nn.Module):
         raise RuntimeError("The model's weights are offloaded. Call load_param_and_grad() before using it.")
     raise RuntimeError("The optimizer's states are offloaded. Call maybe_load_optimizer() before using them.")
@@ -127,7 +127,7 @@ def _refuse_to_choose(num_models: int) -> NoReturn:
 
 
 def refuse_without_main_copies() -> NoReturn:
-    """Raises RuntimeError: the float32 weights that are wanted are in host memory."""
+    """Raises RuntimeError, because the float32 weights that are needed are in host memory."""
     raise RuntimeError(
         "The model's float32 weights are offloaded. Call load_megatron_copy_params() before using them, or "
         "load_param_and_grad() if they left with the others."
@@ -140,7 +140,7 @@ def refuse_without_main_copies() -> NoReturn:
 def parameter_groups(
     model: nn.Module, optim: OptimConfig, *, lr: float, weight_decay: float, shape_of: Callable[[Tensor], Size]
 ) -> list[dict[str, Any]]:
-    """Puts every trainable parameter in a group; shape_of tells the shape of a whole parameter."""
+    """Puts every trainable parameter in a group; shape_of returns the shape of a whole parameter."""
     is_plain = optim.name == "adamw" and optim.decay_embeddings and not optim.lr_scales
     special = {} if is_plain else special_kinds(model, optim, shape_of)
     groups: dict[Kind, list[nn.Parameter]] = {}
@@ -159,7 +159,7 @@ def parameter_groups(
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Returns the factor of the peak rate after `step` steps: (step + 1) / warmup_steps first, then the schedule."""
+    """Returns the factor of the peak rate after `step` steps: (step + 1) / warmup_steps, then the schedule's."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -176,7 +176,7 @@ def _decayed(kind: str, progress: float, min_ratio: float) -> float:
 def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """Builds the schedule that the options name over total_steps; --optim.schedule_unit says what a step is.
 
-    The factor of a group's rate (--optim.lr_scales) applies at every step, also at the end of the schedule.
+    The factor of a group's rate (--optim.lr_scales) applies at every step, including the end of the schedule.
     """
     first = optimizer.param_groups[0]
     peak = float(first["lr"]) / (first.get("lr_scale", 1.0) or 1.0)
@@ -195,7 +195,7 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Scales the gradients so that their global norm is at most max_norm (0, None: any); returns the norm before."""
+    """Scales gradients to a global norm of at most max_norm (0, None: no limit); returns the norm before that."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     if any(isinstance(parameter.grad, DTensor) for parameter in given):
         return _clip_by_mesh(given, max_norm)
@@ -206,7 +206,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
 
 
 def _clip_by_mesh(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Does the same where DTensors are among the gradients, perhaps of several meshes."""
+    """Clips gradients of which some are DTensors, perhaps on several meshes."""
     groups = _by_mesh(parameters)
     norms = [torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups]  # type: ignore[misc]
     squares = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2 for norm in norms]
@@ -218,7 +218,7 @@ def _clip_by_mesh(parameters: Iterable[Tensor], max_norm: float | None) -> Tenso
 
 
 def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups parameters that torch's fused norms accept together: no plain tensors with DTensors, no two meshes."""
+    """Groups parameters that torch's fused norms accept together: all plain tensors, or all DTensors of one mesh."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad

@@ -1,4 +1,4 @@
-"""Parameters that the options treat apart from the others: other rates, Muon, embeddings without decay."""
+"""Parameters that the options treat in special ways: other rates, Muon, embeddings without decay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that ar
 
 
 class Kind(NamedTuple):
-    """What an optimizer does with a parameter; its fields are settings of the parameter's group too.
+    """How an optimizer treats a parameter; the fields are also settings of the parameter's group.
 
-    Groups at the plain rate come first, as the first rate is reported.
+    Groups at the plain rate come first, because the first rate is the one that is reported.
     """
 
     is_scaled: bool = False
@@ -45,9 +45,9 @@ def _scale_of(name: str, optim: OptimConfig) -> float:
 
 
 def apply_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig, *, must_match: bool) -> None:
-    """Freezes parameters whose factor is 0; parameter_groups() applies the others. Call it before a model is placed.
+    """Freezes parameters whose factor is 0; parameter_groups() applies other factors. Call it before placing a model.
 
-    must_match: refuse a pattern that matches no trained parameter; a value head may come later, with a critic.
+    must_match: refuse a pattern that matches no trained parameter. A critic's value head may come later.
     """
     named = [pair for model in models if model is not None for pair in model.named_parameters()]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]

@@ -1,6 +1,6 @@
-"""What an optimizer does differently with a value head than with the body below it.
+"""How an optimizer treats a value head differently from the body below it.
 
-A head on a policy's body has its own learning rate. In a critic's warm-up the first updates train the new head alone.
+A head on a policy's body has its own learning rate. In a critic's warm-up, the first updates train only the new head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def has_value_head(model: nn.Module) -> bool:
 
 
 def set_up_value_head(optimizer: Optimizer, model: nn.Module, lr: float | None, frozen_steps: int) -> None:
-    """Gives the value head its own rate if there is one, and freezes all else for the first updates if any."""
+    """Gives the value head its own rate unless it is None, and freezes all other groups for some first updates."""
     if lr is not None:
         set_head_rate(optimizer, model, lr)
     if frozen_steps:
@@ -30,14 +30,14 @@ def set_up_value_head(optimizer: Optimizer, model: nn.Module, lr: float | None, 
 
 
 def set_head_rate(optimizer: Optimizer, model: nn.Module, lr: float) -> None:
-    """Gives the value head groups of its own that learn at this rate. Call it before a schedule is built."""
+    """Gives the value head parameter groups of its own with this rate. Call it before a schedule is built."""
     for group, is_head in _split(optimizer, model):
         if is_head:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def freeze_all_but_value_head(optimizer: Optimizer, model: nn.Module, steps: int) -> None:
-    """Gives the value head groups of its own, and freezes all others for `steps` updates."""
+    """Gives the value head parameter groups of its own, and freezes all others for `steps` updates."""
     if steps < 1:
         raise ValueError(f"critic_warmup_steps is {steps}: the warm-up needs at least 1.")
     for group, is_head in _split(optimizer, model):
@@ -64,7 +64,7 @@ class HeadWarmup(UpdateHook):
         return {"frozen_steps": [steps_left(group) for group in optimizer.param_groups]}
 
     def restore(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Continues a warm-up that was under way; with other groups than the checkpoint's nothing changes."""
+        """Continues a warm-up from a checkpoint, unless the optimizer's groups differ from the checkpoint's."""
         saved = state.get("frozen_steps", [])
         if len(saved) == len(optimizer.param_groups):
             for group, steps in zip(optimizer.param_groups, saved, strict=True):
@@ -79,7 +79,7 @@ def steps_left(group: dict[str, object]) -> int:
 
 
 def drop_frozen_gradients(optimizer: Optimizer) -> None:
-    """Drops the gradients of frozen groups: an optimizer leaves a parameter without a gradient as it is."""
+    """Drops the gradients of frozen groups, since an optimizer leaves parameters without a gradient unchanged."""
     for group in optimizer.param_groups:
         if steps_left(group):
             for parameter in group["params"]:

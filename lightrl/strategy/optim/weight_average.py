@@ -15,7 +15,7 @@ from lightrl.strategy.optim.hooks import UpdateHook
 
 
 class WeightAverage:
-    """Averages this rank's part of each weight in float32. It starts as the given weights, without a correction.
+    """Averages this rank's part of each weight in float32. It starts at the given weights, without bias correction.
 
     After each update: average = decay x average + (1 - decay) x weight.
     """
@@ -29,24 +29,24 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, shards: Mapping[str, Tensor]) -> None:
-        """Takes in the weights after an update."""
+        """Adds the weights after an update to the average."""
         for name, average in self.shards.items():
             average.lerp_(shards[name], 1 - self.decay)
 
     @torch.no_grad()
     def restart(self, shards: Mapping[str, Tensor]) -> None:
-        """Makes these weights the average."""
+        """Starts anew with these weights as the average."""
         for name, average in self.shards.items():
             average.copy_(shards[name])
 
 
 class AverageOfModel(UpdateHook):
-    """Keeps the average of what trains of one model, and lends it to the model."""
+    """Keeps the average of a model's trained weights, and lends it to the model."""
 
     def __init__(
         self, model: nn.Module, layout: PlainLayout, decay: float, *, before_writing: Callable[[nn.Module], None]
     ) -> None:
-        """Starts at the model's weights; before_writing prepares the model for a change of its parameters."""
+        """Starts at the model's weights; before_writing is called before the model's parameters are changed."""
         self.model = model
         self._layout = layout
         self._before_writing = before_writing
@@ -61,7 +61,7 @@ class AverageOfModel(UpdateHook):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Gives the model the average inside the context, and its own weights again after it; a collective."""
+        """Gives the model the average inside the context and its own weights back afterwards; a collective."""
         self._before_writing(self.model)
         own = {name: shard.clone() for name, shard in self._shards().items()}
         self._write(self._average.shards)
@@ -79,7 +79,7 @@ class AverageOfModel(UpdateHook):
             write("ema", [(name, self._layout.detached(item)) for name, item in self._trained()])
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
-        """Reads the average by way of the model's weights, or restarts it from them if the checkpoint has none."""
+        """Reads the average through the model's weights, or restarts it from them if the checkpoint has no average."""
         if not state.get("has_average", False):
             self._average.restart(self._shards())
             return

@@ -16,10 +16,10 @@ from lightrl.strategy.saving.state_files import DeferredWriter, StateWriter
 
 @dataclass
 class BackgroundSave:
-    """Runs the jobs in order from the start; an error ends them and is kept. The thread calls no collective."""
+    """A thread that runs jobs in order; an error ends them and is kept. The thread calls no collective."""
 
     jobs: Sequence[Callable[[], None]]
-    commit: Callable[[], object]  # makes the files a checkpoint, on rank 0, once all ranks have written
+    commit: Callable[[], object]  # on rank 0, makes the files a checkpoint once all ranks have written
     error: BaseException | None = None
     _thread: threading.Thread = field(init=False)
 
@@ -34,15 +34,15 @@ class BackgroundSave:
         except BaseException as error:
             self.error = error
         finally:
-            self.jobs = ()  # they hold the copies of the tensors
+            self.jobs = ()  # frees the copies of the tensors
 
     @property
     def is_written(self) -> bool:
-        """Whether the jobs have ended, also by an error."""
+        """Whether the jobs have ended, even if by an error."""
         return not self._thread.is_alive()
 
     def finish(self, comm: Comm) -> None:
-        """Waits for all ranks and makes the files a checkpoint; raises on all ranks what failed on one."""
+        """Waits for all ranks and makes the files a checkpoint; raises one rank's error on all ranks."""
         with comm.phase("checkpoint", local=True):
             self.wait()
             if isinstance(self.error, OSError):
@@ -59,16 +59,16 @@ class BackgroundSave:
 
 
 class BackgroundSaver(TrainingStateSaver):
-    """Returns from save() when the state is copied to host memory.
+    """Saver whose save() returns once the state is copied to host memory.
 
-    The checkpoint counts after a later update, finish(), the next save or the end of the run.
+    The checkpoint is complete after a later update, finish(), the next save or the end of the run.
     """
 
     make_writer = DeferredWriter
 
     def __init__(self, trainer: SavedTrainer) -> None:
         super().__init__(trainer)
-        self.pending: BackgroundSave | None = None  # a save under way; None on all ranks or on none
+        self.pending: BackgroundSave | None = None  # the save in progress; None on all ranks or on none
         trainer.trained.hooks = [hook for hook in trainer.trained.hooks if not isinstance(hook, _Polling)]
         trainer.trained.hooks.append(_Polling(self))
 
@@ -77,7 +77,7 @@ class BackgroundSaver(TrainingStateSaver):
         self.pending = BackgroundSave(jobs, commit)
 
     def poll(self) -> None:
-        """Completes a save in the background if all ranks have written; raises on all ranks what failed on one."""
+        """Completes a save in the background if all ranks have written; raises one rank's error on all ranks."""
         if self.pending is not None and self._trainer.comm.agree(self.pending.is_written):
             self.finish()
 
@@ -89,7 +89,7 @@ class BackgroundSaver(TrainingStateSaver):
 
 
 class _Polling(UpdateHook):
-    """Asks after each update whether the checkpoint is written."""
+    """Checks after each update whether the checkpoint is written."""
 
     def __init__(self, saver: BackgroundSaver) -> None:
         self._saver = saver

@@ -1,4 +1,4 @@
-"""Finds the optimizer of a module that is to be saved, where the module is not exactly the one that was prepared."""
+"""Finds the optimizer of a module that is to be saved but is not the very module that was prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrl.strategy.results import TrainedModel
 
 
 def owner_of(model: nn.Module, entries: Sequence[TrainedModel], *, must_train: bool) -> TrainedModel | None:
-    """Returns the entry of a module inside or around a prepared model; None for a module without trainable parameters.
+    """Returns the entry of a module inside or around a prepared model; None if the module has nothing to train.
 
     Raises ValueError if a checkpoint of the module would leave out something that trains. With must_train=False the
     caller wants only the weights, and this returns None instead.

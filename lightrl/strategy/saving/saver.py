@@ -28,16 +28,16 @@ from lightrl.strategy.saving.state_files import StateWriter, write_state_hash
 from lightrl.strategy.saving.state_reader import TensorReader, load_object, load_without_code
 
 _PLAIN = (dict, list, tuple, str, int, float, bool, type(None))
-# What torch's schedules write into parameter groups. OneCycleLR moves the momentum or the first beta too, and keeps its
-# own numbers there.
+# Keys that torch's schedules write into parameter groups. OneCycleLR changes the momentum or the first beta too, and
+# keeps its own numbers there.
 _MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
 class SavedTrainer(Protocol):
-    """What the saver needs of the trainer whose state it writes; a strategy is one."""
+    """The parts of a trainer that the saver needs to write its state; a strategy is one."""
 
     global_step: int
-    num_generations: int  # calls that drew without a seed go on counting here
+    num_generations: int  # counts the calls that drew without a seed
 
     @property
     def comm(self) -> Comm: ...
@@ -52,24 +52,24 @@ class SavedTrainer(Protocol):
 
 
 class SaveRequest(NamedTuple):
-    """Says where a checkpoint goes, what it holds beside the model, and how many of its kind stay."""
+    """Says where a checkpoint goes, what it holds besides the model, and how many checkpoints are kept."""
 
     root: Path
-    tag: str | None = None  # a folder of its own; None names the checkpoint by the step
+    tag: str | None = None  # name of its folder; None names the checkpoint by the step
     keep: int = 3
-    max_bytes: int = 0  # of all that are kept; 0: no limit
-    client_state: Mapping[str, Any] | None = None  # of the caller
-    is_latest: bool = True  # a load without a tag may find it
-    companions: Mapping[str, nn.Module] = MappingProxyType({})  # models by their folders in the checkpoint
+    max_bytes: int = 0  # for all that are kept; 0: no limit
+    client_state: Mapping[str, Any] | None = None  # the caller's
+    is_latest: bool = True  # a load without a tag may choose it
+    companions: Mapping[str, nn.Module] = MappingProxyType({})  # models by their folder in the checkpoint
 
 
 class Wanted(NamedTuple):
     """Names the parts of a checkpoint to load."""
 
-    strict: bool = True  # refuse a checkpoint whose parameters have other names than the model's
+    strict: bool = True  # refuse a checkpoint whose parameter names differ from the model's
     optimizer: bool = True
     schedule: bool = True
-    only_weights: bool = False  # nothing but the model
+    only_weights: bool = False  # only the model
 
 
 EVERYTHING = Wanted()
@@ -86,9 +86,9 @@ class TrainingStateSaver:
     # ---- Saving ------------------------------------------------------------------------------------------------
 
     def save(self, model: nn.Module, request: SaveRequest) -> None:
-        """Writes a checkpoint that counts when all ranks have written it.
+        """Writes a checkpoint, which is complete once all ranks have written it.
 
-        Where nobody sets the step, every save makes a folder.
+        If nobody sets the step, every save makes a new folder.
         """
         self.finish()
         directory = open_directory(request.root, request.tag, keep=request.keep, max_bytes=request.max_bytes)
@@ -100,7 +100,7 @@ class TrainingStateSaver:
         with comm.phase("checkpoint", local=True):
             if not _is_plain(client_state):
                 _check_loadable(client_state, "client_state[{!r}]")
-            step = step or directory.next_step()  # nobody counts steps, so the saves are counted
+            step = step or directory.next_step()  # nobody counts steps, so saves are counted
             path = directory.begin(step, request.companions) if comm.is_main else None
         folder = comm.broadcast_object(path)
         assert folder is not None
@@ -120,16 +120,16 @@ class TrainingStateSaver:
         self._complete(writers, commit)
 
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
-        """Makes what was written a checkpoint, on rank 0."""
+        """Turns the written files into a checkpoint, on rank 0."""
         with self._trainer.comm.phase("checkpoint", local=True):
             if self._trainer.comm.is_main:
                 commit()
 
     def finish(self) -> None:
-        """Completes a save that is under way, if saves are written in the background; every rank must call it."""
+        """Completes a save in progress, if saves are written in the background; every rank must call it."""
 
     def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
-        """Writes everything that one model needs to continue; returns its writer, which may have jobs left."""
+        """Writes everything that one model needs to continue; returns the writer, which may have jobs left."""
         trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
         owner = model if trained is None else trained.model
         trainer.after_forward_only(owner)
@@ -137,7 +137,7 @@ class TrainingStateSaver:
         writer = self.make_writer(folder, comm)
         writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
         state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
-        state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled by itself
+        state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled on its own
         if trained is not None:
             for hook in trainer.trained.hooks_of(trained.optimizer):
                 hook.write_tensors(lambda kind, named: writer.add_tensors(kind, trainer.layout.pieces(named)))
@@ -152,13 +152,13 @@ class TrainingStateSaver:
         return writer
 
     def _trained(self, model: nn.Module, *, must_train: bool = True) -> TrainedModel | None:
-        """Returns what trains this model; raises ValueError if a checkpoint of it would leave out some of that."""
+        """Returns the entry that trains this model; raises ValueError if a checkpoint would leave out a part of it."""
         entries = [*self._trainer.trained.entries, *self._trainer.trained.seen]
         known = [entry for entry in entries if entry.model is model]
         return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """Returns every parameter once and the persistent buffers; with adapters only what trains."""
+        """Returns every parameter once and the persistent buffers; with adapters, only what is trained."""
         named, detached = sorted(model.named_parameters()), self._trainer.layout.detached
         if has_adapters(model):
             return [(name, detached(parameter)) for name, parameter in named if parameter.requires_grad]
@@ -178,7 +178,7 @@ class TrainingStateSaver:
         """Returns (path, client_state); (None, None) if there is no complete checkpoint and no tag was given."""
         self.finish()
         comm = self._trainer.comm
-        with comm.phase("checkpoint", local=True):  # rank 0 chooses, so that all ranks load the same one
+        with comm.phase("checkpoint", local=True):  # rank 0 chooses, so that all ranks load the same checkpoint
             chosen = resolve_checkpoint(load_dir, tag) if comm.is_main else None
         path = comm.broadcast_object(chosen)
         if path is None:
@@ -187,7 +187,7 @@ class TrainingStateSaver:
             if not (path / name / "state.pt").is_file():
                 raise ValueError(f"{path} holds no {name}: it was saved by a run that had none.")
             self._read(path / name, companion, wanted)
-        return path, self._read(path, model, wanted)  # last, since its random state is the one that stays
+        return path, self._read(path, model, wanted)  # last, so that its random state is the one that remains
 
     def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
         """Reads what _write wrote; returns the client_state."""
@@ -211,7 +211,7 @@ class TrainingStateSaver:
         trainer.global_step = state["global_step"]
         trainer.num_generations = state.get("num_generations", 0)
         random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
-        if random_states.exists():  # at another world size the ranks' streams differ anyway
+        if random_states.exists():  # at another world size, the ranks' streams differ anyway
             _set_random_state(load_object(random_states))
         return state["client_state"]
 
@@ -233,7 +233,7 @@ class TrainingStateSaver:
                 raise ValueError(f"{path}: {name} has shape {list(saved_shape)}, the model's {list(shape)}.")
             layout.read_into(named[name], reader, name)
         layout.finish_writing(owner)
-        layout.drop_gradients(owner)  # those of the weights before
+        layout.drop_gradients(owner)  # they belong to the previous weights
 
     def _read_optimizer(self, path: Path, trained: TrainedModel, state: dict[str, Any], *, strict: bool) -> None:
         model, optimizer = trained.model, trained.optimizer
@@ -254,20 +254,20 @@ class TrainingStateSaver:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is made of Python's own numbers and text alone, which any file gives back."""
+    """Returns whether a value consists only of Python's own numbers and text, which any file can hold."""
     parts = (*value, *value.values()) if type(value) is dict else value if type(value) in (list, tuple) else ()
     return type(value) in _PLAIN and all(map(_is_plain, parts))
 
 
 def _check_loadable(values: Mapping[str, Any], name: str) -> None:
-    """Refuses a value that could not be loaded without running code from the file; name has a {} for its key."""
+    """Refuses a value that could only be loaded by running code from the file; name has a {} for its key."""
     for key, value in values.items():
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
             buffer.seek(0)
             load_without_code(buffer)
-        except (pickle.PickleError, AttributeError, TypeError) as error:  # the last two: of what cannot be pickled
+        except (pickle.PickleError, AttributeError, TypeError) as error:  # the last two: not picklable
             raise _not_loadable(name.format(key), value) from error
 
 
@@ -282,7 +282,7 @@ def _not_loadable(name: str, value: Any) -> ValueError:
 
 
 def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
-    """Returns the entries of a checkpoint that _restore_schedule() reads."""
+    """Returns the checkpoint's entries that _restore_schedule() reads."""
     scheduler: Any = trained.scheduler
     if isinstance(scheduler, LambdaLR):
         state = {**scheduler.state_dict(), "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
@@ -294,7 +294,7 @@ def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
 
 
 def _state_without_functions(scheduler: Any) -> Any:
-    """Returns what a checkpoint keeps of any other schedule, or of none; its functions are those of the new run."""
+    """Returns what a checkpoint keeps of any other schedule, or of none; functions come from the new run."""
     if scheduler is None:
         return None
     state = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
@@ -307,10 +307,10 @@ def _number(value: Any) -> Any:
 
 
 def _restore_schedule(trained: TrainedModel, state: dict[str, Any], path: Path) -> None:
-    """Restores how far the schedule is, and the rates that it has reached.
+    """Restores the position of the schedule, and the rates that it has reached.
 
-    The rates of a LambdaLR, such as each that the options name, are those of this run's options. Every other schedule
-    computes a rate from the last one, so rates come from the checkpoint; they do where there is no schedule as well.
+    All schedules that the options name are LambdaLRs, whose rates come from this run's options. Any other schedule
+    computes a rate from the last one, so its rates come from the checkpoint, as they do without a schedule.
     """
     scheduler: LRScheduler | None = trained.scheduler
     saved: Any = state.get("scheduler")
@@ -333,7 +333,7 @@ def _restore_lambdas(scheduler: LambdaLR, state: dict[str, Any]) -> None:
 
 
 def _saved_rates(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what to write into each group; a checkpoint of version 0.1 holds no more than the rates of a schedule."""
+    """Returns what to write into each group; a checkpoint of version 0.1 holds only the rates of a schedule."""
     if "rates" in state:
         rates: list[dict[str, Any]] = state["rates"]
         return rates
@@ -349,7 +349,7 @@ def _restore_rates(optimizer: Optimizer, rates: list[dict[str, Any]], path: Path
         )
     for group, saved in zip(groups, rates, strict=False):
         for key, value in saved.items():
-            if isinstance(group.get(key), Tensor):  # of a capturable optimizer, which reads it on the device
+            if isinstance(group.get(key), Tensor):  # a capturable optimizer reads it on the device
                 group[key].fill_(value)
             else:
                 group[key] = value

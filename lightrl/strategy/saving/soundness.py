@@ -1,4 +1,4 @@
-"""Finds damage in a checkpoint before it is loaded: its manifest, and the checksums of all files."""
+"""Finds damage in a checkpoint before it is loaded, by its manifest and the checksums of all files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.strategy.saving.state_files import block_checksums
 def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
     """Returns what is wrong in this rank's share of the files; empty if nothing is.
 
-    A checkpoint of an earlier version may lack checksums; then only sizes were compared, when it was listed.
+    A checkpoint of an earlier version may lack checksums; then only its files' sizes were compared, when it was listed.
     """
     try:
         manifest = load_json(checkpoint / MARKER_NAME)

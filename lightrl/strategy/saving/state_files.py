@@ -1,8 +1,8 @@
 """The files of a checkpoint: safetensors under Hugging Face names, which any strategy reads at any world size.
 
 A rank writes the rows that it holds, and some of the tensors that all ranks have whole, so no rank holds, gathers or
-writes the whole model. A TensorReader takes any rows of a tensor, whichever ranks wrote them. weights.sha256 is one
-number for the weights, whichever ranks held them and however many files they are in.
+writes the whole model. A TensorReader reads any rows of a tensor, whichever ranks wrote them. weights.sha256 holds a
+hash of the weights that does not depend on the ranks that held them or on the number of files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lightrl.strategy.layout.plain import Piece
 
 HASH_FILE = "weights.sha256"
 _MODULUS = 1 << 256
-_FILE_BYTES = 2 << 30  # a file is written when it has gathered this much, which bounds the memory it takes
-_CHECKED_BYTES = 4 << 20  # have a checksum of their own, so that a reader of some rows reads little more to check them
+_FILE_BYTES = 2 << 30  # a file is written once it has this size, which bounds the memory it takes
+_CHECKED_BYTES = 4 << 20  # have their own checksum, so that checking a few rows reads little more than them
 
 
 class StateWriter:
@@ -35,12 +35,12 @@ class StateWriter:
     def __init__(self, directory: Path, comm: Comm) -> None:
         self._directory = directory
         self._comm = comm
-        self.error: OSError | None = None  # of the first file that could not be written; no file follows it
+        self.error: OSError | None = None  # of the first file that could not be written; no more files are written then
 
     def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
         """Adds tensors of one kind; every rank must add the same names.
 
-        A whole tensor is written by the rank that has the fewest bytes of whole tensors so far.
+        A tensor that all ranks have whole is written by the rank with the fewest bytes of such tensors so far.
         """
         index: dict[str, dict[str, Any]] = {}
         for number, part in enumerate(_files(pieces if self._comm.world == 1 else self._own(pieces))):
@@ -49,7 +49,7 @@ class StateWriter:
         self._do(partial(save_json, self._directory / f"{kind}-rank{self._comm.rank:05d}.json", index))
 
     def _own(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Yields what this rank writes: its rows, and its share of the tensors that every rank has whole."""
+        """Yields the pieces that this rank writes: its rows, and its share of the tensors that every rank has whole."""
         load = [0] * self._comm.world
         for piece in pieces:
             if piece.rows is None:
@@ -57,7 +57,7 @@ class StateWriter:
                 load[writer] += piece.tensor.nbytes
                 if writer == self._comm.rank:
                     yield piece
-            elif piece.rows[0] < piece.rows[1]:  # else fewer rows than ranks, or another replica writes them
+            elif piece.rows[0] < piece.rows[1]:  # otherwise it has no rows, or another replica writes them
                 yield piece
 
     def add_object(self, name: str, value: Any) -> None:
@@ -70,12 +70,12 @@ class StateWriter:
         try:
             if self.error is None:
                 job()
-        except OSError as error:  # raised later, where all ranks hear of it: others are in a collective
+        except OSError as error:  # raised later, where all ranks learn of it: now others are in a collective
             self.error = error
 
 
 class DeferredWriter(StateWriter):
-    """Keeps copies in host memory; `jobs` writes the files later.
+    """Writer that keeps copies in host memory; its `jobs` write the files later.
 
     The jobs use neither the model nor another rank, so a thread may run them.
     """
@@ -103,21 +103,21 @@ def _files(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _save_with_checksums(path: Path, pieces: Sequence[Piece], index: dict[str, dict[str, Any]]) -> None:
-    """Writes a file, and adds what it holds to the index."""
+    """Writes a file, and adds its contents to the index."""
     for piece in pieces:
         name, tensor = piece.name, piece.tensor
         row_bytes = tensor.nbytes // max(1, len(tensor)) if tensor.dim() else 0
         num_rows = max(1, _CHECKED_BYTES // max(1, row_bytes))
         checksums = {"crc_rows": num_rows, "crc32s": block_checksums(tensor, num_rows)}
         index[name] = {**_index_entry(piece), "file": path.name, **checksums}
-        if path.name.startswith("model-"):  # the weights also count for the hash of the checkpoint
+        if path.name.startswith("model-"):  # the weights are also part of the checkpoint's hash
             rows = NamedRows(name, tensor, tuple(index[name]["shape"]), piece.rows[0] if piece.rows else 0)
             index[name]["digest"] = f"{digest_of_rows(rows):x}"
     save_tensors(path, {piece.name: piece.tensor for piece in pieces})
 
 
 def block_checksums(tensor: Tensor, num_rows: int) -> list[int]:
-    """Returns the CRC-32 of each block of rows, in a time that is short beside that of writing them."""
+    """Returns the CRC-32 of each block of rows; this takes little time compared with writing them."""
     blocks = tensor.split(num_rows) if tensor.dim() else [tensor]
     return [zlib.crc32(block.contiguous().reshape(-1).view(torch.uint8).numpy().data) for block in blocks]
 
@@ -137,7 +137,7 @@ def _index_entry(piece: Piece) -> dict[str, Any]:
 
 
 class NamedRows(NamedTuple):
-    """Some rows of a tensor, by name: those from `first` on of a tensor of `shape`."""
+    """Some rows of a named tensor of `shape`, beginning with row `first`."""
 
     name: str
     tensor: Tensor
@@ -146,7 +146,7 @@ class NamedRows(NamedTuple):
 
 
 def digest_of_rows(rows: NamedRows) -> int:
-    """Returns what the rows add to their tensor's digest."""
+    """Returns the rows' share in the digest of their tensor."""
     head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
     values = rows.tensor.detach().cpu().contiguous()
     if not values.numel():
@@ -177,7 +177,7 @@ def hash_text(parts: Iterable[tuple[str, int]]) -> str:
 def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | None = None) -> None:
     """Writes weights.sha256 beside all safetensors files of a Hugging Face folder.
 
-    A tensor that is in memory under its name in the file is not read from the disk.
+    A tensor that is in memory under the same name as in the file is not read from the disk.
     """
     save_bytes(folder / HASH_FILE, _hash_of(_folder_rows(folder, in_memory or {})).encode())
 
@@ -194,7 +194,7 @@ def _noted_parts(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def recompute(folder: Path) -> str:
-    """Returns what weights.sha256 should hold, from the bytes of the files of a folder or a checkpoint."""
+    """Computes what weights.sha256 should hold from the files of a folder or a checkpoint."""
     rows = _state_rows(folder) if any(folder.glob("model-rank*.json")) else _folder_rows(folder, {})
     return _hash_of(rows)
 

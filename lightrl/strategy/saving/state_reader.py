@@ -19,8 +19,8 @@ class _Part(NamedTuple):
     start: int
     stop: int
     file: str
-    crc_rows: int  # rows of a block; the last may have fewer
-    crc32s: list[int]  # of each block; empty in an older checkpoint
+    crc_rows: int  # rows per block; the last may have fewer
+    crc32s: list[int]  # one per block; empty in an older checkpoint
 
 
 class TensorReader:
@@ -112,7 +112,7 @@ def _damaged(path: Path, reason: object) -> ValueError:
 
 
 def load_object(path: Path) -> Any:
-    """Reads what add_object wrote; raises ValueError for anything else."""
+    """Reads an object that add_object wrote; raises ValueError for anything else."""
     try:
         return load_without_code(path)
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
@@ -120,10 +120,10 @@ def load_object(path: Path) -> Any:
 
 
 def load_without_code(file: Path | BinaryIO) -> Any:
-    """Reads what torch.save wrote if loading it runs no code but torch's, whatever other packages have declared safe.
+    """Reads a file of torch.save if that runs only torch's code, whatever other packages have declared safe.
 
-    Megatron, for one, declares paths and namespaces safe for the whole process when it is imported, so that what a
-    checkpoint may hold would depend on what else the program uses.
+    Megatron, for example, declares paths and namespaces safe for the whole process when it is imported. What a
+    checkpoint may hold would then depend on what else the program imports.
     """
     declared = get_safe_globals()
     clear_safe_globals()
@@ -135,6 +135,6 @@ def load_without_code(file: Path | BinaryIO) -> Any:
 
 
 def _is_of_torch(declared: Any) -> bool:
-    """Whether torch defines it; some are declared as (object, name)."""
+    """Whether torch defines an object that is declared safe; some are declared as (object, name)."""
     thing = declared[0] if isinstance(declared, tuple) else declared
     return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"
