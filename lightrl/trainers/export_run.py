@@ -25,6 +25,7 @@ from lightrl.config import (
 )
 from lightrl.config.yaml_text import read_yaml
 from lightrl.models.lora import add_adapters
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
 from lightrl.trainers.model_card import write_card
@@ -90,6 +91,11 @@ def _checkpoint_of(run: Path, step: int) -> int:
 
 def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     """Loads the weights of a checkpoint in this process, and writes them."""
+    if isinstance(config, PPOConfig) and config.critic.shared_backbone:
+        raise ValueError(
+            f"{run} has checkpoints that hold the policy with the critic on its backbone (--critic.shared_backbone), "
+            "which cannot be exported. Use final/, which the run writes at its end."
+        )
     own = SFTConfig(strategy="single", distributed=DistributedConfig(device="cpu"))
     strategy = create_strategy(own)
     strategy.setup_distributed()
@@ -102,4 +108,6 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     directory = CheckpointDirectory(run / "checkpoints", keep=1)
     strategy.load_ckpt(model, str(run / "checkpoints"), tag=directory.path(step).name, load_module_only=True)
     strategy.save_pretrained(model, target)
-    load_tokenizer(path, trust_remote_code=config.trust_remote_code).save_pretrained(target)
+    media = MediaProcessor.load(path, trust_remote_code=config.trust_remote_code)
+    saved = media.processor if media else load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    saved.save_pretrained(target)

@@ -1,10 +1,17 @@
 """`lightrl export`; tests/trainers/test_export.py exports a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_vlm import save_tiny_vlm
+from transformers import AutoProcessor
 
+from lightrl.config import CheckpointConfig, CriticConfig, EvalConfig, LogConfig, PPOConfig, RolloutLogConfig, SFTConfig
 from lightrl.trainers.export_run import main
+from lightrl.trainers.fit import build_trainer
+from lightrl.trainers.ppo import PPOTrainer
+from lightrl.trainers.sft import SFTTrainer
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,3 +25,45 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             main(words)
         assert end.value.code == 2
         assert wanted in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_model_of_images_comes_with_its_processor(tmp_path: Path) -> None:
+    save_tiny_vlm(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "say", "response": "yes"}\n')
+    config = SFTConfig(
+        model=str(tmp_path / "model"),
+        train_data=str(tmp_path / "train.jsonl"),
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        batch_size=1,
+        log=LogConfig(tensorboard=False),
+    )
+    trainer = build_trainer(SFTTrainer, config)
+    trainer.fit()
+    trainer.close()
+    assert main([str(tmp_path / "run"), "--step", "1"]) == 0
+    exported = tmp_path / "run" / "exports" / "step-1"
+    assert {path.name for path in (tmp_path / "run" / "final").iterdir()} <= {path.name for path in exported.iterdir()}
+    assert AutoProcessor.from_pretrained(exported).image_processor is not None
+
+
+def test_a_checkpoint_with_the_critic_on_the_policy_is_refused(
+    toy_options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = PPOConfig(
+        **toy_options,
+        num_prompts=2,
+        max_steps=1,
+        output_dir=str(tmp_path / "run"),
+        eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=1),
+        log=RolloutLogConfig(tensorboard=False),
+        critic=CriticConfig(shared_backbone=True),
+    )
+    trainer = build_trainer(PPOTrainer, config)
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "run"), "--step", "1"])
+    assert "--critic.shared_backbone), which cannot be exported. Use final/" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "exports").exists()
