@@ -1,4 +1,4 @@
-"""A world of one, in a process of a larger one."""
+"""A world of one rank for code that works alone inside a process of a larger world."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightrl.comm import Comm
 
 
 class Alone(Comm):
-    """A world of one: its collectives wait for nobody, while other ranks do something else."""
+    """A world of one rank: its collectives return at once, whatever the other ranks of the process group are doing."""
 
     def __init__(self) -> None:
         super().__init__()

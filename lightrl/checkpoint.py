@@ -1,8 +1,8 @@
-"""Checkpoint directories, which are complete or do not count; their content is the business of strategy/saving.
+"""Checkpoint directories: each one is complete or does not count. strategy/saving decides what is in them.
 
-A step is written into a temporary directory, flushed to disk, marked, and renamed, so what a crash leaves is never
-taken for a checkpoint. Only rank 0 calls begin and commit. The other ranks write files in between, and the caller makes
-every rank wait after begin and before commit.
+A step is written into a temporary directory, flushed to disk, marked, and renamed, so the leftovers of a crash are
+never taken for a checkpoint. Only rank 0 calls begin and commit. The other ranks write files in between, and the caller
+makes every rank wait after begin and before commit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MARKER_NAME = "COMPLETE"
-LATEST_NAME = "latest"  # a file with the name of the newest, for people and shell scripts; nothing here reads it
+LATEST_NAME = "latest"  # a file that names the newest, for people and shell scripts; nothing here reads it
 
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 _REPLACED_PREFIX = ".replaced-"  # the former directory of a step that is being saved again
@@ -39,7 +39,7 @@ _MAYBE_COMPLETE = re.compile(rf"({re.escape(_REPLACED_PREFIX)})?{_STEP_NAME.patt
 class CheckpointDirectory:
     """The checkpoints of one run: a directory for each step, at most `keep` of them, the oldest deleted first.
 
-    max_bytes limits their total size (0: no limit); the newest stays whatever its size.
+    max_bytes limits their total size (0: no limit); the newest is kept however large it is.
     """
 
     root: Path
@@ -51,7 +51,7 @@ class CheckpointDirectory:
             raise _wrong_limit(self.keep, self.max_bytes)
 
     def begin(self, step: int, folders: Iterable[str] = ()) -> Path:
-        """Makes the directory for the files of this step, with empty folders in it; clears what a crash left."""
+        """Makes this step's directory, with empty folders in it, after deleting the leftovers of a crash."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0.")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class CheckpointDirectory:
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
         """Makes the step's files a checkpoint and only then deletes the oldest.
 
-        is_latest=False: only path(step) returns it, latest() never does.
+        With is_latest=False only path(step) returns the checkpoint; latest() never does.
         """
         final = self.root / _step_name(step)
         temporary, replaced = self.root / (_TEMPORARY_PREFIX + final.name), self.root / (_REPLACED_PREFIX + final.name)
@@ -74,7 +74,7 @@ class CheckpointDirectory:
         if not files:
             raise _nothing_to_commit(temporary, step)
         manifest = {"files": {name: path.stat().st_size for name, path in files.items()}, "crc32s": _checksums(files)}
-        # Files, also those that other processes of this machine wrote, before the directories that name them.
+        # Files first, including those of other processes on this machine, then the directories that name them.
         for path in (*reversed(written), temporary):
             _flush(path)
         earlier = self._complete()
@@ -98,14 +98,14 @@ class CheckpointDirectory:
             set_aside(final)
 
     def _clear(self, replaced: Path) -> None:
-        """Deletes the checkpoint that was replaced, and those that are more than are kept."""
+        """Deletes the checkpoint that was replaced, and the oldest ones beyond the limits."""
         if replaced.exists():
             self._delete(replaced)
         for checkpoint in self._superfluous():
             self._delete(checkpoint.path)
 
     def _superfluous(self) -> list[_Checkpoint]:
-        """Returns the oldest beyond the limits, but never the one that a run would resume from."""
+        """Returns the oldest checkpoints beyond the limits, but never the one that a run would resume from."""
         oldest_first = self._complete()
         num_kept = self._num_kept([checkpoint.num_bytes for checkpoint in reversed(oldest_first)])
         resumable = [checkpoint for checkpoint in oldest_first if checkpoint.is_latest][-1:]
@@ -113,7 +113,7 @@ class CheckpointDirectory:
         return [checkpoint for checkpoint in beyond if checkpoint not in resumable]
 
     def _num_kept(self, sizes: Sequence[int]) -> int:
-        """Returns how many are within the limits, given the bytes of the newest first; at least 1."""
+        """Returns how many checkpoints fit within the limits, at least 1; sizes are in bytes, the newest first."""
         totals = [*accumulate(sizes[: self.keep])]
         return max(1, sum(not self.max_bytes or total <= self.max_bytes for total in totals))
 
@@ -129,7 +129,7 @@ class CheckpointDirectory:
         return older[-1] if older else None
 
     def next_step(self) -> int:
-        """Returns a step that no folder has; for a run that counts no steps."""
+        """Returns an unused step number, for a run that does not count steps."""
         names = [_STEP_NAME.fullmatch(path.name) for path in self.root.glob("step-*")]
         return max((int(name[1]) + 1 for name in names if name), default=0)
 
@@ -146,7 +146,7 @@ class CheckpointDirectory:
         return complete[step]
 
     def _complete(self, warn: bool = False) -> list[_Checkpoint]:
-        """Returns the complete checkpoints, the oldest first; of a step that is being replaced the last committed."""
+        """Returns the complete checkpoints, oldest first; for a step that is being replaced, the one committed last."""
         paths = [path for path in sorted(self.root.glob("*")) if _MAYBE_COMPLETE.fullmatch(path.name)]
         read = [_read_if_complete(path, warn) for path in paths]
         complete = sorted((checkpoint for checkpoint in read if checkpoint), key=lambda checkpoint: checkpoint.serial)
@@ -164,7 +164,7 @@ class CheckpointDirectory:
             shutil.rmtree(path)
 
     def _delete(self, path: Path) -> None:
-        """Renames the directory before it is deleted, so that a crash leaves a leftover and not half a checkpoint."""
+        """Renames the directory before deleting it, so that a crash cannot leave half a checkpoint under its name."""
         doomed = self.root / (_DELETED_PREFIX + path.name.removeprefix(_REPLACED_PREFIX))
         if doomed.exists():
             shutil.rmtree(doomed)
@@ -173,7 +173,7 @@ class CheckpointDirectory:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged checkpoint, which is never deleted, so that a run can save the step again."""
+    """Renames a damaged checkpoint, so that a run can save the step again; damaged checkpoints are never deleted."""
     number = 1
     while (aside := checkpoint.with_name(f"damaged-{checkpoint.name}{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -184,10 +184,10 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) -> CheckpointDirectory:
-    """Returns where a checkpoint is to be saved: under its tag, or as a step among the others.
+    """Returns where to save a checkpoint: under its tag, or, without one, as a step among the others.
 
-    The limits count the tags, and apart from them the untagged. The newest and the one that a run would resume from
-    always stay.
+    The limits count tagged and untagged checkpoints separately. The newest and the one that a run would resume from are
+    always kept.
     """
     if not tag:
         return CheckpointDirectory(root, keep, max_bytes)
@@ -196,7 +196,7 @@ def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) ->
 
 @dataclass
 class TaggedCheckpoint(CheckpointDirectory):
-    """The checkpoint of one tag, which replaces the tag's last. The limits count the tags of the folder above."""
+    """The checkpoint of one tag; saving replaces the previous one. The limits count the tags of the folder above."""
 
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
         """Makes the step's files the tag's checkpoint and only then deletes the oldest tags."""
@@ -215,7 +215,7 @@ class TaggedCheckpoint(CheckpointDirectory):
         return [checkpoint for checkpoint in older if checkpoint.path != resumable]
 
     def newest(self) -> Path | None:
-        """Returns the complete checkpoint that was committed last, also one that no run resumes from."""
+        """Returns the complete checkpoint that was committed last, even if no run would resume from it."""
         complete = self._complete(warn=True)
         return complete[-1].path if complete else None
 
@@ -284,7 +284,7 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Reads what save_json wrote; raises ValueError for anything else."""
+    """Reads a file that save_json wrote; raises ValueError for anything else."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -305,7 +305,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checksums(files: Mapping[str, Path]) -> dict[str, int]:
-    """Returns the CRC-32 of each file, by name; safetensors files have one for each block in the file beside them."""
+    """Returns the CRC-32 of each file by name, except safetensors files: the file beside each has one per block."""
     return {name: zlib.crc32(path.read_bytes()) for name, path in files.items() if path.suffix != ".safetensors"}
 
 
@@ -326,8 +326,8 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 class _Checkpoint:
     path: Path
     step: int
-    serial: int  # counts the commits of the run: the order of age, also after a rewind to an earlier step
-    is_latest: bool  # whether latest() may give it
+    serial: int  # counts the commits of the run, so it orders by age even after a rewind to an earlier step
+    is_latest: bool  # whether latest() may return it
     num_bytes: int
 
 

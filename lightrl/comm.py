@@ -23,12 +23,12 @@ from lightrl.trees import map_by_kind, map_leaves
 
 T = TypeVar("T")
 OPERATIONS = ("mean", "sum", "max", "min")
-_FAILED = 1 << 62  # in place of the number of a rank that failed in a local phase
+_FAILED = 1 << 62  # sent instead of its number by a rank that failed in a local phase
 
 
 @dataclass(slots=True)
 class Largest:
-    """A number from 0 on: each rank sets its own in the body of a local phase, and has the largest of all after it."""
+    """A number, 0 or more, that each rank sets in the body of a local phase; afterwards all ranks hold the largest."""
 
     number: int = 0
 
@@ -88,7 +88,7 @@ class Comm:
         self.timeout = timeout
         self.rank, self.world = 0, 1
         self.is_distributed = False
-        self.failure_of_others: Callable[[], str] | None = None  # what ended a world beside this one, if there is one
+        self.failure_of_others: Callable[[], str] | None = None  # why another world of the same job ended, if any has
         self.on_span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # surrounds each span()
 
     @property
@@ -105,30 +105,30 @@ class Comm:
 
     @contextmanager
     def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Iterator[Largest]:
-        """Names what this rank is doing, so that a time-out or a failure elsewhere can say it.
+        """Names what this rank is doing, so that the report of a time-out or of a failure elsewhere can show it.
 
-        In a process of its own it does nothing: an error there needs no help to be seen.
+        In a world of one it does nothing: an error there needs no help to be seen.
 
         Args:
             name: what the body does.
-            local: the body holds no collective. Then an error on any rank is raised on every rank when the body ends,
-                and by the same collective the ranks may agree on a number, the largest of theirs. Otherwise the
-                failing rank posts its traceback before it raises, and the others read it there when their collective
-                breaks.
-            late: an error of this kind comes after all collectives of the body, and is raised as with `local`.
+            local: the body contains no collective. An error on any rank is then raised on every rank when the body
+                ends, and the same collective gives every rank the largest of the ranks' numbers. Otherwise the failing
+                rank posts its traceback before it raises, and the other ranks read it when their collective breaks.
+            late: errors of this type occur only after all collectives of the body, so they are raised as with
+                `local`.
         """
         with self.span(name):
             yield Largest()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Surrounds what takes time under a name: the body of each phase, and what a trainer measures as time/NAME.
+        """Surrounds named work that takes time: the body of each phase, and what a trainer measures as time/NAME.
 
-        It is the one hook of a profiler, which sets `on_span`.
+        This is the only hook for a profiler, which sets `on_span`.
         """
         return self.on_span(name)
 
     def has_failed_elsewhere(self) -> bool:
-        """Returns whether another rank has left with an error; no collective."""
+        """Returns whether another rank has left with an error; this is not a collective."""
         return self.failure_of_others is not None and bool(self.failure_of_others())
 
     # ---- Decisions ---------------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ class Comm:
     # ---- Tensors, numbers, dicts, objects ----------------------------------------------------------------------
 
     def all_reduce(self, data: T, op: str = "mean", weight: float | Tensor | None = None) -> T:
-        """Reduces a tensor, a number or a dict of them over the ranks; the input is left as it was.
+        """Reduces a tensor, a number or a dict of them over the ranks; the input is not changed.
 
-        One collective per type. weight (op "mean" only) makes it sum(weight x value) / sum(weight). The mean of
-        integers is a float.
+        There is one collective per type. A weight (only with op "mean") gives sum(weight x value) / sum(weight). The
+        mean of integers is a float.
         """
         if op not in OPERATIONS:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
@@ -172,7 +172,7 @@ class Comm:
         return cast(T, map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
 
     def _reduce_alike(self, leaves: list[Any], op: str) -> list[Any]:
-        """Reduces tensors and numbers of one type by one collective."""
+        """Reduces tensors and numbers of one type in one collective."""
         tensors = [_as_tensor(leaf) for leaf in leaves]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
         self._reduce_in_place(flat, "sum" if op == "mean" else op)
@@ -206,7 +206,7 @@ class Comm:
         return item
 
     def exchange(self, outgoing: Sequence[Sequence[T]]) -> list[T]:
-        """Sends outgoing[r] to rank r; returns what the ranks sent here, in rank order, and moves nothing else."""
+        """Sends outgoing[r] to rank r alone; returns what the ranks sent to this one, in rank order."""
         if len(outgoing) != self.world:
             raise ValueError(f"exchange needs one list per rank: {len(outgoing)} lists for {self.world} ranks.")
         return list(outgoing[0]) if self.world == 1 else self._exchange(outgoing)
@@ -225,7 +225,7 @@ class Comm:
 
 
 class RankComm(Comm):
-    """One rank of a process group: tensors on a GPU go over it, all else over the gloo control group beside it."""
+    """One rank of a process group. GPU tensors travel over that group, everything else over a gloo control group."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class RankComm(Comm):
     def _raise_everywhere(self, board: RankBoard, error: Exception | None, largest: Largest) -> None:
         try:
             largest.number = self.max_int(largest.number if error is None else _FAILED)
-        except RankError as lost:  # another rank never came to the end of the body
+        except RankError as lost:  # another rank never reached the end of the body
             if error is None:
                 raise
             board.post_error(error)
@@ -304,7 +304,7 @@ class RankComm(Comm):
         raise failure
 
     def _publish_or_explain(self, board: RankBoard, error: Exception) -> None:
-        """Posts why this rank leaves, or raises with what the others posted if they left first."""
+        """Posts why this rank leaves; if others left first, raises an error with what they posted instead."""
         if isinstance(error, RankError):
             return
         if not is_lost_peer(error):
@@ -314,7 +314,7 @@ class RankComm(Comm):
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Adds rank, phase and the others' phases to the error of a collective that broke."""
+        """Adds this rank, its phase and the phases of the others to the error of a collective that broke."""
         _require_no_episode(what)
         try:
             yield
@@ -326,7 +326,7 @@ class RankComm(Comm):
             raise RankError(text if self._board is None else self._why_lost(self._board, text)) from error
 
     def _why_lost(self, board: RankBoard, text: str) -> str:
-        """Returns the errors that the others left with; else the text, and what each of them was doing."""
+        """Returns the errors that other ranks left with; if there are none, the text and what each rank was doing."""
         if self._watch is not None:
             return self._watch.why_lost(text)
         errors = board.errors_of_others()
@@ -336,7 +336,7 @@ class RankComm(Comm):
         if super().has_failed_elsewhere():
             return True
         if self._watch is not None and self._watch.is_reporting:
-            return False  # what this rank has to say comes first
+            return False  # this rank's own error comes first
         return self._board is not None and bool(self._board.errors_of_others())
 
     # ---- Collectives, each of which a group of one goes without ------------------------------------------------
@@ -408,7 +408,7 @@ class RankComm(Comm):
 
 
 def connect(device: torch.device, timeout: timedelta) -> Comm:
-    """Joins the world that torchrun describes, uses an existing one again, or makes a world of one without either."""
+    """Joins the world that torchrun describes, reuses an existing one, or makes a world of one if there is neither."""
     global _current
     many = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1" or dist.is_initialized()
     _current = _connect_ranks(device, timeout) if many else Comm(device=device, timeout=timeout)
@@ -441,7 +441,7 @@ def _kind_of(leaf: Any) -> tuple[str, str]:
 
 
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
-    """Returns this process's device: of several GPUs the one of LOCAL_RANK, or else of RANK % num_gpu_per_node."""
+    """Returns this process's device; the GPU index is LOCAL_RANK if it is set, otherwise RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         # Once a block of this size was freed, glibc keeps up to 64 MB that a step frees, which Linux would clear anew.
         torch.empty((32 << 20) - (16 << 10), dtype=torch.uint8)

@@ -12,25 +12,25 @@ from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
 
-# Errors that a program prints without a traceback, or that end it without a word: where code of a user's raises one of
-# them while it is loaded, the message has to name the line.
+# Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
+# it is loaded, the message has to name the line.
 BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
 
 
 def is_installed(package: str) -> bool:
-    """Returns whether a package can be imported; a folder of its name on the path alone does not count."""
+    """Returns whether a package can be imported; a mere folder of that name on the path does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: str) -> Any:
-    """Returns the object of a built-in name or an import path. The working directory is importable, as for python -m.
+    """Loads an object by a built-in name or an import path; modules in the working directory can be imported, too.
 
     Args:
         name: A key of `builtin`, or package.module:attribute.
         builtin: Import paths of the built-in names.
-        what: Kind of object, for the errors.
-        example: Name of an object of one's own, for the errors.
+        what: Kind of object, for error messages.
+        example: Import path of a user's own object, for error messages.
     """
     module_name, _, attribute = builtin.get(name, name).partition(":")
     if not (module_name and attribute):
@@ -54,7 +54,7 @@ def _raise_unknown(name: str, builtin: Mapping[str, str], what: str, example: st
 
 
 def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> NoReturn:
-    """Raises what a user can correct: the module is missing, or its code fails. Errors of lightrl itself stay."""
+    """Raises an error that a user can act on if the module is missing or its code fails; lightrl's own errors pass."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and (module_name == missing or module_name.startswith(missing + ".")):
         raise ValueError(
@@ -67,7 +67,7 @@ def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> 
 
 
 def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
-    """Raises ImportError that names the line at which code of a user's failed while it was loaded."""
+    """Raises an ImportError that names the line at which a user's code failed while it was loaded."""
     if isinstance(error, SyntaxError):
         reason, file, line = error.msg, error.filename, error.lineno
     else:
@@ -81,7 +81,7 @@ def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
-    """Imports a package that an extra installs; ImportError that names the extra if it is not there.
+    """Imports a package that an extra installs; raises an ImportError that names the extra if it is missing.
 
     Args:
         module: The module to import.

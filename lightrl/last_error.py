@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def leave_error(text: str) -> None:
-    """Writes the error where torchrun reads it once this rank has ended; the first one of a rank stays.
+    """Writes the error where torchrun reads it after this rank has ended; only the first error of a rank is kept.
 
-    Without it torchrun prints a link to a page of torch. The format is that of its own error handler:
+    Without this file torchrun prints a link to torch's documentation. The format is that of its own error handler:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/errors/error_handler.py
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not path.name or path.exists():
         return
-    part = path.with_suffix(".part")  # torchrun itself fails over half a file, and ends ranks while they write
+    part = path.with_suffix(".part")  # torchrun fails if it reads half a file, and it may end a rank that is writing
     with suppress(OSError):
         part.write_text(json.dumps({"message": text, "timestamp": str(int(time.time()))}), encoding="utf-8")
         part.replace(path)

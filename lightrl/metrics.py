@@ -1,4 +1,4 @@
-"""The numbers of a step: sums with counts until they are reduced over ranks, seconds, memory."""
+"""The numbers of a step: statistics that are reduced over the ranks, seconds per phase, and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 _GB = 1e9
-_KINDS: dict[str, tuple[Callable[[float, float], float], float]] = {  # how two of them join, and what they begin from
+_KINDS: dict[str, tuple[Callable[[float, float], float], float]] = {  # how two values combine, and the initial value
     "mean": (operator.add, 0.0),
     "sum": (operator.add, 0.0),
     "max": (max, float("-inf")),
@@ -30,7 +30,7 @@ class Reducer(Protocol):
 
 
 class Statistics:
-    """Named statistics of one step on one rank. A name may be known to some ranks only."""
+    """Named statistics of one step on one rank. A name may exist on some ranks only."""
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[str, float, float]] = {}  # name: (kind, numerator or extremum, denominator)
@@ -48,7 +48,7 @@ class Statistics:
         self._join(name, "sum", value)
 
     def maximum(self, name: str, value: float) -> None:
-        """Keeps the maximum over calls and ranks, which for a number that all ranks share is that number."""
+        """Keeps the maximum over calls and ranks; a number that is equal on all ranks stays as it is."""
         self._join(name, "max", value)
 
     def minimum(self, name: str, value: float) -> None:
@@ -63,13 +63,13 @@ class Statistics:
         self._values[name] = (kind, join(before, float(value)), counted + float(count))
 
     def take(self) -> dict[str, tuple[str, float, float]]:
-        """Returns what was added, for merge() in another process, and starts anew."""
+        """Returns what was added so far, for merge() in another process, and starts over."""
         values, self._values = self._values, {}
         return values
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Forgets what the body adds."""
+        """Restores the statistics when the body ends, so that whatever it added is forgotten."""
         before = dict(self._values)
         try:
             yield
@@ -77,12 +77,12 @@ class Statistics:
             self._values = before
 
     def merge(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Adds what another process took."""
+        """Adds the statistics that take() returned in another process."""
         for name, (kind, value, count) in values.items():
             self._join(name, kind, value, count)
 
     def reduce(self, comm: Reducer) -> dict[str, float]:
-        """Returns the step's numbers over all ranks, sorted by name, and starts anew."""
+        """Returns the step's numbers over all ranks, sorted by name, and starts over."""
         total = Statistics()
         for values in comm.all_gather_object(self.take()):
             total.merge(values)
@@ -96,7 +96,7 @@ def _number(kind: str, value: float, count: float) -> float:
 
 
 class Stopwatch:
-    """Adds up the seconds of each phase of a step; each is a span too."""
+    """Adds up the seconds of each phase of a step; each measured body is also a span for the profiler."""
 
     def __init__(self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.seconds: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the body, the device's work included, to a phase; those of one that fails are lost."""
+        """Adds the seconds of the body, including work on the device, to a phase; a body that raises adds nothing."""
         started = time.perf_counter()
         with self._span(name):
             yield
@@ -113,7 +113,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> Mapping[str, float]:
-        """Returns the seconds per phase and starts anew."""
+        """Returns the seconds per phase and starts over."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 

@@ -1,4 +1,4 @@
-"""What ranks hand each other in unequal sizes: objects as bytes, and tensors that differ in length."""
+"""Exchanges between ranks of data whose sizes differ: pickled objects, and tensors of unequal length."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-# Renamed in torch 2.13, where the old name warns at every call.
+# torch 2.13 renamed it, and warns at every call of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ROOM = 4096  # bytes of an object that travel with its size: more than most objects of a step have
 
 
 def gather_objects(item: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Returns the items of all ranks of a gloo group, by one collective, or by two if one of them is large."""
-    if group is None:  # a world that somebody else made, which may have NCCL alone
+    """Returns the items of all ranks of a gloo group, using one collective, or two if an item is large."""
+    if group is None:  # somebody else made the world, and it may have no back end but NCCL
         items: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(items, item)
         return items
@@ -26,7 +26,7 @@ def gather_objects(item: T, group: dist.ProcessGroup | None) -> list[T]:
     rows = _gather_bytes(len(parcel).to_bytes(8, "little") + parcel[:_ROOM], 8 + _ROOM, group)
     largest = max(int.from_bytes(row[:8], "little") for row in rows)
     parcels = [row[8:] for row in rows] if largest <= _ROOM else _gather_bytes(parcel, largest, group)
-    # Bytes of our own ranks over our own process group, never of a file. What follows the end of a pickle is not read.
+    # The bytes come from our own ranks over our own process group, never from a file. Unpickling ignores the padding.
     return [pickle.loads(parcel) for parcel in parcels]
 
 
@@ -50,7 +50,7 @@ def exchange_objects(outgoing: Sequence[Sequence[T]], group: dist.ProcessGroup |
 
 
 def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None) -> Tensor:
-    """Concatenates tensors of the ranks along dim 0; their types and shapes are compared over the control group."""
+    """Concatenates the ranks' tensors along dim 0, after comparing their types and shapes over the control group."""
     kinds = gather_objects((tensor.dtype, *tensor.shape), control)
     if len({(kind[0], kind[2:]) for kind in kinds}) > 1:
         raise ValueError(_describe_unequal(kinds))

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-_LINK_WATCH = timedelta(days=365)  # of a receive that ends when the peer does
+_LINK_WATCH = timedelta(days=365)  # time-out of a receive that is to end only when the peer does
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-_role = ""  # of this rank in a run whose ranks are split into worlds of their own
-_meeting: Store | None = None  # of all ranks that torchrun started
+_role = ""  # role of this rank if the run splits its ranks into several worlds
+_meeting: Store | None = None  # store of all ranks that torchrun started
 
 
 class EnvironmentVariableError(ValueError, RuntimeError):
-    """Variables that describe no rank of a world; also a RuntimeError for code that expects one."""
+    """The environment variables describe no rank of a world; also a RuntimeError for code that expects one."""
 
 
 def join(device: torch.device, timeout: timedelta) -> Store:
@@ -54,7 +54,7 @@ def take_role(role: str) -> None:
 
 
 def rank_name() -> str:
-    """Returns what messages call this rank of torchrun's; empty for a process of its own."""
+    """Returns the name of this rank in messages; empty for a process that torchrun did not start."""
     rank = os.environ.get("RANK", "")
     return rank and f"{_role} rank {rank}".strip()
 
@@ -88,7 +88,7 @@ def check_environment() -> None:
 
 
 def backend_for(device: torch.device) -> str:
-    """Returns the process group's back ends; on a GPU both, as FSDP's collectives are of CPU tensors in an offload."""
+    """Returns the process group's back ends; both on a GPU, because FSDP reduces CPU tensors when it offloads."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -107,7 +107,7 @@ def consecutive_group(rank: int, world: int, size: int, timeout: timedelta) -> d
 
 
 def link_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Makes a group of ranks of several worlds, which is no group of any of them; all `size` ranks call it."""
+    """Makes a group of ranks from several worlds, outside the groups of each world; all `size` ranks call it."""
     store = PrefixStore(name, store_of("link"))
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -122,7 +122,7 @@ def watch_group(rank: int, size: int) -> Any:
 
 
 def pick_gpu(num_gpu_per_node: int) -> torch.device:
-    """Makes the GPU of LOCAL_RANK, or else of RANK % num_gpu_per_node, this process's own; returns it."""
+    """Makes GPU LOCAL_RANK (if unset, RANK % num_gpu_per_node) the current device of this process, and returns it."""
     if not torch.cuda.is_available():
         raise ValueError("The device is set to 'cuda', but torch sees no GPU. Use --distributed.device cpu or auto.")
     rank = int(os.environ.get("RANK", "0"))

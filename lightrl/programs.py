@@ -35,7 +35,7 @@ class Command(NamedTuple):
     """A program that reads its arguments itself."""
 
     summary: str
-    start: str  # import path of a function of the arguments, which may return an exit code
+    start: str  # import path of a function that takes the arguments and may return an exit code
 
 
 TRAINERS = {

@@ -39,7 +39,7 @@ class RankBoard:
         self._rank = rank
         self._world = world
         self._phases = ["start"]
-        self._is_lost = False  # each further try would print a warning of torch
+        self._is_lost = False  # whether the store is gone: torch prints a warning at each further attempt
 
     @property
     def phase(self) -> str:
@@ -47,12 +47,12 @@ class RankBoard:
         return self._phases[-1]
 
     def enter(self, phase: str) -> None:
-        """Posts that this rank begins a phase."""
+        """Posts that this rank has begun a phase."""
         self._phases.append(phase)
         self._post_phase()
 
     def leave(self) -> None:
-        """Posts that this rank is back in the phase around it."""
+        """Posts that this rank is back in the enclosing phase."""
         self._phases.pop()
         if len(self._phases) == 1:
             self._phases = ["between two phases"]
@@ -105,7 +105,7 @@ class RankBoard:
             return
         try:
             self._store.set(key, text)
-        except RuntimeError:  # the store's host is gone: the error that this rank has says more
+        except RuntimeError:  # the store's host is gone: this rank's own error says more
             self._is_lost = True
 
     def _has(self, key: str) -> bool:

@@ -1,6 +1,6 @@
-"""Records that pass between the stages of a step. They are frozen: a stage makes a new record and edits none.
+"""Records that pass between the stages of a step. They are frozen: a stage makes new records and edits none.
 
-The module imports no torch, so that a process that only reads texts starts at once.
+The module does not import torch, so a process that only reads texts starts quickly.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ FinishReason = Literal["stop", "length", "abort", "turns", "context"]
 
 
 class Status(Enum):
-    """What became of a sample. Only a completed one is scored and trained. The order is from best to worst."""
+    """The state of a sample, ordered from best to worst. Only a completed sample is scored and trained on."""
 
     ARCHIVED = "archived"  # trained on, or put away for good
     COMPLETED = "completed"
-    FILTERED = "filtered"  # its workflow, or a filter of the run, rejected it
-    EXPIRED = "expired"  # no token of it is young enough to train
+    FILTERED = "filtered"  # rejected by its workflow or by a filter of the run
+    EXPIRED = "expired"  # none of its tokens is recent enough to train on
     INIT = "init"  # not begun
-    ABORTED = "aborted"  # stopped half way; it can go on
-    FAILED = "failed"  # its workflow raised, or ran out of time
+    ABORTED = "aborted"  # stopped halfway; it can be continued
+    FAILED = "failed"  # its workflow raised an error or ran out of time
 
     def to(self, following: Status) -> Status:
-        """Returns the status that follows; ValueError if none of that name can follow this one."""
+        """Returns the next status, by its name; raises ValueError if it cannot follow this one."""
         if following not in _FOLLOWING[self]:
             raise _cannot_follow(self, following)
         return following
@@ -48,7 +48,7 @@ _FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.INIT: frozenset({Status.COMPLETED, Status.ABORTED, Status.FAILED}),
     Status.ABORTED: frozenset({Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.EXPIRED}),
     Status.COMPLETED: frozenset({Status.FILTERED, Status.EXPIRED, Status.ARCHIVED}),
-    Status.EXPIRED: frozenset({Status.INIT, Status.ARCHIVED}),  # INIT: it begins again at its prompt
+    Status.EXPIRED: frozenset({Status.INIT, Status.ARCHIVED}),  # INIT: generated again from its prompt
     Status.FILTERED: frozenset(),
     Status.FAILED: frozenset(),
     Status.ARCHIVED: frozenset(),
@@ -65,7 +65,7 @@ def _cannot_follow(status: Status, following: Status) -> ValueError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A line of the data set, rendered and tokenised."""
+    """A prompt of the data set: one record, rendered and tokenised."""
 
     index: int  # in the data set
     text: str  # after the chat template
@@ -75,7 +75,7 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the line, for the reward
     images: tuple[str, ...] = ()  # paths, in the order of their placeholders; token_ids has one placeholder for each
     videos: tuple[str, ...] = ()
-    num_media_tokens: int = 0  # tokens that images and videos become, less their placeholders
+    num_media_tokens: int = 0  # tokens that images and videos add beyond their placeholders
 
     @property
     def num_tokens(self) -> int:
@@ -85,10 +85,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A response to a prompt, as the engine produced it. Tools and environments may have written parts of it."""
+    """A response to a prompt as the engine produced it; tools and environments may have written parts of it."""
 
     prompt: Prompt
-    position: int  # of the prompt in the step's global batch: with sample_index it names a sample on any world size
+    position: int  # of the prompt in the step's global batch; with sample_index it names a sample at any world size
     sample_index: int  # within the group
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]  # one per response token, of the distribution that was sampled from
@@ -98,20 +98,20 @@ class Sample:
     prompt_ids: tuple[int, ...] = ()  # as the engine saw them, with images expanded; default: prompt.token_ids
     own: tuple[bool, ...] = ()  # one per response token, True = the policy chose it; empty: it chose all of them
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)
-    """[tokens, layers, k] of a mixture of experts: the k experts that the engine chose for each token of prompt and
+    """[tokens, layers, k]: the k experts that the engine of a mixture of experts chose for each token of prompt and
     response, in each layer that has a router. None unless --routing.replay asks for them."""
     allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
-    """[m, 2] of an index in the response and a token: what --top_p and --top_k left to draw from there, the drawn token
-    among it. None, or an index without a pair: the whole vocabulary."""
+    """[m, 2]: pairs of an index in the response and a token that --top_p and --top_k left to draw from there, including
+    the token that was drawn. At an index without a pair, or if None, the whole vocabulary was left."""
     turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
-    reward: float | None = None  # that the workflow gave; --reward episode reads it
-    turn_rewards: tuple[float, ...] = ()  # what each turn earned of it; shorter than turns: later turns earned nothing
-    numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as calls of tools
+    reward: float | None = None  # given by the workflow; --reward episode reads it
+    turn_rewards: tuple[float, ...] = ()  # each turn's share of it; if shorter than turns, later turns earned nothing
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what the workflow counted, such as tool calls
     status: Status = Status.COMPLETED
-    ticket: int = -1  # place of the prompt in the run's one order; -1: the run counts by step and position alone
-    start_version: int = -1  # of the weights when the ticket was started; -1: those of the step
-    branches: tuple[Sample, ...] = ()  # other conversations of the same episode; each is trained with its advantage
-    is_scored: bool = False  # the workflow asked for the run's rewards itself, so that its reward is final
+    ticket: int = -1  # index of the prompt in the run's one order; -1: the run counts by step and position alone
+    start_version: int = -1  # version of the weights when the ticket was started; -1: those of the step
+    branches: tuple[Sample, ...] = ()  # other conversations of the episode, trained with this sample's advantage
+    is_scored: bool = False  # the workflow asked for the run's rewards itself, so its reward is final
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -121,7 +121,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names the sample; equal on every rank and for every world size."""
+        """The name of the sample, which is the same on every rank and at every world size."""
         return (self.position, self.sample_index)
 
     @property
@@ -136,12 +136,12 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that chose a token of it; those that it was started under if it has no such token."""
+        """Version of the oldest weights that chose a token; without such a token, of those it was started under."""
         chosen = compress(self.versions, self.own) if self.own else self.versions
         return min(chosen, default=self.start_version)
 
     def to(self, status: Status) -> Sample:
-        """Returns the sample with the status that follows; ValueError if that one cannot follow."""
+        """Returns the sample with its next status; raises ValueError if that status cannot follow the present one."""
         return replace(self, status=self.status.to(status))
 
 
@@ -156,32 +156,32 @@ class ScoredGroup:
     samples: tuple[Sample, ...]
     rewards: tuple[float, ...]  # one per sample; NaN where the reward failed
     step: int  # the step that sampled the group
-    baseline: float | None = None  # the reward of a greedy response to the prompt, where the estimator asks for one
+    baseline: float | None = None  # the reward of a greedy response to the prompt, if the estimator asks for one
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ, so that the group can teach something, and no baseline is missing."""
+        """Whether the group can teach something: its rewards differ, and no baseline is missing."""
         has_baseline = self.baseline is None or not math.isnan(self.baseline)
         return len(set(self._known_rewards)) > 1 and has_baseline
 
     @property
     def ticket(self) -> int:
-        """The ticket of its samples, which they share."""
+        """The ticket, which all samples of the group share."""
         return self.samples[0].ticket
 
     @property
     def start_version(self) -> int:
-        """The weights that its ticket was started under."""
+        """Version of the weights under which the ticket was started."""
         return self.samples[0].start_version
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that chose a token of it."""
+        """Version of the oldest weights that chose any of the group's tokens."""
         return min(sample.oldest_version for sample in self.samples)
 
     @property
     def status(self) -> Status:
-        """The status of its worst member."""
+        """The status of the group, which is that of its worst member."""
         return Status.worst(sample.status for sample in self.samples)
 
     @property
@@ -191,24 +191,24 @@ class ScoredGroup:
 
     @property
     def _known_rewards(self) -> list[float]:
-        """Rewards that did not fail."""
+        """The rewards that did not fail."""
         return [reward for reward in self.rewards if not math.isnan(reward)]
 
     def at(self, position: int) -> ScoredGroup:
-        """Returns the group at another position of its batch."""
+        """Returns the group moved to another position of the batch."""
         return replace(self, samples=tuple(replace(sample, position=position) for sample in self.samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """A scored sample, on which the learner trains."""
+    """A scored sample that the learner trains on."""
 
     sample: Sample
     reward: float
     advantage: float
     shaping: float = 0.0  # added to the reward before it became an advantage
     is_trained: bool = True  # False: none of its tokens counts in a loss
-    is_young: tuple[bool, ...] = ()  # one per response token, False = too old to train; empty: all are young enough
+    is_young: tuple[bool, ...] = ()  # one per response token, False = too old to train on; empty: none is too old
 
     @property
     def num_tokens(self) -> int:
@@ -217,7 +217,7 @@ class Experience:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names the sample: Sample.key."""
+        """The name of the sample: Sample.key."""
         return self.sample.key
 
     @property
@@ -228,7 +228,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A prompt and a response of a data set. Later questions of a conversation belong to the response, untrained."""
+    """A prompt and a response of a data set. Later questions in a conversation are untrained parts of the response."""
 
     prompt_ids: tuple[int, ...]  # up to the first trained token
     response_ids: tuple[int, ...]
@@ -242,7 +242,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A line of a data set that is learned from without sampling: an answer to imitate, or a pair to compare."""
+    """An example that is learned from without sampling: an answer to imitate, or a pair of answers to compare."""
 
     index: int  # in the data set
     where: str  # file and line, for messages
@@ -257,7 +257,7 @@ class Example:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names the example on any world size."""
+        """The name of the example, which is the same at any world size."""
         return (self.position, 0)
 
     @property
@@ -272,7 +272,7 @@ class EncodedPrompt:
 
     token_ids: tuple[int, ...]  # L of them, with a placeholder for each vision feature
     positions: Tensor  # [3, L] int64: frame, row and column of a vision feature; the same three times for text
-    rope_delta: int  # the token at index i behind the prompt has the position i + rope_delta
+    rope_delta: int  # a token after the prompt, at index i, has the position i + rope_delta
     feature_positions: Tensor  # [V] int64: which of the L tokens are vision features, ascending
     pixel_values: Tensor | None = None  # [P, patch_dim] float32: patches of all images and videos, in token order
     grid_thw: Tensor | None = None  # [M, 3] int64: patches of each image or video in time, height and width
@@ -310,14 +310,14 @@ class PackedBatch:
     sampler_logprobs: Tensor  # [N] float32
     versions: Tensor | None = None  # [N] int64, weights that made each token; None: the batch was not sampled
     old_logprobs: Tensor | None = None  # [N] float32, of the policy before the update
-    proximal_share: Tensor | None = None  # [N] float32, how far old_logprobs are from the sampler's to the policy's own
+    proximal_share: Tensor | None = None  # [N] float32, where old_logprobs are between sampler (0) and policy (1)
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     old_values: Tensor | None = None  # [N] float32, the critic's before the update
     returns: Tensor | None = None  # [N] float32, what the critic is trained towards
-    temperature: float = 1.0  # that the tokens were sampled at
+    temperature: float = 1.0  # at which the tokens were sampled
     keys: tuple[tuple[int, int], ...]  # S of (prompt position, sample index)
     vision: VisionInputs | None = None  # None: no sequence has an image or video
-    teacher_logprobs: Tensor | None = None  # [N] float32, of the teacher that is distilled
+    teacher_logprobs: Tensor | None = None  # [N] float32, of the teacher that the policy learns from
     selected: Tensor | None = None  # [N] bool, tokens that the loss treats differently; None: no token
     in_policy_loss: Tensor | None = None  # [N] bool, tokens whose policy loss counts; None: all trained tokens
     routing: Tensor | None = None  # [T, layers, k] int16: the experts to use for each token, -1 for the router's own
@@ -348,11 +348,11 @@ class RoutingScores:
     """What the routers of a mixture of experts did in a forward."""
 
     logits: tuple[Tensor, ...]  # [T, E] of each router; empty without router losses
-    experts: tuple[Tensor, ...]  # [T, k] that were used; as many
+    experts: tuple[Tensor, ...]  # [T, k], the experts that each router used
     is_sigmoid: bool  # an expert's probability is its share of the sigmoids, not a softmax
-    num_layers: int  # that have a router
-    num_routed: int  # tokens of which the engine's experts are known
-    num_tokens_differ: int  # of these, tokens for which the trainer would have chosen other experts in some layer
+    num_layers: int  # layers that have a router
+    num_routed: int  # tokens for which the engine's experts are known
+    num_tokens_differ: int  # those among them for which the trainer would have chosen other experts in some layer
     num_choices_differ: int  # pairs of such a token and a layer
 
 

@@ -1,7 +1,7 @@
-"""Roles: in one torchrun some ranks train and some generate, each in a world of its own.
+"""Roles: within one torchrun launch some ranks train and others generate, each role in a world of its own.
 
-The last ranks generate. Rank, world size and store are rewritten before a rank joins, so that a strategy, an engine or
-a library never sees the other role. LOCAL_RANK stays, since it names the GPU.
+The last ranks generate. Rank, world size and store are rewritten before a rank joins, so a strategy, an engine or a
+library never sees the other role. LOCAL_RANK stays as it is because it names the GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RoleName = Literal["trainer", "rollout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What this rank does, and how many ranks do what."""
+    """The role of this rank, and the number of ranks of each role."""
 
     name: RoleName
     rank: int  # within the role
@@ -36,21 +36,21 @@ class Role:
 
     @property
     def place(self) -> int:
-        """The rank that torchrun gave: trainers come first."""
+        """The number that torchrun gave this rank; trainers come first."""
         return self.rank if self.is_trainer else self.num_trainers + self.rank
 
     def name_of(self, place: int) -> str:
-        """Returns the name of the rank that torchrun gave this number."""
+        """Returns the name of the rank that has this number under torchrun."""
         is_trainer = place < self.num_trainers
         return f"trainer rank {place}" if is_trainer else f"rollout rank {place - self.num_trainers}"
 
 
 def split(num_rollout: int, *, engine_tp_size: int = 1) -> Role:
-    """Makes this process a rank of its role's world. Call it on every rank, before any joins.
+    """Makes this process a rank of its role's world. Call it on every rank before any rank joins.
 
     Args:
-        num_rollout: the number of ranks, the last ones, that generate.
-        engine_tp_size: the number of those that share an engine.
+        num_rollout: number of ranks that generate; they are the last ones.
+        engine_tp_size: number of generating ranks that share an engine.
     """
     world = _described_world()
     if not 0 < num_rollout < world:
@@ -75,7 +75,7 @@ def split(num_rollout: int, *, engine_tp_size: int = 1) -> Role:
 
 
 def _described_world() -> int:
-    """Returns the number of ranks that torchrun started; ValueError where nobody keeps a store for all of them."""
+    """Returns the number of ranks that torchrun started; raises ValueError if there is no store for all of them."""
     if "RANK" not in os.environ:
         return 1
     check_environment()

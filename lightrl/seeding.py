@@ -23,7 +23,7 @@ def _splitmix64(value: Any) -> Any:
 
 
 def prefix_state(*parts: int) -> int:
-    """Returns the 64-bit state after mixing in the parts: what a draw needs of all its integers but the last."""
+    """Returns the 64-bit state after mixing in the parts: all integers of a draw except the last one."""
     state: int = 0
     for part in parts:
         state = _splitmix64(state ^ _splitmix64(part & _MASK64))

@@ -1,8 +1,8 @@
-"""StallWatch: says which rank the others wait for in vain, in which phase and at which line, and ends it.
+"""StallWatch: reports which rank the others wait for in vain, in which phase and at which line, and ends that rank.
 
-A rank whose collective breaks asks the others through the store, and a thread on each answers with the stack of the
-main thread. Where no answer comes, since a process is stopped or a call into C holds its interpreter, another rank on
-the same host has faulthandler write the stack, by a signal, and kills the process. One rank makes the report.
+A rank whose collective breaks asks the others through the store, and a thread on each of them answers with the stack of
+its main thread. A process that is stopped, or whose interpreter is held by a call into C, does not answer. Another rank
+on the same host then signals it, so that faulthandler writes its stack, and kills it. One rank makes the report.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightrl.rank_board import RankBoard
 
 _ASKED, _TOLD = "lightrl/stall/asked", "lightrl/stall/told"
 _STACK_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else 0  # one that nobody else sends
-_POLL_S = 1.0  # between two looks of the thread at the store
-_ANSWER_S = 3.0  # in which a rank answers that can
-_STACK_S = 3.0  # in which faulthandler writes
-_REPORT_S = 20.0  # in which the report is made; a store that takes longer has lost its host
+_POLL_S = 1.0  # how often the thread looks at the store
+_ANSWER_S = 3.0  # limit for the answer of a rank that can answer
+_STACK_S = 3.0  # limit for faulthandler to write a stack
+_REPORT_S = 20.0  # limit for the report; a store that takes longer has lost its host
 
 _end: Callable[[int], Any] | None = None
 
@@ -48,7 +48,7 @@ class WatchedStore(Protocol):
 
 
 def end_by(end: Callable[[int], Any]) -> None:
-    """Has every world that this process joins from now on be watched; end(code) ends the process."""
+    """Watches every world that this process joins from now on; end(code) is called to end the process."""
     global _end
     _end = end
 
@@ -59,11 +59,11 @@ def is_wanted() -> bool:
 
 
 class StallWatch:
-    """Answers for this rank, and asks the others when a collective of this rank breaks."""
+    """Answers the questions of other ranks, and asks them in turn when a collective of this rank breaks."""
 
     def __init__(self, store: WatchedStore, board: RankBoard, rank: int, world: int) -> None:
         self._store = store
-        # A connection on which no call of the main thread can be waiting. torch's stubs do not know the method.
+        # A connection of its own, which no call of the main thread can block. torch's stubs lack the method.
         self._own_store: WatchedStore = cast(Any, store).clone()
         self._board, self._rank, self._world = board, rank, world
         self._has_given_up = False
@@ -76,7 +76,7 @@ class StallWatch:
 
     @property
     def is_reporting(self) -> bool:
-        """Whether this rank waits for the report, or makes it."""
+        """Whether this rank is waiting for the report or making it."""
         return self._has_given_up
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class StallWatch:
     # ---- The main thread of a rank whose collective broke --------------------------------------------------------
 
     def why_lost(self, text: str) -> str:
-        """Returns the errors that the others left with; else where the report stands, which one rank has written."""
+        """Returns the errors that other ranks left with; if there are none, a text that says where the report is."""
         with self._ended_without_store(text):
             errors = self._board.errors_of_others()
             if errors:
@@ -100,7 +100,7 @@ class StallWatch:
                 self._wait_for([_TOLD], _REPORT_S)
                 return f"rank {self._rank} waited for another rank in vain; the rank that asked first says for which."
             self._wait_for([_answer_of(rank) for rank in range(self._world)], _ANSWER_S + 2 * _STACK_S)
-            # Written before the others hear of it: the first of them to end has torchrun kill this rank.
+            # Written before the others are told: as soon as one of them ends, torchrun kills this rank.
             sys.stderr.write("\n".join([f"[rank {self._rank}] {text}", *self._describe_others()]) + "\n")
             sys.stderr.flush()
             self._board.post_error(RuntimeError(f"other ranks did not come; rank {self._rank} has reported them"))
@@ -124,7 +124,7 @@ class StallWatch:
             time.sleep(0.1)
 
     def _describe_others(self) -> Iterator[str]:
-        """Yields what holds the run up first, then a line for each rank that waits."""
+        """Yields first what holds up the run, then a line for each rank that is waiting."""
         answers = {rank: self._read(_answer_of(rank)) for rank in range(self._world) if rank != self._rank}
         for rank, answer in sorted(answers.items(), key=lambda item: "waits" in item[1]):
             process = self._read(f"lightrl/stall/process/{rank}")
@@ -143,7 +143,7 @@ class StallWatch:
             self._take_part()
 
     def _is_asked(self) -> bool:
-        """Waits until a rank asks; False at the end of the run, which may also take the store's host away."""
+        """Waits until a rank asks; returns False when the run ends, or when the store's host is gone."""
         with suppress(RuntimeError):
             while not self._own_store.check([_ASKED]):
                 if self._stopped.wait(_POLL_S):
@@ -152,7 +152,7 @@ class StallWatch:
         return False
 
     def _take_part(self) -> None:
-        with suppress(RuntimeError):  # the rank that asked kept the store, and has gone after its report
+        with suppress(RuntimeError):  # the rank that asked was the store's host, and has ended after its report
             if not self._has_given_up and not self._own_store.check([_looked_at(self._rank)]):
                 self._answer(self._own_store, {"state": "is running", "stack": _main_stack()})
             stopped = self._look_at_silent_ranks()
@@ -167,7 +167,7 @@ class StallWatch:
             _end_process(1)
 
     def _look_at_silent_ranks(self) -> list[int]:
-        """Answers for the ranks on this host that do not, if this is the first that can; returns their processes."""
+        """Answers for silent ranks on this host unless another rank does; returns their processes."""
         deadline = time.monotonic() + _ANSWER_S
         ranks = range(self._world)
         while (silent := [rank for rank in ranks if not self._has_answered(rank)]) and time.monotonic() < deadline:
@@ -177,7 +177,7 @@ class StallWatch:
         if self._rank != min((rank for rank in here if rank not in silent), default=-1):
             return []
         for rank in (rank for rank in here if rank in silent):
-            self._own_store.set(_looked_at(rank), "")  # it goes on for a moment, and would answer itself
+            self._own_store.set(_looked_at(rank), "")  # it runs on for a moment, in which it would answer itself
             self._answer(self._own_store, _stopped_with_stack(processes[rank]), rank)
         return [int(processes[rank]["pid"]) for rank in here if rank in silent and _is_there(processes[rank])]
 
@@ -224,7 +224,7 @@ def _main_stack() -> str:
 
 
 def _stack_file() -> int:
-    """Returns a file without a name that gets this process's stack at a signal; -1 where there is none."""
+    """Returns an unnamed file that receives this process's stack at a signal; -1 if the system has none."""
     if not _STACK_SIGNAL:
         return -1
     descriptor = os.memfd_create("stack")
@@ -237,12 +237,12 @@ def _host() -> str:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Returns what tells a process from a later one that has its number."""
+    """Returns what distinguishes a process from a later one with the same process id."""
     return {"host": _host(), "pid": pid, "started": _status(pid)[1]}
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """Returns the letter of a process's state and the time of its start, as /proc has them; empty if it is gone."""
+    """Returns the state letter and the start time of a process, as /proc shows them; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -256,7 +256,7 @@ def _is_there(process: dict[str, Any]) -> bool:
 
 
 def _stopped_with_stack(process: dict[str, Any]) -> dict[str, str]:
-    """Stops a process of this host that gives no answer; returns the state that it was in, and its stack."""
+    """Stops a process of this host that does not answer; returns the state that it was in, and its stack."""
     pid = int(process["pid"])
     state, _ = _status(pid)
     if not _is_there(process):
@@ -273,10 +273,10 @@ def _stopped_with_stack(process: dict[str, Any]) -> dict[str, str]:
 
 
 def _signal_main_thread(pid: int) -> None:
-    """Asks for the stack. The main thread takes the signal before it goes on; any other would let it go on first."""
+    """Requests the stack by a signal to the main thread: another thread would write it after the main one moved on."""
     try:
         ctypes.CDLL(None).tgkill(pid, pid, _STACK_SIGNAL)
-    except AttributeError:  # a C library without it
+    except AttributeError:  # the C library lacks the function
         os.kill(pid, _STACK_SIGNAL)
 
 

@@ -1,9 +1,9 @@
 """Estimators of one advantage per sample from one reward per sample, and the whitening of advantages.
 
-An estimator is `fn(samples: ScoredSamples, **parameters) -> Tensor`, [B] for [B] rewards; every token of a sample then
-has its advantage. Where a method compares samples of a group, equal rewards and groups of one give exactly 0.
-`@advantage(...)` states what an estimator asks of the trainer: `whiten=True` has its advantages whitened (`whiten`)
-over all trained tokens of the update on all ranks. Advantages per token (GAE, returns) are in returns.py.
+An estimator is `fn(samples: ScoredSamples, **parameters) -> Tensor`, [B] for [B] rewards; every token of a sample gets
+the sample's advantage. Methods that compare the samples of a group give exactly 0 for equal rewards and for groups of
+one. `@advantage(...)` states what an estimator asks of the trainer: with `whiten=True` the trainer whitens the
+advantages over all trained tokens of the update on all ranks. Advantages per token (GAE, returns) are in returns.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDING = 1e-12  # a deviation below this fraction of the mean is rounding in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSamples:
-    """B samples with every member of their groups, in any order."""
+    """B samples in any order; every group among them is complete."""
 
     rewards: Tensor  # [B]
     group_ids: Tensor  # [B] int64, equal for samples of the same prompt
@@ -120,8 +120,8 @@ def opo(samples: ScoredSamples) -> Tensor:
 def gpg(samples: ScoredSamples, *, norm: Positive = 1.0) -> Tensor:
     """Returns (reward - its group's mean) / (norm x share of samples with a signal) (GPG, arXiv:2504.02546).
 
-    A sample has a signal if the rewards of its group are unequal. Groups of equal rewards then do not shrink the
-    gradient of the others.
+    A sample has a signal if the rewards of its group are unequal. The division keeps groups of equal rewards from
+    shrinking the gradient of the others.
     """
     return dr_grpo(samples) / (norm * _signal_share(samples, "gpg"))
 
@@ -150,11 +150,11 @@ def cpgd(
 
 @advantage(min_group="k")
 def pass_at_k(samples: ScoredSamples, *, k: int = 4, correct_above: float = 0.5) -> Tensor:
-    """Returns the advantage of being among k random samples of the group with a correct one (arXiv:2508.10751).
+    """Returns each sample's advantage under pass@k: k random samples succeed if one is correct (arXiv:2508.10751).
 
     With N samples, W of them wrong: R = 1 - C(W, k) / C(N, k), deviation sqrt(R (1 - R)); a correct sample gets
-    (1 - R) / deviation, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / deviation. All get 0 where all are
-    wrong, where any k have a correct one, and where failed rewards have left fewer than k samples.
+    (1 - R) / deviation, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / deviation. All samples get 0 if all
+    are wrong, if any k of them include a correct one, or if failed rewards leave fewer than k samples.
 
     Args:
         k: How many samples are drawn.
@@ -172,9 +172,9 @@ def pass_at_k(samples: ScoredSamples, *, k: int = 4, correct_above: float = 0.5)
 
 
 def signal_counts(samples: ScoredSamples) -> Tensor:
-    """Counts, [2] float64, the samples whose group has unequal rewards, and all samples.
+    """Returns the number of samples whose group has unequal rewards, and of all samples, [2] float64.
 
-    The ratio of the two, each added over ranks, is `ScoredSamples.signal_share`.
+    After each is summed over the ranks, their ratio is `ScoredSamples.signal_share`.
     """
     has_signal = samples.groups.has_signal(samples.scores)
     return torch.tensor([float(has_signal.sum()), float(len(has_signal))], dtype=torch.float64)
@@ -207,11 +207,11 @@ def _signal_share(samples: ScoredSamples, estimator: str) -> float:
     return samples.signal_share if samples.signal_share > 0 else 1.0  # no signal at all: every advantage is 0
 
 
-# ---- Whitening: every rank gives its moments, they are merged, every rank applies them -------------------------------
+# ---- Whitening: the ranks' moments are merged, and every rank applies the result -------------------------------------
 
 
 def moments_of(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns, [3] float64, the sum of the weights, the weighted mean, and the weighted sum of squared deviations.
+    """Returns the sum of the weights, the weighted mean, and the weighted sum of squared deviations, [3] float64.
 
     Args:
         values: Any shape; entries of weight 0 are not read.
@@ -226,10 +226,10 @@ def moments_of(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def merged_moments(parts: Tensor) -> Tensor:
-    """Returns the moments, [3], of all values from the moments of each part, [R, 3], such as the ranks' gathered.
+    """Returns the moments of all values, [3], from the moments of each part, [R, 3], such as those of each rank.
 
-    The deviations of the parts' means are added to those within (Chan, Golub and LeVeque, 1979); sums of squares would
-    lose the digits that the level of the values takes.
+    The squared deviations of the parts' means are added to those within the parts (Chan, Golub and LeVeque, 1979).
+    Plain sums of squares would lose digits when the mean is large.
     """
     weights, means, squares = parts.unbind(1)
     first = means[weights.argmax()]
@@ -240,7 +240,7 @@ def merged_moments(parts: Tensor) -> Tensor:
 
 
 def mean_and_std(moments: Tensor) -> tuple[float, float]:
-    """Returns mean and deviation from moments_of values; the deviation divides by the count; equal values give 0."""
+    """Returns mean and deviation from moments; the deviation divides by the count, and is 0 for equal values."""
     count, mean, squares = moments.tolist()
     std = (squares / max(count, 1.0)) ** 0.5
     return mean, 0.0 if std <= _ROUNDING * abs(mean) else std
@@ -253,8 +253,8 @@ def whiten(values: Tensor, moments: Tensor, *, shift_mean: bool = True, eps: flo
 
     Args:
         values: Advantages or rewards of this rank.
-        moments: The moments_of all values to compare with, merged over all ranks.
-        shift_mean: False keeps the mean, and so the sign of each value.
+        moments: The result of moments_of() for all values to compare with, merged over all ranks.
+        shift_mean: False keeps the mean, and with it the sign of each value.
         eps: Added to the deviation.
     """
     mean, std = mean_and_std(moments)
@@ -275,9 +275,9 @@ def clip_values(values: Tensor, limit: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """Returns what to add to rewards for their lengths (DAPO, arXiv:2503.14476, eq. 13).
+    """Returns the penalty to add to the rewards of overlong responses (DAPO, arXiv:2503.14476, eq. 13).
 
-    It is 0 up to max_length - buffer tokens and falls from there in a line to -scale at max_length.
+    It is 0 up to max_length - buffer tokens and falls linearly from there to -scale at max_length.
 
     Args:
         lengths: Response tokens, [B].
@@ -293,26 +293,26 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, scale: fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The samples of the same prompts: G groups of B samples, whose members may stand in any order.
+    """B samples in G groups, one for each prompt; the members of a group may be in any order.
 
-    Every member of a group must be there: where a group spans ranks, gather its rewards and ids first (a few numbers)
-    and keep one's own part of the result.
+    Every group must be complete. If a group spans ranks, gather its rewards and ids first (a few numbers), and keep
+    only this rank's part of the result.
     """
 
     member_of: Tensor  # [B] int64 in [0, G)
     sizes: Tensor  # [G] int64
 
     def sums(self, values: Tensor) -> Tensor:
-        """Adds the values of each group, [G] float64: the sum must not depend on the order of the members."""
+        """Adds up the values of each group, [G]; float64, so that the order of the members does not matter."""
         zeros = torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device)
         return zeros.index_add(0, self.member_of, values.double())
 
     def means(self, values: Tensor) -> Tensor:
-        """Gives each sample, [B] float64, the mean of its group."""
+        """Returns the mean of each sample's group, [B] float64."""
         return (self.sums(values) / self.sizes)[self.member_of]
 
     def stds(self, values: Tensor) -> Tensor:
-        """Gives each sample, [B] float64, the deviation of its group, divided by size - 1; 0 in a group of one."""
+        """Returns the deviation of each sample's group, [B] float64, with divisor size - 1; 0 for a group of one."""
         deviations = values.double() - self.means(values)
         variance = self.sums(deviations.square()) / (self.sizes - 1).clamp(min=1)
         return variance.sqrt()[self.member_of]
@@ -325,7 +325,7 @@ class Groups:
         return (lowest != highest)[self.member_of]
 
     def num_others(self) -> Tensor:
-        """Counts the other members of each sample's group, [B] int64."""
+        """Returns the number of other members in each sample's group, [B] int64."""
         return self.sizes[self.member_of] - 1
 
 

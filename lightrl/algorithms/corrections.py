@@ -1,4 +1,4 @@
-"""Importance weights for tokens sampled by another policy than the trained one: an engine's rounding, an older version.
+"""Importance weights for tokens of another policy than the trained one: an engine that rounds, or an older version.
 
 A correction is `fn(tokens: OffPolicyTokens, **parameters) -> Correction`. Its weights multiply the terms of any policy
 loss (`corrected`); a weight of 0 rejects a token but leaves the mask, and so the denominator, as they are. The
@@ -46,7 +46,7 @@ class OffPolicyTokens:
 
     @torch.no_grad()
     def log_ratio(self, level: Level) -> Tensor:
-        """Returns log(trainer / sampler), [N]: the token's, its sequence's sum, or its sequence's mean per token."""
+        """Returns log(trainer / sampler) for each token, [N]: its own, or the sum or mean over its sequence."""
         token = masked_difference(self.logprobs, self.sampler_logprobs, self.mask)
         if level == "token":
             return token
@@ -66,7 +66,7 @@ class Correction:
 
 
 def truncated(tokens: OffPolicyTokens, *, level: Level = "token", cap: float = 2.0) -> Correction:
-    """Weighs by min(ratio, cap): truncated importance sampling (TIS; arXiv:1802.01561)."""
+    """Weights each token by min(ratio, cap): truncated importance sampling (TIS; arXiv:1802.01561)."""
     if cap <= 0:
         raise ValueError(f"cap is {cap}: the ratio is held below it, so it must be more than 0.")
     ratio = _ratio(tokens, level)
@@ -74,19 +74,19 @@ def truncated(tokens: OffPolicyTokens, *, level: Level = "token", cap: float = 2
 
 
 def masked(tokens: OffPolicyTokens, *, level: Level = "token", low: float = 0.0, high: float = 2.0) -> Correction:
-    """Weighs by the ratio where it is within [low, high], else by 0: masked importance sampling (MIS)."""
+    """Weights each token by its ratio if that is in [low, high], otherwise by 0: masked importance sampling (MIS)."""
     ratio = _ratio(tokens, level)
     is_outside = _outside(ratio, low, high)
     return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, ratio))
 
 
 def icepop(tokens: OffPolicyTokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
-    """Applies `masked` to token ratios, from both sides (IcePop, arXiv:2510.18855)."""
+    """Applies `masked` to the ratios of single tokens, with both bounds (IcePop, arXiv:2510.18855)."""
     return masked(tokens, level="token", low=low, high=high)
 
 
 def rejected(tokens: OffPolicyTokens, *, level: Level = "geometric", low: float = 0.5, high: float = 2.0) -> Correction:
-    """Weighs by 1 where the ratio is within [low, high], else by 0."""
+    """Weights each token by 1 if its ratio is in [low, high], otherwise by 0."""
     ratio = _ratio(tokens, level)
     is_outside = _outside(ratio, low, high)
     return _correction(tokens, ratio, is_outside, torch.where(is_outside, 0.0, 1 + 0 * ratio))  # NaN stays NaN
@@ -102,11 +102,11 @@ def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
 def interpolated_logprobs(
     logprobs: Tensor, sampler_logprobs: Tensor, *, versions: Tensor, proximal_version: int, current_version: int
 ) -> Tensor:
-    """Interpolates the log probabilities, [N], of a proximal policy between the sampling and the current one.
+    """Interpolates the log probabilities of a proximal policy between the sampling and the current one, [N].
 
-    They are a log current + (1 - a) log sampler, without a forward. Here a is the fraction of the way from the sampling
-    to the current version that the proximal version has made, (proximal - sampled) / (current - sampled), and 0 for
-    tokens that the current version sampled.
+    They are a log current + (1 - a) log sampler, and need no forward. Here a says how far the proximal version lies
+    between the sampling and the current version, (proximal - sampled) / (current - sampled); it is 0 for tokens that
+    the current version sampled.
 
     Args:
         logprobs: Of the current policy, [N].
@@ -121,7 +121,7 @@ def interpolated_logprobs(
 
 
 def proximal_share(versions: Tensor, *, proximal_version: int, current_version: int) -> Tensor:
-    """Returns a of interpolated_logprobs, [N]: 0 is the policy that sampled the token, 1 the current one."""
+    """Returns the factor a of interpolated_logprobs(), [N]: 0 is the policy that sampled a token, 1 the current one."""
     if proximal_version > current_version:
         raise ValueError(f"proximal_version is {proximal_version}, after current_version {current_version}.")
     behind = current_version - versions

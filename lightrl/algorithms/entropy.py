@@ -1,4 +1,4 @@
-"""The entropy bonus, and the coefficient of it that follows a target."""
+"""The entropy bonus, and its coefficient, which can follow a target."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, coef: float) -> Tensor:
 def next_entropy_coef(
     coef: float, *, entropy: float, target: float, step: float = 0.005, highest: float = 1.0
 ) -> float:
-    """Raises the coefficient by `step` below the target, lowers it above, within [0, highest] (arXiv:2505.22312)."""
+    """Moves the coefficient by `step` so that the entropy nears the target, within [0, highest] (arXiv:2505.22312)."""
     if entropy == target:
         return coef
     return min(highest, max(0.0, coef + (step if entropy < target else -step)))
 
 
 def active_entropy_coef(coef: float, *, entropy: float, target: float) -> float:
-    """Returns the coefficient that acts: 0 above the target, where a bonus would raise the entropy further."""
+    """Returns the coefficient to apply: 0 above the target, where a bonus would raise the entropy further."""
     return coef if entropy <= target else 0.0

@@ -1,12 +1,12 @@
-"""KL divergences estimated from sampled tokens: of policy and reference, engine and trainer, policy and teacher.
+"""KL divergences estimated from sampled tokens: policy and reference, engine and trainer, policy and teacher.
 
-The estimates are those of http://joschu.net/blog/kl-approx.html. The value of an estimate and its gradient are two
+The estimates are those of http://joschu.net/blog/kl-approx.html. An estimate's value and its gradient are two different
 things. With d = policy - reference, in log probabilities, and averaged over the policy's own samples:
 - k1 = d has the KL as its value and no gradient at all: good in a reward, useless in a loss.
-- k2 = d^2 / 2 has a biased value and the KL's gradient, d times that of the log probability.
+- k2 = d^2 / 2 has a biased value and the KL's gradient: d times the gradient of the log probability.
 - k3 = exp(-d) - 1 + d has the KL as its value, never negative, and the gradient of KL(reference || policy). Where the
   reference finds a token more than e^30 = 1e13 times likelier than the policy, d is held at -30, without a gradient.
-`kl_terms(gradient="kl")` takes the value of any of them and the gradient of the KL.
+`kl_terms(gradient="kl")` combines the value of any of them with the gradient of the KL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KLGradient = Literal["own", "kl"]
 
 
 def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
-    """Estimates KL(policy || reference) at each token from the log probabilities that the two give it.
+    """Estimates KL(policy || reference) at each token from its log probabilities under both.
 
     With d = policy - reference: k1 = d (unbiased, of any sign), k2 = d^2 / 2 (biased, small variance), and
     k3 = exp(-d) - 1 + d (unbiased, never negative; GRPO's), with d held at -30 or above. No gradient flows to the
@@ -69,8 +69,9 @@ def kl_terms(
         mask: True = trained.
         kind: The estimate.
         gradient: "own" is that of the estimate; "kl" is that of the KL, d times the gradient of the log probability.
-        old: Log probabilities of the policy that sampled. Where given, every term is weighed by policy / old, without
-            which value and gradient are wrong off policy. With k3 and "kl" this is DeepSeek-V3.2's unbiased estimate.
+        old: Log probabilities of the policy that sampled. If given, every term is weighted by policy / old; without
+            the weight, value and gradient are wrong off policy. With k3 and "kl" this is DeepSeek-V3.2's unbiased
+            estimate.
     """
     require_same_shape(policy=policy, reference=reference, mask=mask)
     require_bool_mask(mask)
@@ -93,10 +94,10 @@ def add_kl(terms: Tensor, kl: Tensor, *, coef: float) -> Tensor:
 
 
 def next_kl_coef(coef: float, *, kl: float, target: float, num_samples: int, horizon: int = 10_000) -> float:
-    """Raises the coefficient while the KL is above its target: coef (1 + e num_samples / horizon) (arXiv:1909.08593).
+    """Moves the coefficient so that the KL nears its target: coef (1 + e num_samples / horizon) (arXiv:1909.08593).
 
-    The error e = kl / target - 1 is clipped to [-0.2, 0.2]. The paper's factor is 0.1 for every step; num_samples /
-    horizon is TRL's.
+    The error e = kl / target - 1 is clipped to [-0.2, 0.2]. The paper's factor is 0.1 at every step; the factor
+    num_samples / horizon is TRL's.
 
     Args:
         coef: The coefficient of this step.
@@ -135,7 +136,7 @@ def distillation_advantages(
 def distillation_terms(
     logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, old_logprobs: Tensor | None = None
 ) -> Tensor:
-    """Returns the sampled reverse KL as a loss, [N], with the KL's gradient; old_logprobs weigh it by policy / old."""
+    """Returns the sampled reverse KL as loss terms, [N], with the KL's gradient, weighted by policy / old if given."""
     return kl_terms(policy=logprobs, reference=teacher_logprobs, mask=mask, kind="k1", gradient="kl", old=old_logprobs)
 
 
@@ -144,7 +145,7 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
     Args:
         logprobs: Normalised log probabilities, [N, V]. Pass a chunk of tokens at a time: V is large.
-        teacher_logprobs: The same of the teacher, [N, V].
+        teacher_logprobs: The same for the teacher, [N, V].
     """
     require_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     probabilities = logprobs.exp()

@@ -1,14 +1,14 @@
-"""Policy losses: one term per token, and the aggregations that make a micro-batch's loss of the terms.
+"""Policy losses (one term per token), and the aggregations that turn the terms into a micro-batch's loss.
 
 A policy loss is `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`. Parameters are keyword-only and have defaults.
-Formulas write r = policy / old policy, A for the advantage and sg for "no gradient". A correction may weigh the terms
-once more (corrections.py), and the KL to a reference is added to them by kl.add_kl.
+Formulas write r = policy / old policy, A for the advantage and sg for "no gradient". A correction may weight the terms
+further (corrections.py), and kl.add_kl adds the KL to a reference.
 
 An aggregation is `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights`. It decides which mean is
 taken; the denominator is global in all of them. With `weights` per token and `total` per micro-batch, the loss of an
 update is sum(weights * terms) / sum(total), both sums over all micro-batches and ranks. So a micro-batch's loss is
-`mean_loss(terms, weights)`, its weight in train_batch is `total`, and the gradient depends neither on the micro-batch
-size, nor on the packing, nor on the number of ranks.
+`mean_loss(terms, weights)`, its weight in train_batch is `total`, and the gradient does not depend on the micro-batch
+size, the packing or the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lightrl.algorithms.ranges import NotNegative, Positive
 # ---- What a loss reads and returns -----------------------------------------------------------------------------------
 
 MAX_LOG_RATIO = 20.0
-"""Ratios, of a token or of a sequence, beyond e^20 = 4.9e8 are too large to train on: they are held there, without a
-gradient."""
+"""Largest log ratio of a token or a sequence: ratios beyond e^20 = 4.9e8 are too large to train on, so they are held
+there, without a gradient."""
 
 MAX_K3_LOG_RATIO = 30.0
-"""k3 grows with the ratio itself: beyond e^30 = 1.1e13 it is held there, without a gradient."""
+"""Largest log ratio in k3, which grows with the ratio itself: beyond e^30 = 1.1e13 it is held, without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +55,27 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """The log of policy / old policy, [N], at most MAX_LOG_RATIO, 0 where nothing is trained."""
+        """The log of policy / old policy, [N], at most MAX_LOG_RATIO; 0 for untrained tokens."""
         return masked_log_ratio(self.logprobs, self.old_logprobs, self.mask)
 
     @property
     def full_log_ratio(self) -> Tensor:
-        """The log of policy / old policy, [N], however large, 0 where nothing is trained."""
+        """The log of policy / old policy, [N], without a limit; 0 for untrained tokens."""
         return masked_difference(self.logprobs, self.old_logprobs, self.mask)
 
     @property
     def masked_advantages(self) -> Tensor:
-        """The advantages, [N], detached, 0 where nothing is trained."""
+        """The advantages, [N], detached; 0 for untrained tokens."""
         return torch.where(self.mask, self.advantages.detach(), 0.0)
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Gives each token, [N], the mean of the values over the trained tokens of its sequence."""
+        """Returns for each token, [N], the mean of the values over the trained tokens of its sequence."""
         return sequence_means(values, self.mask, self.sequence_index, self.num_sequences)[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """One term per token, which an aggregation weighs and adds; only `terms` carries a gradient."""
+    """One loss term per token, to be weighted and summed by an aggregation; only `terms` carries a gradient."""
 
     terms: Tensor  # [N] 0 where nothing is trained
     ratio: Tensor  # [N] before any clip, 0 where nothing is trained
@@ -83,12 +83,12 @@ class TokenLoss:
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Returns log(new / old), at most MAX_LOG_RATIO, 0 where the mask is False."""
+    """Returns log(new / old), at most MAX_LOG_RATIO; 0 where the mask is False."""
     return masked_difference(logprobs, old_logprobs, mask).clamp(max=MAX_LOG_RATIO)
 
 
 def masked_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """Returns logprobs - others, of which the others get no gradient, and 0 where the mask is False.
+    """Returns logprobs - others, or 0 where the mask is False; `others` gets no gradient.
 
     The mask is applied before any exp or product, since 0 * NaN in a backward is NaN.
     """
@@ -96,12 +96,12 @@ def masked_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
 
 
 def nan_unless_finite(values: Tensor) -> Tensor:
-    """Returns the values with NaN for infinities: a clip would make them finite, and so hide them from the loss."""
+    """Replaces infinities by NaN: a clip would make them finite and so hide them from the loss."""
     return values + 0 * values.detach()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Returns r - 1 - log r, never negative: the k3 estimate of KL(p || q) where p has sampled and r is q / p.
+    """Returns r - 1 - log r, never negative: the k3 estimate of KL(p || q) for samples of p, with r = q / p.
 
     The log is held at MAX_K3_LOG_RATIO, without a gradient.
     """
@@ -119,12 +119,12 @@ def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tenso
 
 
 def sequence_sums(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Adds the values, [N], of each sequence: [num_sequences]."""
+    """Adds up the values, [N], of each sequence: [num_sequences]."""
     return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Averages each sequence's values where the mask is True, [num_sequences]; 0 where a sequence has none."""
+    """Averages each sequence's values where the mask is True, [num_sequences]; 0 for a sequence without any."""
     total = sequence_sums(torch.where(mask, values, 0.0), sequence_index, num_sequences)
     return total / sequence_sums(mask.to(total.dtype), sequence_index, num_sequences).clamp(min=1)
 
@@ -144,7 +144,7 @@ def ppo_clip(
 ) -> TokenLoss:
     """Computes -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347, eq. 7).
 
-    Two different bounds are DAPO's clip-higher (arXiv:2503.14476). A dual_clip of c limits the term of a token with
+    Two different bounds give DAPO's clip-higher (arXiv:2503.14476). A dual_clip of c limits the term of a token with
     A < 0 to -c A where r > c (arXiv:1912.09729); 3 is usual.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
@@ -156,7 +156,7 @@ def ppo_clip(
 
 
 def _clipped_again(terms: Tensor, is_clipped: Tensor, tokens: PolicyTokens, dual_clip: float) -> tuple[Tensor, Tensor]:
-    """Limits the terms of tokens with a negative advantage."""
+    """Limits the terms of tokens with a negative advantage (dual clip)."""
     advantages, ratio = tokens.masked_advantages, torch.exp(tokens.log_ratio.detach())
     terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
     return terms, is_clipped | ((ratio > dual_clip) & (advantages < 0))
@@ -165,7 +165,7 @@ def _clipped_again(terms: Tensor, is_clipped: Tensor, tokens: PolicyTokens, dual
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
     """Computes -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy (CISPO: MiniMax-M1, arXiv:2506.13585).
 
-    The weight is clipped, and no token loses its gradient. A clip_low of 1 is no lower bound.
+    Only the weight is clipped, so no token loses its gradient. A clip_low of 1 means no lower bound.
     """
     require_clip_range(clip_low, clip_high)
     log_ratio = tokens.log_ratio
@@ -178,8 +178,8 @@ def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0
 def sapo(tokens: PolicyTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """Computes -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, arXiv:2511.20347).
 
-    The sigmoid is a soft gate in place of a clip. At r = 1 the gradient is that of -r A; away from it the gate closes
-    smoothly, faster for a larger tau.
+    The sigmoid is a soft gate instead of a clip. At r = 1 the gradient is that of -r A; the further r is from 1, the
+    more the gate closes, and the faster for a larger tau.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos is {tau_pos} and tau_neg {tau_neg}: both must be more than 0.")
@@ -200,7 +200,7 @@ def cpgd(
     """Computes -min(l A, clip(l) A) + drift_coef sg(min(r - 1, drift_clip)) log policy (arXiv:2505.12504, eq. 2).
 
     Here l is log r, which the clip holds in [log(1 - clip_low), log(1 + clip_high)]. The last term has the gradient of
-    k3 for KL(old policy || policy), clipped from above, so that it always pulls a ratio that is too large back.
+    k3 for KL(old policy || policy), clipped from above, so it always pulls back a ratio that is too large.
     """
     require_clip_range(clip_low, clip_high)
     log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
@@ -232,7 +232,7 @@ def dppo_tv(
 def dppo_kl(
     tokens: PolicyTokens, *, limit_low: NotNegative = 0.05, limit_high: NotNegative = 0.05, ratio_cap: Positive = 20.0
 ) -> TokenLoss:
-    """Computes dppo_tv with KL(old || policy) of the outcomes "this token" and "another" in place of the variation."""
+    """Computes dppo_tv, but with KL(old || policy) of the two outcomes instead of their total variation."""
     new, old = _probability(tokens.logprobs, tokens.mask), _probability(tokens.old_logprobs, tokens.mask)
     rest_new, rest_old = (1 - new).clamp(min=1e-8), (1 - old).clamp(min=1e-8)
     divergence = -old * tokens.log_ratio.detach() + rest_old * (rest_old / rest_new).log()
@@ -338,10 +338,10 @@ def sequence_mean_token_sum_norm(
 
 
 def mean_loss(terms: Tensor, token_weights: TokenWeights) -> Tensor:
-    """Returns the micro-batch's loss: the weighted sum of the terms / `total`.
+    """Returns the micro-batch's loss: the weighted sum of the terms, divided by `total`.
 
-    Where nothing is trained it is 0, with a gradient of 0 that still flows. To combine several losses (policy, KL,
-    entropy), add their terms first.
+    If nothing is trained, it is 0 but still part of the graph, with a gradient of 0. To combine several losses (policy,
+    KL, entropy), add their terms first.
     """
     require_same_shape(terms=terms, weights=token_weights.weights)
     weights, total = token_weights.weights, token_weights.total
@@ -362,9 +362,9 @@ def _trained_tokens(mask: Tensor, sequence_index: Tensor, num_sequences: int) ->
 def mismatch_statistics(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Measures how far the engine's log probabilities are from the trainer's, for the same tokens and weights.
 
-    The scalars are to be reduced over micro-batches and ranks, "max_abs" by maximum, the others by sum: max_abs and
-    sum_abs are of the difference of log probabilities, sum_k3 is of the k3 estimate of KL(sampler || trainer) (the
-    sampler drew the tokens), and count is of the tokens where the mask is True. Where there are none, all are 0.
+    Reduce the scalars over micro-batches and ranks: max_abs by maximum, the others by sum. max_abs and sum_abs describe
+    the difference of log probabilities, sum_k3 the k3 estimate of KL(sampler || trainer) (the sampler drew the tokens),
+    and count is the number of tokens where the mask is True. Without such tokens, all are 0.
     """
     require_same_shape(trainer=trainer, sampler=sampler, mask=mask)
     require_bool_mask(mask)
@@ -388,13 +388,13 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 
 def require_bool_mask(mask: Tensor, name: str = "mask") -> None:
-    """Raises ValueError unless the mask is of bool, True = counted."""
+    """Raises ValueError unless the mask is a bool tensor."""
     if mask.dtype != torch.bool:
         raise ValueError(f"{name} is of {mask.dtype}: give torch.bool, True where a token counts. Use {name}.bool().")
 
 
 def require_sequence_index(sequence_index: Tensor, mask: Tensor, num_sequences: int) -> None:
-    """Raises ValueError unless a mask of bool and an index are [N], and the index is the int64 sequence of a token."""
+    """Raises ValueError unless mask and index are [N], the mask is bool, and the index is int64 and in range."""
     require_bool_mask(mask)
     if mask.dim() != 1 or sequence_index.shape != mask.shape or sequence_index.dtype != torch.int64:
         raise _wrong_index(sequence_index, mask)
@@ -403,7 +403,7 @@ def require_sequence_index(sequence_index: Tensor, mask: Tensor, num_sequences: 
 
 
 def require_flat(**tensors: Tensor | None) -> None:
-    """Raises ValueError naming every shape unless all that are given are [B] of one length."""
+    """Raises ValueError naming every shape unless all given tensors are [B] with the same B."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if any(tensor.dim() != 1 for tensor in given.values()) or len({len(tensor) for tensor in given.values()}) > 1:
         raise _wrong_shapes("be flat and of one length", given)

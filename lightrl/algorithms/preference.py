@@ -1,6 +1,6 @@
-"""Losses over pairs of answers, of which one is preferred: reward models (Bradley-Terry), DPO and its variants.
+"""Losses over pairs of a preferred and a rejected answer: reward models (Bradley-Terry), DPO and its variants.
 
-Each gives a term per pair, [P]; the mean over all pairs of the update is taken outside. A log-ratio margin is
+Each gives one term per pair, [P]; the caller takes the mean over all pairs of the update. A log-ratio margin is
 log(policy / reference) of the chosen answer minus that of the rejected one, each summed over the answer's tokens, or
 averaged over them to normalise by length.
 """
@@ -87,5 +87,5 @@ def bradley_terry_terms(
 
 
 def pair_mean(terms: Tensor) -> Tensor:
-    """Returns the micro-batch's loss, the mean of the terms; where there is no pair, 0 with a gradient that flows."""
+    """Returns the micro-batch's loss: the mean of the terms, or without pairs a 0 that is still part of the graph."""
     return terms.sum() / max(len(terms), 1)

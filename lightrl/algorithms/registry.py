@@ -1,4 +1,4 @@
-"""Loads an algorithm by name, or a user's own by `package.module:function`, and reads its traits.
+"""Loads an algorithm by name, or a user's own as `package.module:function`, and reads its traits.
 
 There is one call signature per kind:
 
@@ -92,8 +92,8 @@ class AdvantageTraits(Traits):
     its reward as `baselines`; `signal_share` is the share of the update's samples, over all ranks, whose group has
     unequal rewards."""
     min_group: int | str = 1
-    """Samples of each prompt that it takes to compare them: a number, or the name of the parameter that holds it, in
-    which case it is at least 2."""
+    """Smallest number of samples per prompt with which the estimator can compare them: a number, or the name of the
+    parameter that holds it. A parameter counts as at least 2."""
 
     def __post_init__(self) -> None:
         if isinstance(self.needs, str):
@@ -105,7 +105,7 @@ class ReturnsTraits(Traits):
     """What an estimator of one advantage per token asks of the trainer: `@returns(...)`."""
 
     uses_critic: bool = True
-    """False refuses the estimator where a critic is trained, since its values would not be read."""
+    """Whether the estimator reads a critic's values. If False, it is refused in a run that trains a critic."""
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ class LossTraits(Traits):
 
     selects_tokens: Callable[..., Any] | None = None
     """A function `fn(tokens: UpdateTokens, **parameters) -> Tensor` ([N] bool, see selection.py) that chooses tokens
-    over the whole update. The loss gets its choice as `PolicyTokens.selected`."""
+    over the whole update. The loss gets the choice as `PolicyTokens.selected`."""
 
 
 advantage, returns, loss = AdvantageTraits, ReturnsTraits, LossTraits
@@ -124,7 +124,7 @@ TraitsT = TypeVar("TraitsT", AdvantageTraits, ReturnsTraits, LossTraits)
 
 
 def traits_of(function: Callable[..., Any], kind: type[TraitsT]) -> TraitsT:
-    """Returns the traits that a function, or a partial call of it, is marked with; the defaults if it is unmarked."""
+    """Returns the traits that a function, or a partial of it, is marked with; an unmarked one has the defaults."""
     while isinstance(function, partial):
         function = function.func
     traits = getattr(function, "traits", None)
@@ -132,12 +132,12 @@ def traits_of(function: Callable[..., Any], kind: type[TraitsT]) -> TraitsT:
 
 
 def load(kind: Kind, name: str, parameters: Parameters | None = None) -> Callable[..., Any]:
-    """Returns the function of a name or path, with its parameters bound; it has the call signature of its kind."""
+    """Loads a function by name or path and binds its parameters; the result has the call signature of its kind."""
     return bind(find(kind, name), parameters or {}, f"The {kind} {name!r}")
 
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
-    """Returns the function of a name or path, without its parameters."""
+    """Loads a function by name or path, without binding parameters."""
     function: Any = load_object(name, builtin=BUILTIN[kind], what=kind, example=f"my_{kind}")
     if not callable(function):
         raise ValueError(f"The {kind} {name!r} is a {type(function).__name__}: it must be a function.")

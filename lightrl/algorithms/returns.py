@@ -1,7 +1,7 @@
 """Estimators of one advantage per token from rewards per token, on packed sequences.
 
-An estimator is `fn(tokens: TokenRewards, **parameters) -> TokenReturns`. Tokens where the mask is False (a tool's
-output) are no actions of the policy: they are skipped as if the sequence did not have them, and get 0.
+An estimator is `fn(tokens: TokenRewards, **parameters) -> TokenReturns`. Tokens where the mask is False (such as a
+tool's output) are not actions of the policy: they are skipped as if the sequence did not contain them, and get 0.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TokenRewards:
     mask: Tensor  # [N] bool, True = produced by the policy
     sequence_index: Tensor  # [N] int64 in [0, num_sequences), ascending
     num_sequences: int
-    values: Tensor | None = None  # [N] the critic's, of the state in which the token was chosen; gae needs it
+    values: Tensor | None = None  # [N] the critic's value of the state in which the token was chosen; gae needs it
     final_values: Tensor | None = None  # [num_sequences] of the state after the last token: 0 where it is terminal,
-    # the critic's value where the response was only cut off. None is all terminal.
+    # the critic's value where the response was only cut off. None: all are terminal.
     turn_index: Tensor | None = None  # [N] int64, ascending within a sequence; turn_returns needs it
 
     def __post_init__(self) -> None:
@@ -69,11 +69,11 @@ def rewards_at_the_end(rewards: Tensor, mask: Tensor, sequence_index: Tensor) ->
 
 
 def rewards_when_earned(rewards: Tensor, earned: Tensor, mask: Tensor, sequence_index: Tensor) -> Tensor:
-    """Gives each trained token what it earned, and the last one of a sample also the rest of its reward, [N].
+    """Gives each trained token what it earned, and the last one of each sample also the rest of the reward, [N].
 
     Args:
         rewards: One per sequence, [S].
-        earned: What each token earned of it, [N]. What tokens earned that are not trained belongs to the rest.
+        earned: The part of the reward that each token earned, [N]. Parts of untrained tokens belong to the rest.
         mask: True = trained, [N].
         sequence_index: Ascending, [N].
     """
@@ -86,7 +86,7 @@ def rewards_when_earned(rewards: Tensor, earned: Tensor, mask: Tensor, sequence_
 def kl_penalised(rewards: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor:
     """Subtracts coef x kl from the reward of each trained token, [N]: the KL in the reward (arXiv:2203.02155).
 
-    The estimate k1 is the right one here: the sum of a response's k1 is its log ratio, whose mean is the KL.
+    Use the estimate k1 here: summed over a response it is the response's log ratio, whose mean is the KL.
     """
     require_same_shape(rewards=rewards, kl=kl, mask=mask)
     require_bool_mask(mask)
@@ -117,7 +117,7 @@ def gae(tokens: TokenRewards, *, gamma: Share = 1.0, lam: Share = 1.0) -> TokenR
 
 @returns(uses_critic=False)
 def returns_to_go(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
-    """Sums each token's own reward and gamma times what follows; REINFORCE++ whitens the result."""
+    """Returns each token's reward plus gamma times the next token's return; REINFORCE++ whitens the result."""
     rewards, owners = tokens.rewards.detach()[tokens.mask], tokens.sequence_index[tokens.mask]
     totals = _scattered(discounted_sums(rewards, _goes_on(owners).to(rewards.dtype) * gamma), tokens.mask)
     return TokenReturns(advantages=totals, returns=totals)
@@ -127,7 +127,7 @@ def returns_to_go(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
 def turn_returns(tokens: TokenRewards, *, gamma: Share = 1.0) -> TokenReturns:
     """Gives all tokens of a turn the turn's reward plus gamma times the return of the next turn.
 
-    A turn's reward is the sum over its tokens; where there is one turn, that is the sample's reward.
+    A turn's reward is the sum over its tokens; with a single turn it is the sample's reward.
     """
     if tokens.turn_index is None:
         raise ValueError("turn_returns needs TokenRewards(turn_index=...), the turn of each token.")
@@ -162,7 +162,7 @@ def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
 
 
 def _goes_on(owners: Tensor) -> Tensor:
-    """Returns [N] bool: whether the next token is of the same sequence."""
+    """Returns whether the next token belongs to the same sequence, [N] bool."""
     goes_on = torch.zeros_like(owners, dtype=torch.bool)
     goes_on[:-1] = owners[1:] == owners[:-1]
     return goes_on

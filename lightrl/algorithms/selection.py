@@ -1,8 +1,8 @@
 """Tokens chosen over a whole update: by covariance, by entropy or at random; and the losses that treat them apart.
 
 A loss marked `@loss(selects_tokens=fn)` gets the choice of `fn(tokens: UpdateTokens, **parameters) -> Tensor`, [N]
-bool. The choice is made over all tokens of an update before the update is split: made per micro-batch it would depend
-on the split. Other ranks come in through `sum_over_ranks` and `gather_over_ranks`, which all ranks call equally often.
+bool. The choice is made over all tokens of an update before it is split, because a choice per micro-batch would depend
+on the split. `sum_over_ranks` and `gather_over_ranks` bring in other ranks; all ranks must call them equally often.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UpdateTokens:
     entropy: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     mask: Tensor  # [N] bool, True = trained
-    sequence_ids: Tensor  # [N] int64, the same for a sample on whatever rank it is
+    sequence_ids: Tensor  # [N] int64, independent of the rank that holds the sample
     positions: Tensor  # [N] int64, in the response
     seed: int  # of the run and the step
     sum_over_ranks: Callable[[Tensor], Tensor]
@@ -46,9 +46,9 @@ class UpdateTokens:
         return covariances(self.logprobs, self.advantages, self.mask, sums)
 
     def top(self, values: Tensor, fraction: float) -> Tensor:
-        """Selects, [N] bool, the largest `fraction` of the values of all ranks' trained tokens; NaN is the smallest.
+        """Selects the largest `fraction` of the values of all ranks' trained tokens, [N] bool; NaN is the smallest.
 
-        Equal values are taken by a draw that belongs to the token's name, so the choice does not depend on the split.
+        Ties are broken by a draw that depends on the token's name alone, so the choice does not depend on the split.
         """
         values = torch.where(values.isnan(), -torch.inf, values)
         draws = token_uniforms(self.sequence_ids, self.positions, seed=self.seed)
@@ -73,12 +73,12 @@ def random_of_large_covariance(
 
 
 def largest_covariance(tokens: UpdateTokens, *, fraction: float = 2e-3) -> Tensor:
-    """Selects the tokens of largest covariance (KL-Cov, arXiv:2505.22617)."""
+    """Selects the tokens with the largest covariances (KL-Cov, arXiv:2505.22617)."""
     return tokens.top(tokens.covariances(), fraction)
 
 
 def covariance_sums(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Returns, [3] float64, the number of trained tokens and the sums of their log probabilities and advantages."""
+    """Returns the number of trained tokens and the sums of their log probabilities and advantages, [3] float64."""
     require_same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
     require_bool_mask(mask)
     columns = [torch.where(mask, values.detach().double(), 0.0).sum() for values in (logprobs, advantages)]
@@ -86,13 +86,13 @@ def covariance_sums(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """Returns (log probability - its mean) (advantage - its mean) of each token, 0 where nothing is trained.
+    """Returns (log probability - its mean) (advantage - its mean) of each token; 0 for untrained tokens.
 
     Args:
         logprobs: Log probabilities of the tokens, [N].
         advantages: Advantages of the tokens, [N].
         mask: True = trained, [N].
-        sums: The covariance_sums of the whole batch, added over ranks.
+        sums: The result of covariance_sums() for the whole batch, summed over ranks.
     """
     count = sums[0].clamp(min=1)
     logprob_mean, advantage_mean = (sums[1] / count).to(logprobs.dtype), (sums[2] / count).to(advantages.dtype)
@@ -118,7 +118,7 @@ def top_cut(ranked: Tensor, fraction: float) -> tuple[float, float]:
 
 
 def select_top(values: Tensor, draws: Tensor, mask: Tensor, cut: tuple[float, float]) -> Tensor:
-    """Selects, [N] bool, the trained tokens above top_cut, and of those at its value the ones of the lowest draws.
+    """Selects the trained tokens above the cut, and those at its value with the lowest draws, [N] bool.
 
     Applied to covariances this is KL-Cov's choice (arXiv:2505.22617; fraction 0.002). Applied to entropies it selects
     the tokens where a response forks (arXiv:2506.01939; fraction 0.2), whose loss alone then counts.
@@ -128,7 +128,7 @@ def select_top(values: Tensor, draws: Tensor, mask: Tensor, cut: tuple[float, fl
 
 
 def clip_cov_candidates(covariance: Tensor, mask: Tensor, *, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """Selects, [N] bool, the trained tokens whose covariance is within [low, high]."""
+    """Selects the trained tokens whose covariance is in [low, high], [N] bool."""
     return (covariance >= low) & (covariance <= high) & mask
 
 
@@ -139,7 +139,7 @@ def select_clip_cov(
 
     Args:
         candidates: The tokens to choose from, [N] bool.
-        uniforms: The token_uniforms, [N]: they depend on the token's name, so the choice does not depend on the split.
+        uniforms: The result of token_uniforms(), [N]. It depends on the tokens' names, so the split does not matter.
         num_candidates: Candidates of the whole batch, over all ranks.
         num_tokens: Trained tokens of the whole batch, over all ranks.
         fraction: The expected fraction of all tokens.
@@ -174,7 +174,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shifts logically to the right; torch's own shift would fill with the sign."""
+    """Shifts right logically; torch's own shift would fill with the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -185,8 +185,8 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """Computes ppo_clip with 0 for the selected tokens (Clip-Cov, arXiv:2505.22617).
 
-    The paper's formula has no clip of the ratio; its code has.
-    A few tokens are selected at random among those whose log probability and advantage have a large covariance.
+    The paper's formula does not clip the ratio, but its code does. A few tokens are selected at random among those
+    whose log probability and advantage have a large covariance.
     """
     selected, log_ratio = _selected(tokens, "clip_cov"), tokens.log_ratio
     terms, is_clipped = clipped_terms(log_ratio, tokens.masked_advantages, clip_low=clip_low, clip_high=clip_high)
@@ -197,7 +197,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 
 def kl_cov(tokens: PolicyTokens, *, kl_coef: NotNegative = 1.0) -> TokenLoss:
     """Computes -r A, plus kl_coef (r - 1 - log r) for the selected tokens (KL-Cov, arXiv:2505.22617).
 
-    The tokens of largest covariance between log probability and advantage are selected. The penalty is k3 for
+    The tokens with the largest covariance between log probability and advantage are selected. The penalty is k3 for
     KL(old policy || policy).
     """
     selected, log_ratio = _selected(tokens, "kl_cov"), tokens.log_ratio

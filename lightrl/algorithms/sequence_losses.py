@@ -1,7 +1,7 @@
 """Policy losses whose ratio is that of a whole sequence: s, the geometric mean of its tokens' ratios r.
 
 Each token carries its sequence's term, so that sequence_mean gives the papers' mean over sequences; a sequence never
-spans two micro-batches. The means are over trained tokens. MAX_LOG_RATIO bounds log s, not the log r that go into it.
+spans two micro-batches. The means are over trained tokens. MAX_LOG_RATIO bounds log s, not the log r of its tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightrl.algorithms.losses import MAX_LOG_RATIO, PolicyTokens, TokenLoss, cl
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """Computes -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), A the sequence's mean (arXiv:2507.18071, eq. 5).
 
-    The paper's A is one per sequence. Under sequence_mean the gradient with respect to a token's log probability is
+    The paper has one A per sequence. Under sequence_mean the gradient with respect to a token's log probability is
     -s A / length.
     """
     terms, is_clipped = clipped_terms(
@@ -42,8 +42,8 @@ def gspo_token(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float
 def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """Computes -exp(mean of m) A, m = log r clipped to [-clip_low, clip_high] as in PPO (GMPO, arXiv:2507.20673).
 
-    The bounds are of log r, not of r: 0.4 is a ratio in [0.67, 1.49]. A is the sequence's mean; the side that is
-    clipped depends on the sign of each token's own advantage.
+    The bounds apply to log r, not to r: 0.4 is a ratio in [0.67, 1.49]. A is the sequence's mean; which side is clipped
+    depends on the sign of each token's own advantage.
     """
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both bound |log ratio|, so at least 0.")

@@ -1,4 +1,4 @@
-"""The loss that a critic is trained with."""
+"""The loss of a critic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightrl.algorithms.losses import require_bool_mask, require_same_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """One term per token, which an aggregation weighs; only `terms` carries a gradient."""
+    """One loss term per token, to be weighted by an aggregation; only `terms` carries a gradient."""
 
     terms: Tensor  # [N] 0 where nothing is trained
     is_clipped: Tensor  # [N] bool, the tokens that the clip left without a gradient
@@ -44,7 +44,7 @@ def value_loss(
             raise ValueError(f"clip is {clip}: it must be more than 0, or None for no clip.")
         moved = values - old_values
         held_errors = (old_values + moved.clamp(-clip, clip) - returns).square()
-        # Both conditions: old + (V - old) is V only up to rounding.
+        # Both conditions are needed: old + (V - old) equals V only up to rounding.
         is_clipped = (moved.detach().abs() > clip) & (held_errors.detach() > errors.detach())
         errors = torch.maximum(errors, held_errors)
     return ValueLoss(terms=0.5 * errors, is_clipped=is_clipped & mask)
