@@ -76,10 +76,10 @@ def test_an_answer_without_a_number_is_refused() -> None:
 
 
 def test_a_long_response_takes_no_time() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for text in ("1" * 100_000, "1,234" * 20_000, "-" * 100_000, "." * 100_000, "1e" * 50_000):
         last_number(answered(text, 42))
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
