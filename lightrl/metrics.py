@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,18 +96,18 @@ def _number(kind: str, value: float, count: float) -> float:
     return value / count if count else 0.0
 
 
+@dataclass
 class Stopwatch:
     """Adds up the seconds of each phase of a step; each measured body is also a span for the profiler."""
 
-    def __init__(self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.seconds: dict[str, float] = {}
-        self._span = span
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Adds the seconds of the body, including work on the device, to a phase; a body that raises adds nothing."""
         started = time.perf_counter()
-        with self._span(name):
+        with self.span(name):
             yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()

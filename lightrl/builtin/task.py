@@ -128,7 +128,7 @@ class Recipe:
 RECIPES = {"addition": Recipe()}
 
 
-def made_model() -> Path | None:
+def cached_model() -> Path | None:
     """Returns the folder of the built-in model if it was made before: model.py makes it."""
     folder = model_folder("addition")
     return folder if is_made(folder) else None

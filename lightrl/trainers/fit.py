@@ -111,7 +111,7 @@ class Trainer(ABC):
         """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
         config = run.config if isinstance(run, RunContext) else run
         if self.made_by not in (None, _maker_of(config)) or getattr(config, "share_prompts", False) not in self.sharing:
-            raise _unheard_options(self)
+            raise _ignored_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
@@ -195,7 +195,7 @@ class Trainer(ABC):
             self.strategy.save_ckpt(self.model, folder, max_num=kept, max_mem=0, client_state=state, **self._beside())
 
     def _beside(self) -> dict[str, Any]:
-        """Empty without companions, for a user's strategy that does not know the argument."""
+        """Returns the companions as an argument, if there are any: a user's strategy may not know it."""
         return {"companions": self.companions} if self.companions else {}
 
 
@@ -251,7 +251,7 @@ def _is_on(option: str, config: RunConfig) -> bool:
     return bool(getattr(getattr(config, section, None) if section else config, name, False))
 
 
-def _unheard_options(trainer: Trainer) -> ValueError:
+def _ignored_options(trainer: Trainer) -> ValueError:
     name = type(trainer).__name__
     return ValueError(
         f"{name} by itself takes no part in --exact, in --share_prompts, in --rollout_ranks, in a schedule "

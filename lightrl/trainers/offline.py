@@ -155,7 +155,7 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
     for example in fitting:  # once, since streamed ones are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
-    run.longest.append(longest_answer)
+    run.longest_sequences.append(longest_answer)
     if longest and not config.micro_batch_size and longest.num_tokens > config.max_tokens_per_microbatch:
         raise ValueError(
             f"--max_tokens_per_microbatch {config.max_tokens_per_microbatch} cannot hold {longest.where}: raise it "

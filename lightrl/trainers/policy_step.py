@@ -95,7 +95,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
     )
     longest_prompt = max(prompt.num_tokens for prompt in prompts)
     longest = longest_prompt + max_new_tokens
-    run.longest.append(longest if run.workflow is None else longest_episode(config, run.context))
+    run.longest_sequences.append(longest if run.workflow is None else longest_episode(config, run.context))
     trained = longest_prompt + config.max_new_tokens
     if not config.micro_batch_size and trained > config.max_tokens_per_microbatch:
         raise _micro_batch_too_small(config, trained)

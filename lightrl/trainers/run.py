@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrl.builtin.model import builtin_model_path
-from lightrl.builtin.task import made_model
+from lightrl.builtin.task import cached_model
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, template_arguments
 from lightrl.data.chat_arguments import set_template_arguments
 from lightrl.data.media import PromptEncoder
@@ -57,7 +57,7 @@ class RunContext:
     train_records: Sequence[Any]  # the lines of --train_data
     eval_records: Sequence[Any]
     workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
-    longest: list[int] = field(default_factory=list)  # tokens of the longest sequence of each data set read so far
+    longest_sequences: list[int] = field(default_factory=list)  # tokens of that of each data set read so far
     observers: list[Observer] = field(default_factory=list)  # of the trainer
 
 
@@ -118,7 +118,7 @@ def _find_model(model: str, strategy: StrategyBase) -> str:
     if model != BUILTIN_MODEL:
         return _checked_model(model, strategy)
     with strategy.comm.phase("building the built-in model", local=True):
-        path = str(made_model() or builtin_model_path(on_progress=strategy.print)) if strategy.comm.is_main else ""
+        path = str(cached_model() or builtin_model_path(on_progress=strategy.print)) if strategy.comm.is_main else ""
     return strategy.comm.broadcast_object(path)
 
 
@@ -157,8 +157,8 @@ def _attach_options(run: RunContext, policy: Policy) -> None:
 
 def fix_for_run(run: RunContext, model: nn.Module) -> None:
     """Fixes rotary frequencies that vary with the length for the longest sequence in the data, if there are any."""
-    if run.longest and fixed_length(model) is not None:
-        fix_frequencies(model, max(run.longest))
+    if run.longest_sequences and fixed_length(model) is not None:
+        fix_frequencies(model, max(run.longest_sequences))
         run.strategy.print(f"{type(model).__name__}: {describe_fixed(model)}.")
 
 

@@ -53,7 +53,7 @@ def tiny_model(name: str) -> PreTrainedModel:
 
 
 def two_sequences(temperature: float) -> PackedBatch:
-    """[5 6 | 7 8 9] and [10 | 11]: prompts before the bar, responses after it."""
+    """[10 | 11] and [5 6 | 7 8 9]: prompts before the bar, responses after it."""
     zeros = torch.zeros(4)
     return PackedBatch(
         input_ids=torch.tensor([10, 11, 5, 6, 7, 8, 9]),

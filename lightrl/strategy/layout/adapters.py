@@ -22,25 +22,25 @@ class MergedWeights(Weights):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, what the layout gathers); a collective."""
-        for name, parameter in self._named:
+        for name, parameter in self.named:
             if name in self._adapters:
-                yield name, self._layout.add(parameter, self._delta(name))
+                yield name, self.layout.add(parameter, self._delta(name))
             else:
-                yield name, self._layout.detached(parameter)
+                yield name, self.layout.detached(parameter)
 
     def shards(self) -> Iterator[NamedShard]:
         """Yields this rank's values of every parameter; a collective."""
         for name, parameter, shard in super().shards():
             if name in self._adapters:
-                shard = shard + self._layout.shard_of_whole(parameter, self._delta(name).to(shard.device))
+                shard = shard + self.layout.shard_of_whole(parameter, self._delta(name).to(shard.device))
             yield NamedShard(name, parameter, shard)
 
     @torch.no_grad()
     def _delta(self, name: str) -> Tensor:
         """Returns what an adapter adds to its weight, whole, on every rank; a collective."""
         adapter = self._adapters[name]
-        parts = [("down", self._layout.detached(adapter.down)), ("up", self._layout.detached(adapter.up))]
-        return adapter.delta(**{part: whole.clone() for part, whole in self._layout.gather_named(parts)})
+        parts = [("down", self.layout.detached(adapter.down)), ("up", self.layout.detached(adapter.up))]
+        return adapter.delta(**{part: whole.clone() for part, whole in self.layout.gather_named(parts)})
 
 
 def save_adapter(model: nn.Module, layout: PlainLayout, path: Path) -> None:

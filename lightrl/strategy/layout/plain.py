@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -250,22 +251,22 @@ def pieces_of_shards(layout: PlainLayout, named: NamedTensors) -> Iterator[Piece
         yield Piece(name, whole)
 
 
+@dataclass(eq=False)
 class Weights:
     """The parameters as they are, sorted by name and tied ones once."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], layout: PlainLayout) -> None:
-        self._named = named
-        self._layout = layout
+    named: Sequence[tuple[str, nn.Parameter]]
+    layout: PlainLayout
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, what the layout gathers); every rank must iterate to the end."""
-        for name, parameter in self._named:
-            yield name, self._layout.detached(parameter)
+        for name, parameter in self.named:
+            yield name, self.layout.detached(parameter)
 
     def shards(self) -> Iterator[NamedShard]:
         """Yields this rank's values of every parameter; every rank must iterate to the end."""
-        for name, parameter in self._named:
-            yield NamedShard(name, parameter, self._layout.shard(parameter))
+        for name, parameter in self.named:
+            yield NamedShard(name, parameter, self.layout.shard(parameter))
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +30,13 @@ _FILE_BYTES = 2 << 30  # a file is written once it has this size, which bounds t
 _CHECKED_BYTES = 4 << 20  # have their own checksum, so that checking a few rows reads little more than them
 
 
+@dataclass(eq=False)
 class StateWriter:
     """Writes this rank's files of one checkpoint."""
 
-    def __init__(self, directory: Path, comm: Comm) -> None:
-        self._directory = directory
-        self._comm = comm
-        self.error: OSError | None = None  # of the first file that could not be written; no more files are written then
+    directory: Path
+    comm: Comm
+    error: OSError | None = None  # of the first file that could not be written; no more files are written then
 
     def add_tensors(self, kind: str, pieces: Iterable[Piece]) -> None:
         """Adds tensors of one kind; every rank must add the same names.
@@ -43,19 +44,19 @@ class StateWriter:
         A tensor that all ranks have whole is written by the rank with the fewest bytes of such tensors so far.
         """
         index: dict[str, dict[str, Any]] = {}
-        for number, part in enumerate(_files(pieces if self._comm.world == 1 else self._own(pieces))):
-            path = self._directory / f"{kind}-rank{self._comm.rank:05d}-{number:05d}.safetensors"
+        for number, part in enumerate(_files(pieces if self.comm.world == 1 else self._own(pieces))):
+            path = self.directory / f"{kind}-rank{self.comm.rank:05d}-{number:05d}.safetensors"
             self._do(partial(_save_with_checksums, path, part, index))
-        self._do(partial(save_json, self._directory / f"{kind}-rank{self._comm.rank:05d}.json", index))
+        self._do(partial(save_json, self.directory / f"{kind}-rank{self.comm.rank:05d}.json", index))
 
     def _own(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Yields the pieces that this rank writes: its rows, and its share of the tensors that every rank has whole."""
-        load = [0] * self._comm.world
+        load = [0] * self.comm.world
         for piece in pieces:
             if piece.rows is None:
-                writer = min(range(self._comm.world), key=load.__getitem__)
+                writer = min(range(self.comm.world), key=load.__getitem__)
                 load[writer] += piece.tensor.nbytes
-                if writer == self._comm.rank:
+                if writer == self.comm.rank:
                     yield piece
             elif piece.rows[0] < piece.rows[1]:  # otherwise it has no rows, or another replica writes them
                 yield piece
@@ -64,7 +65,7 @@ class StateWriter:
         """Adds a file of plain values and tensors, as they are now."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        self._do(lambda: save_bytes(self._directory / name, buffer.getvalue()))
+        self._do(lambda: save_bytes(self.directory / name, buffer.getvalue()))
 
     def _do(self, job: Callable[[], None]) -> None:
         try:
@@ -74,15 +75,14 @@ class StateWriter:
             self.error = error
 
 
+@dataclass(eq=False)
 class DeferredWriter(StateWriter):
     """Writer that keeps copies in host memory; its `jobs` write the files later.
 
     The jobs use neither the model nor another rank, so a thread may run them.
     """
 
-    def __init__(self, directory: Path, comm: Comm) -> None:
-        super().__init__(directory, comm)
-        self.jobs: list[Callable[[], None]] = []
+    jobs: list[Callable[[], None]] = field(default_factory=list)
 
     def _do(self, job: Callable[[], None]) -> None:
         self.jobs.append(job)
