@@ -1,9 +1,11 @@
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightrl import metrics
 from lightrl.comm import Comm
 from lightrl.metrics import Statistics, Stopwatch, memory_in_use
 
@@ -39,12 +41,14 @@ def test_what_is_not_to_count_is_forgotten() -> None:
     assert statistics.reduce(Comm()) == {"tokens": 4.0}
 
 
-def test_a_stopwatch_adds_up_and_starts_anew() -> None:
+def test_a_stopwatch_adds_up_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1.0, 3.0, 10.0, 14.5])
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     watch = Stopwatch()
     for _ in range(2):
         with watch.measure("a"):
-            time.sleep(0.01)
-    assert watch.take()["a"] >= 0.02
+            pass
+    assert watch.take() == {"a": 6.5}  # 2 + 4.5
     assert watch.take() == {}
 
 
@@ -62,8 +66,23 @@ def test_what_a_stopwatch_measures_is_a_span() -> None:
     assert list(watch.take()) == ["time/learn"]
 
 
-def test_memory_in_use_is_that_of_this_process() -> None:
-    assert 0.01 < memory_in_use()["memory/host_gb"] < 100
+def test_memory_in_use_is_that_of_this_process_now() -> None:
+    held = b"x" * 200_000_000
+    most = memory_in_use()["memory/host_gb"]
+    del held
+    assert 0.15 < most - memory_in_use()["memory/host_gb"] < 0.25
+    assert most < metrics._peak_bytes() / 1e9 + 0.01  # where there is no /proc
+
+
+def test_memory_in_use_counts_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("is_available", True),
+        ("memory_allocated", 2_000_000_000),
+        ("memory_reserved", 3_000_000_000),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    used = memory_in_use()
+    assert (used["memory/device_gb"], used["memory/device_reserved_gb"]) == (2.0, 3.0)
 
 
 def test_what_one_process_took_another_can_merge() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,16 +38,16 @@ def build_optimizer(
 # ---- Which optimizer trains which model --------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class TrainedModels:
     """The models of a strategy: which are placed, which optimizer trains which, and what is in host memory."""
 
-    def __init__(self) -> None:
-        self.entries: list[TrainedModel] = []  # registered by prepare() and the like
-        self.seen: list[TrainedModel] = []  # known only because they were updated
-        self.placed: dict[nn.Module, Optimizer | None] = {}  # every prepared model, with its optimizer if it trains
-        self.offloaded: set[Any] = set()  # moved by residency: a model, an optimizer, (MAIN_COPIES, optimizer)
-        self.scheduled: set[Optimizer] = set()  # those whose last update stepped the schedule
-        self.hooks: list[UpdateHook] = []  # called in the updates of every optimizer
+    entries: list[TrainedModel] = field(default_factory=list)  # registered by prepare() and the like
+    seen: list[TrainedModel] = field(default_factory=list)  # known only because they were updated
+    placed: dict[nn.Module, Optimizer | None] = field(default_factory=dict)  # prepared; with its optimizer if it trains
+    offloaded: set[Any] = field(default_factory=set)  # by residency: a model, an optimizer, (MAIN_COPIES, optimizer)
+    scheduled: set[Optimizer] = field(default_factory=set)  # those whose last update stepped the schedule
+    hooks: list[UpdateHook] = field(default_factory=list)  # called in the updates of every optimizer
 
     def add(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> None:
         """Makes this the model's optimizer, replacing an earlier one."""
