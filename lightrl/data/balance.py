@@ -1,17 +1,17 @@
-"""Assigns samples to ranks, so that ranks have about equally many tokens and none waits long for another."""
+"""Assigns samples to ranks so that all have about equally many tokens and none waits long for another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_TOLERANCE = 1.05  # largest load over the mean load; below it, no sample is worth moving
+_TOLERANCE = 1.05  # largest load over mean load, up to which no sample is worth moving
 
 
 def assign_to_ranks(lengths: Sequence[int], owners: Sequence[int], world: int) -> list[int]:
     """Returns the rank of each sample; every rank gets the same result.
 
-    Three assignments are compared, from the one that moves nothing to the one that moves most. The first within 5 % of
-    even wins; if none is, the evenest.
+    It compares three assignments, from the one that moves nothing to the one that moves most, and takes the first that
+    is within 5 % of even, or the most even one if none is.
 
     Args:
         lengths: tokens of each sample.
@@ -30,7 +30,7 @@ def assign_to_ranks(lengths: Sequence[int], owners: Sequence[int], world: int) -
 
 
 def imbalance(lengths: Sequence[int], ranks: Sequence[int], world: int) -> float:
-    """Returns the tokens of the fullest rank over the mean of all: 1 is even, world is all on one rank."""
+    """Returns the tokens of the fullest rank over the mean of all ranks: from 1 (even) to world (all on one rank)."""
     _check_assignment(lengths, ranks, world)
     loads = [0] * world
     for length, rank in zip(lengths, ranks, strict=True):
@@ -39,7 +39,7 @@ def imbalance(lengths: Sequence[int], ranks: Sequence[int], world: int) -> float
 
 
 def _move_overflow(lengths: Sequence[int], owners: Sequence[int], world: int) -> list[int]:
-    """Lets a sample stay while its owner is empty or has room, longest first; deals out the rest."""
+    """Lets samples stay, longest first, while their owner is empty or has room; deals out the rest."""
     fair_load = sum(lengths) / world
     ranks, loads = list(owners), [0] * world
     overflow = []

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # what rendering itself gives
+_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # set by rendering itself
 
 
 def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:
     """Makes apply_chat_template() of a tokenizer or processor pass these variables to the template.
 
-    Raises ValueError for a variable that the template does not read: it would change nothing.
+    Raises ValueError for a variable that the template does not read, because it would have no effect.
     """
     template = renderer.chat_template
     if not template:
@@ -29,6 +29,6 @@ def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _variables(text: str) -> str:
-    """Names what a template asks for by "x is defined", as most do for variables that may be left out."""
+    """Returns the variables that a template tests by "x is defined", as most templates do for optional ones."""
     names = sorted(set(re.findall(r"\b([a-z_]\w*) is (?:not )?defined", text)) - _OWN)
     return f"{', '.join(names)} among its optional ones" if names else "no optional ones"

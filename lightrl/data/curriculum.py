@@ -1,4 +1,4 @@
-"""Draws prompts by weights that follow from the results so far (--data.curriculum)."""
+"""Draws prompts with weights that depend on the results so far (--data.curriculum)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightrl.data.sampler import Draws
 from lightrl.records import Prompt
 from lightrl.seeding import mix_seed
 
-_DRAW_STREAM = 0x4355525249  # keeps these draws apart from all others of the same seed
-_MAX_TRIES = 64  # to draw a prompt that the batch does not have yet
+_DRAW_STREAM = 0x4355525249  # separates these random draws from all others of the same seed
+_MAX_TRIES = 64  # attempts to draw a prompt that the batch does not contain yet
 BUILTIN_CURRICULA = {"half_solved": "lightrl.data.curriculum:half_solved"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """What came of a prompt so far."""
+    """The results of a prompt so far."""
 
     num_groups: int
     mean: float  # of the mean rewards of its groups
@@ -30,18 +30,18 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a curriculum may depend on; equal on all ranks, and after a resume."""
+    """Everything that a curriculum may depend on. It is equal on all ranks, and after a resume."""
 
-    step: int  # the next one
+    step: int  # number of the next step
     prompts: Sequence[Prompt]  # the whole data set
-    results: Mapping[int, PromptResult]  # by index in the data set; prompts that were never finished are missing
+    results: Mapping[int, PromptResult]  # by index in the data set; without prompts that were never finished
 
 
-Weigh = Callable[[Progress], Sequence[float]]  # one weight for each prompt of the data set; 0: not now
+Weigh = Callable[[Progress], Sequence[float]]  # one weight for each prompt of the data set; 0: do not draw it now
 
 
 def half_solved(progress: Progress) -> list[float]:
-    """Prefers prompts that are solved about half the time, for rewards from 0 to 1; new ones count as such."""
+    """Prefers prompts that are solved about half the time, and new ones as much; rewards must be from 0 to 1."""
     weights = [1.0] * len(progress.prompts)
     for index, result in progress.results.items():
         share = min(1.0, max(0.0, result.last))
@@ -50,10 +50,10 @@ def half_solved(progress: Progress) -> list[float]:
 
 
 class Curriculum(Draws):
-    """Gives each ticket a prompt. It stands in for data.sampler.PromptSampler, and is equal on all ranks.
+    """Gives each ticket a prompt, the same on all ranks. It takes the place of data.sampler.PromptSampler.
 
-    A draw depends on seed, ticket and weights. The weights change between two steps only, when results come in. The
-    prompts of batch_size tickets in a row differ, as far as enough prompts have a weight.
+    A draw depends on seed, ticket and weights. The weights change only between two steps, when results come in. The
+    prompts of batch_size consecutive tickets differ if enough prompts have a weight above 0.
     """
 
     def __init__(self, weigh: Weigh, prompts: Sequence[Prompt], batch_size: int, seed: int) -> None:
@@ -65,16 +65,16 @@ class Curriculum(Draws):
         self._step = 0
         self._results: dict[int, PromptResult] = {}
         self._chosen: list[int] = []  # indices in the data set, by ticket
-        self._bounds: list[float] = []  # sums of the weights up to each prompt; empty: to be computed
+        self._bounds: list[float] = []  # cumulative sums of the weights; empty: not computed yet
 
     def index_at(self, ticket: int) -> int:
-        """Returns the data index of a ticket's prompt, which is chosen when it is asked for first."""
+        """Returns the data index of a ticket's prompt, which is chosen at the first request."""
         while len(self._chosen) <= ticket:
             self._chosen.append(self._choose(len(self._chosen)))
         return self._chosen[ticket]
 
     def observe(self, step: int, means: Iterable[tuple[int, float]]) -> None:
-        """Takes the mean rewards of the step's groups, by data index; the next draws follow from them."""
+        """Takes the mean rewards of the step's groups, by data index, on which the next draws depend."""
         self._step, self._bounds = step + 1, []
         for index, mean in means:
             before = self._results.get(index, PromptResult(num_groups=0, mean=0.0, last=0.0, step=0))
@@ -100,14 +100,14 @@ class Curriculum(Draws):
         bounds = list(accumulate(weights))
         if not bounds[-1] > 0:
             raise ValueError(_describe_bad(weights, len(self._prompts)))
-        while weights[-1] == 0:  # rounding must not lead to a prompt without weight behind the last
+        while weights[-1] == 0:  # rounding must not lead to a prompt of weight 0 at the end
             weights.pop(), bounds.pop()
         return bounds
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns results and choices as plain numbers."""
+        """Returns the results and choices as plain numbers."""
         return {
             "num_drawn": self.num_drawn,
             "step": self._step,
@@ -118,7 +118,7 @@ class Curriculum(Draws):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where state_dict() was taken; ValueError if the run had no curriculum."""
+        """Continues from a saved state; raises ValueError if the saved run had no curriculum."""
         if "results" not in state:
             raise ValueError(
                 "The checkpoint is of a run without --data.curriculum: give the same options, or start a new run."

@@ -1,4 +1,4 @@
-"""Packs examples through pack(), and locates the two answers of each pair in a pack."""
+"""Packs examples with pack(), and locates the two answers of each pair in a pack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pack_examples(
     """Packs the answers of a micro-batch as sequences with the keys (example's position, index among its answers).
 
     Args:
-        examples: none gives a dummy pack, which trains nothing.
+        examples: the examples; without any, the result is a dummy pack, which trains nothing.
         ref_logprobs: one per response token, by key.
         encode: as for pack().
     """
@@ -43,7 +43,7 @@ def pair_positions(batch: PackedBatch) -> list[int]:
 
 
 def pair_sequences(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Returns [P] and [P] int64: the sequences of the chosen and the rejected answers, in the order of positions."""
+    """Returns the sequences of the chosen and of the rejected answers, each [P] int64, in the order of positions."""
     index_of = {key: index for index, key in enumerate(batch.keys)}
     positions = pair_positions(batch)
     chosen, rejected = ([index_of[position, answer] for position in positions] for answer in (0, 1))
@@ -52,10 +52,10 @@ def pair_sequences(batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def _as_experience(example: Example, index: int) -> Experience:
-    """Wraps an answer as a sample, though nobody sampled it: its logprobs are 0, and it has no versions."""
+    """Wraps an answer as a sample, although nobody sampled it: its logprobs are 0, and it has no versions."""
     answer = example.answers[index]
     sample = Sample(
-        # pack() takes prompts of one index for one prompt; the prompts of two conversations differ.
+        # pack() treats prompts with the same index as one prompt, but the prompts of two conversations differ.
         prompt=Prompt(index=example.index * len(example.answers) + index, text="", token_ids=answer.prompt_ids),
         position=example.position,
         sample_index=index,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[Record]
-_MAX_CHARACTERS = 5_000_000  # of an example: more than a million tokens, which take minutes to find
+_MAX_CHARACTERS = 5_000_000  # of an example; that is over a million tokens, which take minutes to compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class ExampleBuilder:
     """Turns records into examples for one tokenizer; the error for an unusable record names its file and line.
 
     Args:
-        tokenizer: renders messages by its chat template.
+        tokenizer: renders messages with its chat template.
         fields: the names of the fields.
         chat_template: whether a prompt that is a string becomes one user message; "auto": if the tokenizer has a
-            template. Messages are always rendered by the template.
+            template. Messages are always rendered with the template.
         train_on: "all" trains every assistant turn of a conversation, "last" only the last one.
     """
 
@@ -59,11 +59,11 @@ class ExampleBuilder:
     # ---- Records -----------------------------------------------------------------------------------------------
 
     def responses(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
-        """Returns the response of each record to its prompt, or the assistant's turns in its messages."""
+        """Returns an example for each record: the response to its prompt, or the assistant's turns in its messages."""
         return make_each(records, self._response)
 
     def pairs(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
-        """Returns the chosen and the rejected answer of each record."""
+        """Returns an example for each record: its chosen and its rejected answer."""
         return make_each(records, self._pair)
 
     def _response(self, index: int, located: LocatedRecord) -> Example:
@@ -132,7 +132,7 @@ class ExampleBuilder:
     # ---- Text to tokens ----------------------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, where: str, train_on: Literal["all", "last"]) -> Answer:
-        """Cuts the rendered text at the beginning and end of each trained turn; drops what follows the last turn."""
+        """Cuts the rendered text at the beginning and end of each trained turn; drops the text after the last turn."""
         if not self._tokenizer.chat_template:
             raise ValueError(
                 f"{where}: messages are rendered by a chat template, and the tokenizer has none. Use a model that has "
@@ -148,7 +148,7 @@ class ExampleBuilder:
         done = 0
         for turn in turns if train_on == "all" else turns[-1:]:
             before = self._render(messages[:turn], where, add_generation_prompt=True)
-            # Whatever follows the end of the turn, such as a line break, is the template's and not the model's.
+            # What follows the end of the turn, such as a line break, comes from the template and not from the model.
             after = self._render(messages[: turn + 1], where).rstrip()
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
@@ -169,12 +169,12 @@ class ExampleBuilder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
-        """Tokenises parts of which every second one is trained; adds an end token unless the template ends with one."""
+        """Tokenises parts, every second of which is trained; adds an end token unless the template ends with one."""
         if sum(map(len, parts)) > _MAX_CHARACTERS:
             raise _too_many_characters(parts, where)
         try:
             pieces = self._tokens_of_parts(parts, tokenize)
-        except Exception as error:  # tokenizers raises nothing more special
+        except Exception as error:  # tokenizers raises nothing more specific
             raise _no_tokens(parts, where, error) from error
         end = self._tokenizer.eos_token_id
         if end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
@@ -189,7 +189,7 @@ class ExampleBuilder:
         )
 
     def _tokens_of_parts(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-        """Cuts the tokens of the whole text; tokenises each part alone, as the model will, if a token crosses a cut."""
+        """Cuts the tokens of the whole text; if a token crosses a cut, tokenises each part alone, as a model would."""
         whole = tokenize("".join(parts))
         pieces, text, done = [], "", 0
         for part in parts[:-1]:
@@ -216,7 +216,7 @@ def _no_tokens(parts: Sequence[str], where: str, error: Exception) -> ValueError
 def keep_fitting(
     examples: Sequence[Example], *, max_tokens: int, too_long: Literal["error", "skip"]
 ) -> tuple[Sequence[Example], int]:
-    """Returns the examples all of whose answers have at most max_tokens, and how many were left out."""
+    """Returns the examples whose answers all have at most max_tokens, and the number of examples left out."""
     fitting = []
     for index, example in enumerate(examples):
         longest = max(answer.num_tokens for answer in example.answers)

@@ -1,4 +1,4 @@
-"""Carries the experts that an engine chose from samples into packs and checkpoints."""
+"""Takes the experts that an engine chose from samples into packs and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.records import Sample
 def join_routing(samples: Sequence[Sample]) -> Tensor:
     """Returns the experts of sequences laid end to end, [T, layers, k] int16; at least one sample must have them.
 
-    A token whose experts nobody recorded, such as the last of a response, has UNKNOWN ones.
+    A token whose experts nobody recorded, such as the last token of a response, gets UNKNOWN.
     """
     shapes = {sample.routing.shape[1:] for sample in samples if sample.routing is not None}
     if len(shapes) != 1:

@@ -1,4 +1,4 @@
-"""Reads JSON that a user wrote, and describes a mistake in one sentence."""
+"""Reads JSON that a user wrote, and describes any mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Record = dict[str, Any]
 
 
 def parse_json(content: bytes, where: str, wanted: str) -> Any:
-    """Returns the value; raises ValueError that begins with where it stands and ends with what is wanted."""
+    """Returns the parsed value; raises a ValueError that says first where the mistake is and last what is wanted."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{where}: not valid JSON ({reason}). {wanted}") from error
-    if b"\\ud" in content.lower():  # an escape of half a character, which no file and no tokenizer takes
+    if b"\\ud" in content.lower():  # an escape of half a character, which no file and no tokenizer accepts
         _refuse_halves(value, where)
     return value
 

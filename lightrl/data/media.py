@@ -1,4 +1,4 @@
-"""Reads images and videos from disk: their sizes at the start of a run, their pixels when a prompt is used."""
+"""Reads images and videos from disk: their sizes at the start of a run, and their pixels when a prompt is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MediaError(ValueError):
 
 
 def media_folder(source: str | Path) -> Path:
-    """Returns the folder that relative paths in a data set start from: the folder of its file, or of its files."""
+    """Returns the folder to which relative paths in a data set refer: that of its file, or of its files."""
     path = Path(source)
     if path.is_dir():
         return path
@@ -33,7 +33,7 @@ def media_folder(source: str | Path) -> Path:
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """Returns height and width, from the file's header alone."""
+    """Returns the height and the width of an image; reads only the file's header."""
     with _opened(path, "image") as image:
         width, height = image.size
         is_transposed = image.getexif().get(_ORIENTATION_TAG) in _TRANSPOSED
@@ -41,7 +41,7 @@ def image_size(path: str) -> tuple[int, int]:
 
 
 def video_size(path: str) -> tuple[int, int, int]:
-    """Returns the number of frames, the height and the width."""
+    """Returns the number of frames, the height and the width of a video."""
     if Path(path).suffix == ".npy":
         frames, height, width, _ = _mapped_frames(path).shape
         return frames, height, width
@@ -52,18 +52,18 @@ def video_size(path: str) -> tuple[int, int, int]:
 
 
 def read_image(path: str) -> Any:
-    """Reads a PIL image in RGB, turned the way up that its EXIF data say."""
+    """Reads a PIL image in RGB, rotated as its EXIF data say."""
     from PIL import ImageOps  # noqa: PLC0415  (optional)
 
     with _opened(path, "image") as image:
         try:
             return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for a file that is cut short
+        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for a truncated file
             raise MediaError(f"the image {path} cannot be read ({error})") from error
 
 
 def read_video(path: str) -> Any:
-    """Reads a uint8 array [frames, height, width, 3]."""
+    """Reads a video as a uint8 array, [frames, height, width, 3]."""
     if Path(path).suffix == ".npy":
         return np.array(_mapped_frames(path))
     from PIL import ImageSequence  # noqa: PLC0415  (optional)
@@ -82,7 +82,7 @@ def read_media(prompt: Prompt) -> tuple[list[Any], list[Any]]:
 
 
 class PromptEncoder:
-    """Encodes prompts as the model takes them, and keeps those used last, since several passes use them."""
+    """Encodes prompts for the model, and keeps the most recent ones, because several passes use them."""
 
     def __init__(self, processor: MediaProcessor, kept_bytes: int = _KEPT_BYTES) -> None:
         self.processor = processor
@@ -91,7 +91,7 @@ class PromptEncoder:
         self._num_bytes = 0
 
     def __call__(self, prompt: Prompt) -> EncodedPrompt:
-        """Reads the prompt's files unless it is kept."""
+        """Returns the encoded prompt; its files are read unless it is one of those that are kept."""
         key = (prompt.token_ids, prompt.images, prompt.videos)
         encoded = self._kept.pop(key, None)
         if encoded is None:

@@ -1,4 +1,4 @@
-"""Splits the name of a data set that is made of several, such as easy.jsonl*0.5 + hard.jsonl*3, and mixes them."""
+"""Parses and mixes data sets that are given as a sum, such as easy.jsonl*0.5 + hard.jsonl*3."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Record = TypeVar("_Record")
 
 
 class Part(NamedTuple):
-    """One of the data sets, and how often each of its records stands in the whole; 0.5: every other one, on average."""
+    """One data set of a sum, and how often the sum contains each of its records; 0.5: every other one on average."""
 
     name: str
     times: float
 
     def take(self, records: Sequence[_Record]) -> Sequence[_Record]:
-        """Returns the records as often as they stand in the whole; a part of them is drawn, always the same one."""
+        """Returns the records as often as the sum contains them; a fraction is drawn at random, always the same one."""
         whole = math.floor(self.times)
         num_more = math.floor((self.times - whole) * len(records) + 0.5)
         if not whole and not num_more:
@@ -33,16 +33,16 @@ class Part(NamedTuple):
 
 
 def files_of(pattern: str) -> list[Path]:
-    """Returns the files that a pattern such as data/part-*.jsonl stands for, by name; none if it is no pattern."""
+    """Returns the files that match a pattern such as data/part-*.jsonl, sorted by name; none if it is no pattern."""
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return []
     return [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
 
 
 def parts_of(source: str) -> list[Part]:
-    """Returns the data sets that a name adds up, in its order; one without + or * is one part.
+    """Returns the data sets of a sum, in its order; a name without + or * is a single part.
 
-    Raises ValueError for a part without a name, or with something else than a number above 0 behind its *.
+    Raises ValueError for a part without a name, or for a factor after * that is not a number above 0.
     """
     if Path(source).exists():
         return [Part(source, 1)]

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Packable(Protocol):
-    """Whatever goes into one micro-batch as a whole: a sample, or an example with all its answers."""
+    """A unit that must not be split over micro-batches: a sample, or an example with all its answers."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it takes in a pack."""
+        """Number of tokens that it takes up in a pack."""
         ...
 
     @property
     def key(self) -> Key:
-        """Names it on any world size."""
+        """Its name, which is the same at any world size."""
         ...
 
     @property
@@ -38,26 +38,26 @@ class Packable(Protocol):
 
 
 _Item = TypeVar("_Item", bound=Packable)
-Key = tuple[int, int]  # (prompt position, sample index): names a sample on any world size
+Key = tuple[int, int]  # (prompt position, sample index): names a sample at any world size
 TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
 TokenMasks = Mapping[Key, Sequence[bool]]
 
 DUMMY_KEY: Key = (-1, -1)
 _MASKS = ("loss_mask", "selected", "in_policy_loss")
-_SORTED_CUTS_MAY_EXCEED = 1.05  # largest load that is accepted, over the best, to keep similar lengths together
+_SORTED_CUTS_MAY_EXCEED = 1.05  # largest load over the best one that is accepted to keep similar lengths together
 
 
 class TokenColumns(TypedDict, total=False):
-    """Values per response token that pack() takes, named as in PackedBatch; None is the same as leaving one out."""
+    """Values per response token that pack() accepts, named as in PackedBatch; None is the same as leaving one out."""
 
     old_logprobs: TokenValues | None  # of the policy before the update
-    proximal_share: TokenValues | None  # of the policy that is updated, where old logprobs are interpolated
+    proximal_share: TokenValues | None  # of the updated policy, if old logprobs are interpolated
     ref_logprobs: TokenValues | None  # of the frozen reference
     advantages: TokenValues | None  # None gives every token the advantage of its sample
     old_values: TokenValues | None  # of the critic before the update
     returns: TokenValues | None  # what the critic is trained towards
     loss_mask: TokenMasks | None  # True for each token to train; None trains what the policy chose in trained samples
-    teacher_logprobs: TokenValues | None  # of the teacher that is distilled
+    teacher_logprobs: TokenValues | None  # of the teacher that the policy learns from
     selected: TokenMasks | None  # True for each token that the loss treats differently
     in_policy_loss: TokenMasks | None  # True for each token whose policy loss counts; None counts all that are trained
 
@@ -72,8 +72,8 @@ def pack(
     """Lays the samples of a micro-batch end to end, shortest first, with equal lengths adjacent.
 
     Args:
-        temperature: the tokens were sampled at.
-        encode: gives prompts as a vision-language model takes them; None for a model of text alone.
+        temperature: the temperature at which the tokens were sampled.
+        encode: encodes prompts for a vision-language model; None for a text-only model.
         columns: values per response token, by the names of TokenColumns.
     """
     if not experiences:
@@ -100,7 +100,7 @@ def pack(
 
 
 def _engine_choices(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Returns the columns of what the engine chose besides tokens: experts, and sets of tokens to draw from."""
+    """Returns the columns for the engine's choices besides tokens: experts, and the tokens left to draw from."""
     choices = {}
     if any(sample.routing is not None for sample in samples):
         choices["routing"] = join_routing(samples)
@@ -110,7 +110,7 @@ def _engine_choices(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def _join_allowed(samples: Sequence[Sample]) -> Tensor:
-    """Returns the tokens that those of the pack were drawn from, [m, 2] of an index among the targets and a token."""
+    """Returns pairs of an index among the targets and a token that could have been drawn there, [m, 2]."""
     starts = accumulate((len(sample.response_ids) for sample in samples), initial=0)
     pairs = [
         torch.from_numpy(sample.allowed) + torch.tensor([start, 0], dtype=torch.int32)
@@ -121,14 +121,14 @@ def _join_allowed(samples: Sequence[Sample]) -> Tensor:
 
 
 def _own_young_tokens(ordered: Sequence[Experience]) -> Tensor:
-    """Returns the mask of the tokens that the policy chose and that are young enough to train."""
+    """Returns the mask of tokens that the policy chose and that are young enough to train on."""
     own = [is_own for item in ordered for is_own in item.sample.is_own]
     masks = (item.is_young or (True,) * len(item.sample.response_ids) for item in ordered)
     return torch.tensor(own) & torch.tensor([is_young for mask in masks for is_young in mask])
 
 
 def dummy_batch(*, temperature: float) -> PackedBatch:
-    """Returns two tokens that train nothing, for a rank without samples, which must run forward and backward too."""
+    """Returns two untrained tokens for a rank without samples, because it must run forward and backward, too."""
     zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     values: dict[str, Any] = dict.fromkeys(
         ("old_logprobs", "proximal_share", "ref_logprobs", "old_values", "returns", "teacher_logprobs"), zero
@@ -170,7 +170,7 @@ def _cannot_pack(samples: Sequence[Sample]) -> ValueError:
 
 
 def _encoded(samples: Sequence[Sample], encode: Callable[[Prompt], EncodedPrompt]) -> list[EncodedPrompt]:
-    """Encodes each prompt once, and proves that its tokens are those that the engine saw."""
+    """Encodes each prompt once, and checks that its tokens are those that the engine saw."""
     prompts = {sample.prompt.index: sample.prompt for sample in samples}
     encoded = {index: encode(prompt) for index, prompt in prompts.items()}
     for sample in samples:
@@ -205,16 +205,16 @@ def _per_token(samples: Sequence[Sample], column: Any, name: str) -> Tensor:
 def split_micro_batches(
     items: Sequence[_Item], *, max_tokens: int | None, max_samples: int | None, min_num: int = 1
 ) -> list[list[_Item]]:
-    """Cuts samples into as few micro-batches as the limits allow, of similar size, largest first.
+    """Divides samples into as few micro-batches as the limits allow, of similar size, largest first.
 
     The result depends on the set of samples, not on their order. It has at least min_num entries, so that ranks can
-    agree on a number; where there are fewer samples than that, the last entries are empty.
+    agree on a number; if there are fewer samples than that, the last entries are empty.
 
     Args:
         items: samples, or examples.
-        max_tokens: prompt and response tokens of a micro-batch; None: no limit.
-        max_samples: samples of a micro-batch; None: no limit.
-        min_num: the number of micro-batches to return at least.
+        max_tokens: largest number of prompt and response tokens in a micro-batch; None: no limit.
+        max_samples: largest number of samples in a micro-batch; None: no limit.
+        min_num: smallest number of micro-batches to return.
     """
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     if min_num == 1 and _fits(ordered, max_tokens, max_samples):
@@ -223,7 +223,7 @@ def split_micro_batches(
 
 
 def _cut(ordered: list[_Item], max_tokens: int | None, max_samples: int | None, min_num: int) -> list[list[_Item]]:
-    """Cuts what does not fit in one micro-batch, or is to be in several."""
+    """Divides samples that do not fit into one micro-batch, or that are wanted in several."""
     _check_limits(ordered, max_tokens, max_samples)
     fewest = _first_fit(ordered, max_tokens, max_samples)
     num = max(min(min_num, len(ordered)), len(fewest))
@@ -234,7 +234,7 @@ def _cut(ordered: list[_Item], max_tokens: int | None, max_samples: int | None, 
 def _evenest(
     ordered: list[_Item], fewest: list[list[_Item]], num: int, max_tokens: int | None, max_samples: int | None
 ) -> list[list[_Item]]:
-    """Returns num micro-batches of similar size, with similar lengths together if that costs little."""
+    """Returns num micro-batches of similar size that keep similar lengths together if that costs little."""
 
     def fits(batches: list[list[_Item]]) -> bool:
         return all(_fits(batch, max_tokens, max_samples) for batch in batches)
@@ -279,7 +279,7 @@ def _fits(batch: Sequence[_Item], max_tokens: int | None, max_samples: int | Non
 
 
 def _first_fit(ordered: list[_Item], max_tokens: int | None, max_samples: int | None) -> list[list[_Item]]:
-    """Fills micro-batches by first-fit decreasing, which comes near the fewest that hold everything."""
+    """Fills micro-batches by first-fit decreasing, which needs few more than the minimum."""
     batches: list[list[_Item]] = []
     loads: list[int] = []
     for item in ordered:
@@ -296,7 +296,7 @@ def _first_fit(ordered: list[_Item], max_tokens: int | None, max_samples: int | 
 
 
 def _halved_until(batches: list[list[_Item]], num: int) -> list[list[_Item]]:
-    """Splits the largest batch again and again until there are num; the halves stay within any limit."""
+    """Splits the largest batch repeatedly until there are num batches; halves stay within any limit."""
     parts = list(batches)
     while len(parts) < num:
         largest = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: (_num_tokens(parts[i]), -i))

@@ -1,4 +1,4 @@
-"""Reads a data set, from disk, from the hub or built in, and renders and tokenises its records as Prompts."""
+"""Reads a data set (from disk, from the hub, or built in), and renders and tokenises its records as Prompts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightrl.records import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MANY_CHARACTERS = 100_000  # of a prompt, from which on it is worth a look before it is tokenised
+_MANY_CHARACTERS = 100_000  # prompts that are longer are checked before they are tokenised
 _MOST_TOKENS_SHOWN = 200  # of a tokenizer that cannot read a text
-LocatedRecord = tuple[Record, str]  # the record and its file and line, for error messages
+LocatedRecord = tuple[Record, str]  # the record, and its file and line for error messages
 ChatTemplateUse = Literal["auto", "always", "never"]
 
 _BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
@@ -43,26 +43,26 @@ _ACCEPTED_SOURCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFields:
-    """The fields of a record that name images and videos, and the model that takes them."""
+    """The fields of a record that name images and videos, and the processor of the model that takes them."""
 
     image_field: str = "images"  # empty reads none
     video_field: str = "videos"
     folder: str | Path = ""  # relative paths start in this folder, or in the folder of this data file
-    processor: MediaProcessor | None = None  # None: the model takes none, so that one in the data is an error
+    processor: MediaProcessor | None = None  # None: the model takes no media, so media in the data are an error
 
 
 def held_out_of(source: str) -> str:
-    """Names the problems that are kept back of a built-in task, or of those in a sum; empty if there are none."""
+    """Returns the name of the held-out problems of a built-in task, or of a sum of tasks; empty if there are none."""
     names = [source] if source in HELD_OUT else [part.name for part in parts_of(source)]
     return " + ".join(HELD_OUT[name] for name in names if name in HELD_OUT)
 
 
 def load_records(source: str, *, stream: bool = False) -> Sequence[LocatedRecord]:
-    """Reads every record of a data set, or of several, whose records then say in `source` which one they are from.
+    """Reads all records of a data set, or of a sum of several, whose records then name their data set in `source`.
 
     Args:
         source: whatever --train_data and --eval_data accept.
-        stream: leaves the records of files on disk, and reads one when it is asked for.
+        stream: whether to leave the records in their files and to read each one only when it is used.
     """
     return _load_sum(source, stream) if "+" in source or "*" in source else _load_one(source, stream)
 
@@ -77,7 +77,7 @@ def _load_sum(source: str, stream: bool) -> Sequence[LocatedRecord]:
 
 @dataclass(frozen=True, slots=True)
 class _NameSource:
-    """Says in a record which data set it is from, unless it says so itself."""
+    """Adds the name of its data set to a record, unless the record has one already."""
 
     source: str
 
@@ -120,13 +120,13 @@ def build_prompts(
 ) -> Sequence[Prompt]:
     """Renders and tokenises the records; the error for a record that cannot be used names its file and line.
 
-    Records that are streamed make prompts that are: one is rendered, tokenised and checked when it is asked for.
+    Streamed records give streamed prompts: each one is rendered, tokenised and checked only when it is used.
 
     Args:
         prompt_field: holds a string or a list of messages; a record without it may have `messages`.
-        max_prompt_tokens: the room that the model's context leaves beside the new tokens.
+        max_prompt_tokens: the room that the new tokens leave in the model's context.
         chat_template: whether a string becomes one user message; "auto": if there is a template. A list of messages is
-            always rendered by the template.
+            always rendered with the template.
         media: the images and videos to read; None reads none.
     """
     if not records or chat_template not in get_args(ChatTemplateUse):
@@ -273,7 +273,7 @@ def _import_datasets(source: str) -> Any:
 
 
 def _train_split(loaded: Any, path: Path) -> Any:
-    """Returns the data set itself, or of a dictionary of splits the one named train, or the only one."""
+    """Returns the data set itself, or from a dictionary of splits the one named train, or else the only one."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits and len(splits) != 1:
         raise ValueError(
@@ -283,7 +283,7 @@ def _train_split(loaded: Any, path: Path) -> Any:
 
 
 def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
-    """Returns the rows of a data set of datasets, which stay in its files if they are streamed."""
+    """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
     if not stream:
         return _locate(rows, source)
     return Streamed(len(rows), lambda index: (dict(rows[index]), f"{source}: row {index + 1}"))
@@ -294,7 +294,7 @@ def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[Lo
 
 
 def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, Any]:
-    # Columnar formats have every field in every record, and None where it was left out.
+    # In columnar formats every record has every field, with None where it was left out.
     field = prompt_field if record.get(prompt_field) is not None else "messages"
     value = record.get(field)
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -312,7 +312,7 @@ def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> Val
 
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
-    """Adds the paths of the record's images and videos to its prompt, after a look at each file."""
+    """Adds the paths of the record's images and videos to its prompt, after reading the size of each."""
     folder = media_folder(media.folder)
     images = _paths(record, where, media.image_field, folder)
     videos = _paths(record, where, media.video_field, folder)
@@ -344,10 +344,10 @@ def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, .
 
 
 def _render(value: Any, where: str, field: str, renderer: Any, *, takes_parts: bool) -> str:
-    """Returns the text that the chat template makes of a string or of messages.
+    """Renders a string or messages with the chat template.
 
     Args:
-        renderer: has the template: a vision-language model's processor, or the tokenizer.
+        renderer: the owner of the template: a vision-language model's processor, or the tokenizer.
         takes_parts: whether the content of a message may be a list of parts.
     """
     if isinstance(value, str):
@@ -366,10 +366,10 @@ def _render(value: Any, where: str, field: str, renderer: Any, *, takes_parts: b
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_raw: bool) -> list[int]:
-    """Returns the token ids; raises ValueError for text that the tokenizer has no tokens for."""
+    """Returns the token ids of a text; raises ValueError for a text that the tokenizer has no tokens for."""
     try:
         return tokenize_raw(text, tokenizer) if is_raw else list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises nothing more specific
         raise _unreadable(text, tokenizer, where, error) from None
 
 
@@ -380,12 +380,12 @@ def _unreadable(text: str, tokenizer: PreTrainedTokenizerBase, where: str, error
 
 
 def shorten(text: str) -> str:
-    """Cuts a long text for an error."""
+    """Shortens a long text for an error message."""
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _refuse_too_long(text: str, where: str, max_prompt_tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a text that is too long whatever its tokens are, which would take minutes to find."""
+    """Raises ValueError for a text that is too long whatever its tokens; finding these would take minutes."""
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     if len(text) > max(max_prompt_tokens, 0) * longest:
         raise ValueError(
@@ -398,7 +398,7 @@ def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenises a text that no chat template rendered, so that the model can continue it."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
     token_ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
-    # A tokenizer that ends each text with EOS would have the model answer after the end.
+    # If the tokenizer ended the text with EOS, the model would have to answer after the end.
     adds_eos = bool(tokenizer.eos_token) and not text.endswith(str(tokenizer.eos_token))
     if adds_eos and token_ids and token_ids[-1] == tokenizer.eos_token_id:
         token_ids.pop()
@@ -440,7 +440,7 @@ def require_message(message: Any, where: str, takes_parts: bool) -> Record:
 def _require_part(part: Any, where: str) -> Record:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("image", "video"):
-        return {"type": kind}  # what it shows is named by the record's field
+        return {"type": kind}  # the record's field names the file to show
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     raise ValueError(

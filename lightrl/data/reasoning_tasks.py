@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, which makes them from a seed: --train_data 'reasoning_gym:chain_sum?size=2000'."""
+"""Problems that reasoning-gym makes from a seed: --train_data 'reasoning_gym:chain_sum?size=2000'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULTS: dict[str, Any] = {"size": 1000, "seed": 0}
 
 
 def reasoning_records(source: str) -> list[dict[str, Any]]:
-    """Makes the problems that a source names, as records with prompt, answer, and the entry that is scored.
+    """Makes the problems of a source, as records with the prompt, the answer, and the entry by which they are scored.
 
     Args:
         source: reasoning_gym:TASK, or reasoning_gym:TASK?name=value&name=value with fields of the task's config.

@@ -1,4 +1,4 @@
-"""Decides which sample is used when, and on which rank. An order depends on seed, epoch and length alone."""
+"""Decides when and on which rank each sample is used. An order depends on seed, epoch and length alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightrl.seeding import mix_seed, mix_seed_array, prefix_state
 
 Item = TypeVar("Item")
 
-_SHUFFLE_STREAM = 0x5348554646  # keeps these draws apart from all others of the same seed
+_SHUFFLE_STREAM = 0x5348554646  # separates these random draws from all others of the same seed
 
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
-    """Returns the order of an epoch: 0 .. length - 1, sorted by a hash of each."""
+    """Returns the order of an epoch: the numbers 0 to length - 1, sorted by a hash of each."""
     order: list[int] = permutation_array(length, seed, epoch).tolist()
     return order
 
 
 def permutation_array(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns permutation() in 8 bytes for each index."""
+    """Returns permutation() as an array, which takes 8 bytes for each index."""
     epoch_state = prefix_state(mix_seed(_SHUFFLE_STREAM, seed, epoch))
     return np.argsort(mix_seed_array(epoch_state, np.arange(length)), kind="stable")
 
@@ -34,7 +34,7 @@ def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
 
 
 class Draws:
-    """Deals prompts out in the order of their tickets, 0, 1, ...; a subclass says which prompt a ticket has."""
+    """Deals out prompts in the order of their tickets, 0, 1, ...; a subclass decides which prompt a ticket gets."""
 
     batch_size: int
     num_drawn = 0
@@ -44,21 +44,21 @@ class Draws:
         return self.draw(self.batch_size)
 
     def draw(self, count: int) -> list[int]:
-        """Returns the data indices of the next count prompts."""
+        """Returns the data indices of the next `count` prompts."""
         drawn = [self.index_at(ticket) for ticket in range(self.num_drawn, self.num_drawn + count)]
         self.num_drawn += count
         return drawn
 
     def index_at(self, ticket: int) -> int:
-        """Returns the data index of the prompt that a ticket has."""
+        """Returns the data index of a ticket's prompt."""
         raise NotImplementedError
 
 
 class PromptSampler(Draws):
     """Draws the global batch of each step, the same on every rank, epoch after epoch in a new order without repeats.
 
-    A batch may span epochs; only then can it hold an index twice. The state is one count, so a run continues exactly
-    where it stopped, at any world size and with any batch size.
+    Only a batch that spans two epochs can contain an index twice. The state is a single count, so a run continues
+    exactly where it stopped, at any world size and with any batch size.
     """
 
     def __init__(self, num_prompts_in_data: int, batch_size: int, seed: int) -> None:
@@ -70,7 +70,7 @@ class PromptSampler(Draws):
         self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, its permutation) used last
 
     def index_at(self, ticket: int) -> int:
-        """Returns the data index of the prompt at a place of the run's one order."""
+        """Returns the data index of a ticket's prompt."""
         epoch, index = divmod(ticket, self.num_prompts_in_data)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, permutation_array(self.num_prompts_in_data, self.seed, epoch))
@@ -81,7 +81,7 @@ class PromptSampler(Draws):
         return {"num_drawn": self.num_drawn, "num_prompts_in_data": self.num_prompts_in_data, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues behind the last batch of a saved sampler; raises ValueError if its order was a different one."""
+        """Continues after the last batch of a saved sampler; raises ValueError if that one had a different order."""
         mine = self.state_dict()
         if set(state) != set(mine):
             raise ValueError(f"The sampler's state has the keys {sorted(state)}: it must have {sorted(mine)}.")
@@ -101,13 +101,14 @@ def _nothing_to_draw(num_prompts_in_data: int, batch_size: int) -> ValueError:
 
 
 class ResumableSampler(Sampler[int]):
-    """Yields one rank's part of each epoch, from any sample on. Call set_epoch() before every pass, or passes repeat.
+    """Yields one rank's part of each epoch and can start at any sample. Call set_epoch() before each pass.
 
-    All ranks together walk one global order, so an interrupted epoch continues exactly, even at another world size.
+    Without set_epoch() passes repeat. All ranks share one global order, so an interrupted epoch continues exactly, even
+    at another world size.
 
     Args:
         drop_last: True leaves out the last (remaining % world) samples, so that all ranks have equally many. False
-            gives every sample to exactly one rank; ranks then differ by up to one, which training must allow for.
+            gives every sample to exactly one rank; ranks may then differ by one, which training must allow for.
         consumed_samples: how many samples all ranks together have used of the first epoch: the one that set_epoch()
             names first, or epoch 0. Later epochs are whole.
     """
@@ -137,7 +138,7 @@ class ResumableSampler(Sampler[int]):
         self._is_started = False
 
     def set_epoch(self, epoch: int, consumed_samples: int | None = None) -> None:
-        """Sets the epoch of the next pass, and how much of it is done already; every rank must set the same."""
+        """Sets the epoch of the next pass, and how many of its samples are used already; must be equal on all ranks."""
         if consumed_samples is not None:
             _check_consumed(consumed_samples, self._data_source_len)
             self._consumed_samples = consumed_samples
@@ -155,12 +156,12 @@ class ResumableSampler(Sampler[int]):
 
     @property
     def most_samples(self) -> int:
-        """The number of samples of the rank that has most."""
+        """The number of samples on the rank that has the most."""
         return len(range(self._consumed_samples, self._end, self.world))
 
     @property
     def first_sample(self) -> int:
-        """The sample that comes first of what is left, over all ranks."""
+        """The index of the first remaining sample, over all ranks."""
         return self._order()[self._consumed_samples]
 
     def _order(self) -> Sequence[int]:

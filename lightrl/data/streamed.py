@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for, so that a data set can be larger than memory."""
+"""Sequences that make each item when it is requested, so that a data set can be larger than memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Made = TypeVar("Made")
 
 
 class Streamed(Sequence[Item], Generic[Item]):
-    """Makes an item each time it is asked for, and keeps none.
+    """A sequence that makes an item at each request and keeps none.
 
     Args:
         length: the number of items.
-        make: returns the item of an index from 0 to length - 1, always the same one.
+        make: returns the item at an index from 0 to length - 1, always the same one.
     """
 
     def __init__(self, length: int, make: Callable[[int], Item]) -> None:
@@ -39,14 +39,14 @@ class Streamed(Sequence[Item], Generic[Item]):
 
 
 def make_each(items: Sequence[Item], make: Callable[[int, Item], Made]) -> Sequence[Made]:
-    """Returns make(index, item) for each item: a list, or of streamed items a sequence that is streamed too."""
+    """Returns make(index, item) for each item, as a list, or as a streamed sequence if the items are streamed."""
     if isinstance(items, Streamed):
         return Streamed(len(items), lambda index: make(index, items[index]))
     return [make(index, item) for index, item in enumerate(items)]
 
 
 def select(items: Sequence[Item], indices: Sequence[int]) -> Sequence[Item]:
-    """Returns the items at the indices: a list, or of streamed items a sequence that is streamed too."""
+    """Returns the items at the indices, as a list, or as a streamed sequence if the items are streamed."""
     if not isinstance(items, Streamed):
         return [items[index] for index in indices]
     kept = indices if isinstance(indices, range) else np.asarray(indices, dtype=np.int64)
@@ -54,23 +54,23 @@ def select(items: Sequence[Item], indices: Sequence[int]) -> Sequence[Item]:
 
 
 def chain(parts: Sequence[Sequence[Item]]) -> Sequence[Item]:
-    """Returns the items of all parts, one part after the other: a list, or streamed if one of the parts is."""
+    """Returns the items of all parts in order, as a list, or as a streamed sequence if any part is streamed."""
     if not any(isinstance(part, Streamed) for part in parts):
         return [item for part in parts for item in part]
     ends = np.cumsum([len(part) for part in parts])
 
     def item_at(index: int) -> Item:
         part = int(np.searchsorted(ends, index, side="right"))
-        return parts[part][index - int(ends[part])]  # counted from the end of the part
+        return parts[part][index - int(ends[part])]  # a negative index, counted from the end of the part
 
     return Streamed(int(ends[-1]), item_at)
 
 
 def stream_lines(path: Path, parse: Callable[[bytes, str], Item]) -> Sequence[Item]:
-    """Returns what parse(line, where) makes of each line that is not blank, read from the file when it is asked for.
+    """Returns a sequence of parse(line, where) for each line that is not blank; a line is read when it is used.
 
-    The file is read once here, to find where its lines begin: 20 bytes of memory a line. It is opened anew for each
-    line, since a process may not keep thousands of files open; ValueError if it has changed.
+    The file is read once here to find where its lines begin, which takes 20 bytes of memory for each line. It is opened
+    again for each line, because a process cannot keep thousands of files open. Raises ValueError if it has changed.
     """
     starts, sizes, numbers = array("q"), array("q"), array("i")
     position = 0

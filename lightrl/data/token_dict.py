@@ -1,4 +1,4 @@
-"""Reads a user's dictionary of tensors, padded [B, L] or packed [T], into sequences, and packs these again."""
+"""Splits a user's dictionary of tensors, padded [B, L] or packed [T], into sequences, and packs these again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lightrl.data.packing import Key
 
-_LAYOUT_KEYS = ("cu_seqlens", "max_seqlen")  # made anew for every micro-batch
+_LAYOUT_KEYS = ("cu_seqlens", "max_seqlen")  # computed anew for every micro-batch
 _NUM_DUMMY_TOKENS = 2
 Kind = tuple[bool, torch.dtype, tuple[int, ...]]  # of a key: whether it is per token, its type, the shape of one value
 Kinds = dict[str, Kind]
 
 
 class UserBatch(dict[str, Any]):
-    """A dictionary of tensors for train_batch that also says what they are and how much goes into a micro-batch."""
+    """A dictionary of tensors for train_batch that also describes the tensors and limits the micro-batches."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class UserBatch(dict[str, Any]):
 
         Args:
             tensors: input_ids [B, L] with attention_mask [B, L], or input_ids [T] with cu_seqlens [B + 1]; and more.
-            per_token: the keys with a value for each token; needed where a shape does not tell.
-            per_sequence: the keys with a value for each sequence; likewise.
-            max_tokens: the tokens of a micro-batch at most.
-            max_sequences: the sequences of a micro-batch at most. Without any limit the strategy's own holds.
+            per_token: the keys that have a value for each token; needed only if the shapes are ambiguous.
+            per_sequence: the keys that have a value for each sequence; likewise.
+            max_tokens: largest number of tokens in a micro-batch.
+            max_sequences: largest number of sequences in a micro-batch. Without either limit the strategy's own holds.
         """
         super().__init__(tensors)
         unknown = sorted({*per_token, *per_sequence} - set(self))
@@ -56,8 +56,8 @@ class UserBatch(dict[str, Any]):
 class TokenRow:
     """One sequence with its values."""
 
-    index: int  # among those of all ranks
-    per_token: dict[str, Tensor]  # [L, ...], input_ids among them
+    index: int  # among the sequences of all ranks
+    per_token: dict[str, Tensor]  # [L, ...], including input_ids
     per_sequence: dict[str, Tensor]
 
     @property
@@ -67,7 +67,7 @@ class TokenRow:
 
     @property
     def key(self) -> Key:
-        """Names the sequence on any rank."""
+        """The name of the sequence, which is the same on any rank."""
         return (self.index, 0)
 
     @property
@@ -78,16 +78,16 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPack:
-    """A micro-batch of a user's dictionary: sequences end to end, with what a model needs of a PackedBatch."""
+    """A micro-batch of a user's dictionary: sequences laid end to end, with the fields that a model needs."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
-    data: dict[str, Tensor]  # what the loss function gets: [T, ...] and [S, ...], and cu_seqlens as a tensor
+    data: dict[str, Tensor]  # passed to the loss function: [T, ...] and [S, ...], and cu_seqlens as a tensor
     indices: tuple[int, ...]  # of the sequences; none for a dummy
     vision: None = None
 
-    # What names the sample where an update is not finite:
+    # The names of the samples in the message about an update that is not finite:
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -96,13 +96,13 @@ class TokenPack:
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64, the sequence of each token."""
+        """The sequence of each token, [T] int64."""
         lengths = torch.tensor(self.cu_seqlens, device=self.input_ids.device).diff()
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
     @property
     def loss_mask(self) -> Tensor:
-        """[T] bool: the data's own mask, or all tokens."""
+        """The mask of trained tokens, [T] bool: the one in the data, or else all tokens."""
         return self.data.get("loss_mask", torch.ones_like(self.input_ids)).bool()
 
     def to(self, device: torch.device) -> TokenPack:
@@ -116,7 +116,7 @@ class TokenPack:
 
 
 def next_token(data: Mapping[str, Tensor], name: str) -> Tensor:
-    """Returns a value per token moved to the position that predicts the token; 0 at the end of each sequence.
+    """Moves each token's value to the position that predicts the token; the end of each sequence gets 0.
 
     Row p of the logits predicts token p + 1, while data[name][p] belongs to token p.
     """
@@ -129,7 +129,7 @@ def next_token(data: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def read_rows(batch: UserBatch) -> list[TokenRow]:
-    """Returns the sequences in order, on the host, without padding; ValueError says what does not fit."""
+    """Returns the sequences in order, on the host, without padding; raises ValueError for shapes that do not fit."""
     tensors = {name: _as_tensor(name, value) for name, value in batch.items() if name != "max_seqlen"}
     if "input_ids" not in tensors or tensors["input_ids"].dim() not in (1, 2):
         raise ValueError(
@@ -151,7 +151,7 @@ def read_rows(batch: UserBatch) -> list[TokenRow]:
 
 
 def kinds_of(batch: UserBatch) -> Kinds:
-    """Returns what each key of a batch that read_rows() can read is."""
+    """Returns the kind of each key of a batch that read_rows() accepts."""
     tensors = {name: torch.as_tensor(value) for name, value in batch.items() if name not in _LAYOUT_KEYS}
     ids = tensors["input_ids"]
     count = ids.shape[0] if ids.dim() == 2 else len(batch["cu_seqlens"]) - 1

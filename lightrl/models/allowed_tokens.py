@@ -1,8 +1,8 @@
 """The tokens that top-p and top-k left to draw from: the support of the distribution that a token came from.
 
-A truncated distribution is the whole one divided by the mass of its support. Which tokens those are was decided by the
-weights that sampled. An update computes both of its probabilities on that support, or their ratio would compare two
-different sets (DeepSeek-V3.2, arXiv:2512.02556, calls it keeping the sampling mask).
+A truncated distribution is the full one, renormalised over its support. The weights that sampled decided which tokens
+belong to the support. An update must compute both of its probabilities on that support; otherwise their ratio would
+compare two different sets (DeepSeek-V3.2, arXiv:2512.02556, calls this keeping the sampling mask).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lightrl.models.logprobs import LOWEST
 
 
 class AllowedTokens:
-    """Hides, in tiles of logits, the tokens that a row could not have drawn."""
+    """Hides the tokens that a row could not have drawn from tiles of logits."""
 
     def __init__(self, pairs: Tensor, num_rows: int) -> None:
-        """Takes pairs of a row and a token that it could draw, [m, 2] int; a row without one could draw any."""
+        """Takes pairs of a row and a token that it could draw, [m, 2] int; a row without pairs could draw any token."""
         self._rows, self._tokens = pairs.long().unbind(1)
         self._is_limited = torch.zeros(num_rows, dtype=torch.bool, device=pairs.device)
         self._is_limited[self._rows] = True

@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds, such as rotary frequencies: computed from a model's configuration."""
+"""Computes the buffers that no checkpoint holds, such as rotary frequencies, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Gives every buffer its value, for a model whose memory was never set.
+    """Computes the value of every buffer, for a model whose memory was never initialised.
 
-    The modules that have buffers are initialised as transformers does it where it loads a model. A buffer that a
-    checkpoint holds cannot be computed: ValueError names it.
+    Modules with buffers are initialised in the way in which transformers does it when it loads a model. A buffer that a
+    checkpoint holds cannot be computed; a ValueError names it.
     """
     saved = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if saved:

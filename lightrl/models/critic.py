@@ -25,11 +25,11 @@ from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 HEAD_FILE = "value_head.safetensors"
 _BODY, _HEAD = "body.", "value_head."
-_REWARD_HEAD = "score.weight"  # the head's name in transformers' sequence classifiers, as reward models are
+_REWARD_HEAD = "score.weight"  # name of the head in transformers' sequence classifiers, such as reward models
 
 
 class ValueHead(nn.Linear):
-    """Maps a hidden state to one number, in float32 whatever the body computes in."""
+    """Maps a hidden state to one number, always in float32, whatever type the body computes in."""
 
     computes_in_float32 = True
 
@@ -43,7 +43,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A critic that values packs of sequences. Its names in a checkpoint are body.* and value_head.*.
+    """A critic that values the states of packed sequences. Its names in a checkpoint are body.* and value_head.*.
 
     Attributes:
         sequence_group: ranks that split the tokens of every pack among them; None: each rank runs whole packs.
@@ -52,7 +52,7 @@ class Critic(nn.Module):
     is_actor = False
 
     def __init__(self, body: PreTrainedModel, value_head: ValueHead) -> None:
-        """Takes over a model from transformers that has no output embedding, as AutoModel makes it."""
+        """Takes over a transformers model without an output embedding, as AutoModel makes it."""
         super().__init__()
         self.body = body
         self.value_head = value_head
@@ -69,7 +69,7 @@ class Critic(nn.Module):
         return StateValues(values=values, final_values=final_values)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Forwards to the body."""
+        """Turns on gradient checkpointing in the body."""
         self.body.gradient_checkpointing_enable(**kwargs)
 
     def save_pretrained(self, path: str | Path, state_dict: Mapping[str, Tensor]) -> None:
@@ -89,7 +89,7 @@ class ActorCritic(Policy):
         self.value_head = value_head
 
     def forward(self, batch: PackedBatch) -> ScoresAndValues:
-        """Returns scores of the response tokens and values of the states, from one pass of the body."""
+        """Returns the scores of the response tokens and the values of the states from one pass of the body."""
         hidden = self.hidden_states(batch)
         scores = self.scores(hidden, batch)
         values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
@@ -102,7 +102,7 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
     """Returns the values of the states that choose response tokens, [N], and of each final state, [S].
 
     The state that chooses a token is the position that predicts it; a final state is a sequence's last token. One call
-    of the head serves both, since each call of a sharded head gathers it.
+    of the head serves both, because each call of a sharded head gathers it.
     """
     last_tokens = torch.tensor(batch.last_tokens, device=hidden.device)
     positions = torch.cat([batch.score_index, last_tokens])
@@ -111,7 +111,7 @@ def _values(head: ValueHead, hidden: Tensor, batch: PackedBatch, group: Sequence
     else:
         (values,) = apply_to_split(lambda rows, _: (head(rows),), hidden, positions, group)
     num_scored = batch.score_index.shape[0]
-    # Copies: FSDP warns of modules that give views.
+    # Copies: FSDP warns about modules that return views.
     return values[:num_scored].clone(), values[num_scored:].clone()
 
 
@@ -136,7 +136,7 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
 
 
 def load_value_head(path: str, config: Any, *, materialize: bool, init_std: float, seed: int) -> ValueHead:
-    """Loads a critic's head or a reward model's score; draws a new one if the folder has neither.
+    """Loads the head of a critic or the score head of a reward model; draws a new one if the folder has neither.
 
     Args:
         init_std: standard deviation of a new head; 0 makes all values 0.
@@ -169,7 +169,7 @@ def save_value_head(path: str | Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _load_body(path: str, trust_remote_code: bool) -> PreTrainedModel:
-    # The report would name the output embedding, which is left out on purpose.
+    # transformers' report would list the output embedding, which is left out on purpose.
     with _without_load_report(), explained(path, "weights"):
         body, report = AutoModel.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -208,9 +208,9 @@ def _saved_head(path: str) -> dict[str, Tensor]:
 
 
 def _file_of(path: str, name: str) -> str | None:
-    """Returns the local path of a file of a folder or a name on the hub; None if it has no such file."""
-    # The keywords are private: they make a missing file None in place of an error. They can go once a public option
-    # does that: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
+    """Returns the local path of a file in a folder or a repository on the hub; None if there is no such file."""
+    # The keywords are private: with them a missing file gives None instead of an error. They can go once there is a
+    # public option: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
     local_path: str | None = cached_file(
         path,
         name,

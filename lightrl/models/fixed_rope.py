@@ -1,9 +1,9 @@
-"""Rotary frequencies that transformers would choose anew in every call, fixed for the whole run.
+"""Fixes for the whole run the rotary frequencies that transformers would otherwise choose anew in every call.
 
-Under `longrope` (Phi-3, MiniCPM) and `dynamic` rope, transformers takes the largest position of a call to choose the
-frequencies of all its tokens. One long sequence would then change every short one in its pack, and the gradient would
-depend on how a step is cut into micro-batches. Here the longest sequence that the run can have decides once, in trainer
-and engine alike.
+Under `longrope` (Phi-3, MiniCPM) and `dynamic` rope, transformers chooses the frequencies of all tokens of a call by
+its largest position. One long sequence would then change every short one in its pack, and the gradient would depend on
+how a step is cut into micro-batches. Here the longest sequence that the run can have decides once and for all, for the
+trainer and the engine alike.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-FIXED = "fixed"  # the rope_type of a module whose frequencies no longer follow the call
+FIXED = "fixed"  # the rope_type of a module whose frequencies no longer depend on the call
 
 logger = logging.getLogger(__name__)
 
 
 def fix_frequencies(model: nn.Module, longest: int | None = None) -> None:
-    """Gives the model, for all calls to come, the frequencies that transformers has for the longest sequence.
+    """Makes the model use, in all calls, the frequencies that transformers would use for the longest sequence.
 
     Args:
         model: a model from transformers, or its decoder; the frequencies may have been fixed before.
-        longest: tokens of the longest sequence that the model will ever run; None is the model's context, or what was
-            given before.
+        longest: tokens of the longest sequence that the model will ever run. None: the length given before, or else
+            the model's context.
     """
-    rotary: Any  # of one of many classes
+    rotary: Any  # an instance of one of many classes
     for rotary in model.modules():
         if hasattr(rotary, "rope_type") and hasattr(rotary, "config"):
             chosen = getattr(rotary, "fixed_rope", None) or _Choice(rotary)
@@ -40,7 +40,7 @@ def fix_frequencies(model: nn.Module, longest: int | None = None) -> None:
 
 
 def fixed_length(model: nn.Module) -> int | None:
-    """Returns the length for which the frequencies were fixed; None if the model's do not vary or are not fixed."""
+    """Returns the length for which the frequencies were fixed; None if they do not vary or are not fixed."""
     choices: list[Any] = [module.fixed_rope for module in model.modules() if hasattr(module, "fixed_rope")]
     return int(choices[0].longest) if choices else None
 
@@ -52,14 +52,14 @@ def original_length(config: Any) -> int | None:
 
 
 def original_lengths(config: Any) -> list[int]:
-    """Returns every length that the config names as one at which a rope changes."""
+    """Returns every length at which, according to the config, a rope changes."""
     named = [rope.get("original_max_position_embeddings") for rope in _ropes(config).values()]
     named.append(getattr(config.get_text_config(), "original_max_position_embeddings", None))
     return sorted({int(length) for length in named if length})
 
 
 def describe_fixed(model: nn.Module) -> str:
-    """Returns the choice in words; empty for a model without one."""
+    """Describes the fixed frequencies in words; empty for a model that has none."""
     longest = fixed_length(model)
     if longest is None:
         return ""
@@ -102,11 +102,11 @@ class _Choice:
         return frequencies
 
     def _fix_scale(self, module: Any) -> None:
-        """Fixes the scale of cosines and sines too, which PhiMoE chooses by the length of the call.
+        """Fixes also the scale of cosines and sines, which PhiMoE chooses by the length of the call.
 
-        Its module computes the frequencies anew in every call, always with the short factors:
+        PhiMoE's module computes the frequencies anew in every call, always with the short factors:
         https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/phimoe/modeling_phimoe.py
-        This can go when it reads its inv_freq (5.19: not yet).
+        This can go when that module reads its inv_freq (5.19: not yet).
         """
         rope = self.ropes[""]
         is_long = self.longest > rope["original_max_position_embeddings"]
@@ -116,7 +116,7 @@ class _Choice:
 
 
 class _Constant:
-    """Stands in for a rope's function of its config: the module's own frequencies, and a scale."""
+    """Stands in for the function that computes a rope from its config; returns fixed frequencies and a fixed scale."""
 
     def __init__(self, module: Any, scale: float) -> None:
         self._module, self._scale = module, scale
@@ -126,7 +126,7 @@ class _Constant:
 
 
 def _ropes(config: Any) -> dict[str, Mapping[str, Any]]:
-    """Returns the rope of each type of layer; "" stands for all layers of a model that has one rope."""
+    """Returns the rope of each type of layer; the key "" stands for all layers of a model with a single rope."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return {"": parameters}

@@ -1,4 +1,4 @@
-"""Says within seconds that a name on the Hugging Face hub cannot be had, before libraries try again and again."""
+"""Reports within seconds that a model on the Hugging Face hub is out of reach, before libraries retry for minutes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-_WAIT_S = 5.0  # for a name server and a connection
+_WAIT_S = 5.0  # to look up the name and to connect
 
 
 def require_reachable(name: str, option: str) -> None:
-    """Raises ValueError for a model that is not in the cache while the hub cannot be reached."""
+    """Raises ValueError if a model is not in the cache and the hub cannot be reached."""
     if _has_proxy() or isinstance(_cached_config(name, option), str):
         return
     url = urlsplit(constants.ENDPOINT)
@@ -37,7 +37,7 @@ def _has_proxy() -> bool:
 
 
 def _why_unreachable(host: str, port: int | None) -> str:
-    """Returns why no connection can be made, or nothing; a thread, since looking up a name has no time limit."""
+    """Returns why no connection can be made, or nothing. A thread does it: looking up a name has no time limit."""
     reasons: list[str] = []
 
     def connect() -> None:

@@ -1,7 +1,7 @@
-"""Logits: what a loss function sees as the logits of a micro-batch, [T, V], computed a few rows at a time.
+"""Logits: stands for the logits of a micro-batch, [T, V], in a loss function, and computes a few rows at a time.
 
-Operations that treat each row alone (log_softmax, gather, cross_entropy, a division by the temperature ...) run in
-chunks, in the forward and once more in the backward, so the whole matrix never exists.
+Operations that treat each row separately (log_softmax, gather, cross_entropy, a division by the temperature ...) run in
+chunks, in the forward and again in the backward, so the whole matrix never exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAME_SHAPE = {
 _OVER_ROWS = {"gather", "sum", "mean", "logsumexp", "argmax", "amax", "max"}
 _NEEDS_DIM = _OVER_ROWS | {"log_softmax", "softmax"}
 
-RowFunction = Callable[[Tensor, Any], Tensor]  # turns logits of the chosen rows, and which they are, into a result
+RowFunction = Callable[[Tensor, Any], Tensor]  # from the logits of some rows, and the choice of these rows, to a result
 
 
 class LanguageModel(Protocol):
@@ -62,16 +62,16 @@ class Head:
 class Logits:
     """Stands for logits [T, V] in a loss function; each operation over the rows gives an ordinary tensor.
 
-    An operation that is not known computes the whole matrix and warns.
+    An unknown operation computes the whole matrix and warns.
     """
 
     hidden: Tensor  # [T, H]
     head: Head
-    change: RowFunction | None = None  # what was done to each row so far
+    change: RowFunction | None = None  # what has been done to each row so far
 
     @classmethod
     def of(cls, policy: LanguageModel, hidden: Tensor) -> Logits:
-        """Returns the logits of a policy's hidden states, in the type in which it computes."""
+        """Returns the logits of a policy's hidden states, in the type in which the policy computes."""
         make_own: Callable[[Tensor], Logits] | None = getattr(policy, "__dict__", {}).get("logits_of")
         if make_own is not None:  # where the output layer is not in the model itself
             return make_own(hidden)
@@ -92,12 +92,12 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        """[T, V]."""
+        """Shape of the logits, [T, V]."""
         return torch.Size((self.hidden.shape[0], self.head.num_logits))
 
     @property
     def device(self) -> torch.device:
-        """Device of the hidden states."""
+        """Device of the hidden states and of all results."""
         return self.hidden.device
 
     @property
@@ -107,15 +107,15 @@ class Logits:
 
     @property
     def ndim(self) -> int:
-        """2."""
+        """Number of dimensions, always 2."""
         return 2
 
     def dim(self) -> int:
-        """Returns 2."""
+        """Returns the number of dimensions, always 2."""
         return 2
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns [T, V], or one of the two."""
+        """Returns the shape, [T, V], or one of its two sizes."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
@@ -168,7 +168,7 @@ class Logits:
             return args[0]._call(func.__name__, func, *args[1:], **kwargs)
         if "input" in kwargs and isinstance(kwargs["input"], Logits):
             return kwargs.pop("input")._call(func.__name__, func, *args, **kwargs)
-        if len(args) == 2 and func.__name__ in ("add", "sub", "mul"):  # a tensor to the left of the logits
+        if len(args) == 2 and func.__name__ in ("add", "sub", "mul"):  # a tensor on the left
             tensor, logits = args
             signed = -logits if func.__name__ == "sub" else logits
             return signed * tensor if func.__name__ == "mul" else signed + tensor
@@ -195,7 +195,7 @@ class Logits:
         return replace(self, change=change) if name in _SAME_SHAPE else self._chunked(change)
 
     def _goes_by_rows(self, item: Any) -> bool:
-        """Returns whether an operand is the same for all rows, has one row for each, or is made of the same logits."""
+        """Returns whether an operand is the same for all rows, has a row for each, or stems from the same logits."""
         if isinstance(item, Logits):
             return item.hidden is self.hidden
         if isinstance(item, Tensor) and item.dim():
@@ -215,7 +215,7 @@ class Logits:
     # ---- In chunks ---------------------------------------------------------------------------------------------
 
     def map(self, function: Callable[..., Tensor], *per_row: Tensor) -> Tensor:
-        """Returns function(logits, *values) for a few rows at a time, joined along dim 0.
+        """Calls function(logits, *values) for a few rows at a time and returns the results joined along dim 0.
 
         Args:
             function: takes logits [r, V] and the same r rows of each further tensor; returns [r, ...].
@@ -258,10 +258,10 @@ class Logits:
 
 
 def _is_over_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an operation goes along the last dim."""
+    """Returns whether an operation runs along the last dim."""
     dim = kwargs.get("dim", args[0] if args else None)
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    return type(dim) is int and dim in (-1, 1)  # neither a bool nor the other tensor of max(logits, other)
+    return type(dim) is int and dim in (-1, 1)  # not a bool, nor the other tensor in max(logits, other)
 
 
 def _cut(item: Any, rows: Tensor, which: Any, num_rows: int) -> Any:
@@ -283,7 +283,7 @@ def gather_logprobs(logits: Logits | Tensor, labels: Tensor, temperature: float 
 def gather_logprobs_entropy(
     logits: Logits | Tensor, labels: Tensor, temperature: float = 1.0, *, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability of each label, and the entropy of each row, which is NaN with_entropy=False."""
+    """Returns the log-probability of each label and the entropy of each row, which is NaN if with_entropy is False."""
     if isinstance(logits, Logits) and logits.change is None:
         head = logits.head
         transform = LogitTransform(

@@ -14,24 +14,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # Rows and columns of a tile of logits: in float32, 16 MiB on a CPU and 128 MiB on an accelerator. Smaller tiles are a
-# few per cent faster on one quiet thread, but several threads on a busy machine pay for each operation they meet in.
+# few per cent faster on one quiet thread, but on a busy machine every operation costs several threads a rendezvous.
 _CPU_TILE = (1024, 4096)
 _ACCELERATOR_TILE = (2048, 16384)
 
-LOWEST = -1e20  # e to this is 0 as well, but an excluded token's -inf would make p log p and its gradient NaN
+LOWEST = -1e20  # its exp is 0 too, while -inf for an excluded token would make p log p and its gradient NaN
 
 
 class Support(Protocol):
-    """The tokens that each row's distribution is of."""
+    """The tokens over which the distribution of each row extends."""
 
     def hide_others(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Overwrites the logits [rows, columns] of all other tokens by LOWEST, and returns them."""
+        """Overwrites the logits of all other tokens with LOWEST and returns the logits, [rows, columns]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """The steps from the output of the matrix product to the softmax, and what is wanted of it.
+    """The steps from the output of the matrix product to the softmax, and whether to compute its entropy.
 
     The output is multiplied by logit_scale, then capped as softcap * tanh(logits / softcap), then divided by the
     temperature.
@@ -40,7 +40,7 @@ class LogitTransform:
     temperature: float = 1.0
     softcap: float | None = None  # largest absolute logit; None: no cap
     logit_scale: float = 1.0
-    support: Support | None = None  # the tokens that the softmax is of; None: all
+    support: Support | None = None  # the tokens over which the softmax is taken; None: all
     with_entropy: bool = True  # False leaves the entropy NaN, so that nothing can take it for a value
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class LogitTransform:
 
     @property
     def slope_at_zero(self) -> float:
-        """Derivative of a final logit with respect to the product, where nothing caps it."""
+        """Derivative of a final logit with respect to the product where the cap has no effect."""
         return self.logit_scale / self.temperature
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
@@ -74,7 +74,7 @@ class LogitTransform:
 
 
 class LogitSteps(LogitTransform):
-    """Takes each step by itself and rounds after it: final_logits(), bit for bit, and not as fast as can be."""
+    """Takes each step separately and rounds after it: equals final_logits() bit for bit, at some cost in speed."""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
         """Returns the final logits of a tile, [rows, columns], at least in float32."""
@@ -89,7 +89,7 @@ PLAIN = LogitTransform()
 def chosen_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, transform: LogitTransform = PLAIN, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns each target's log-probability, and the entropy, under softmax of the logits hidden @ weight.T + bias.
+    """Returns each target's log-probability, and the entropy, under the softmax of hidden @ weight.T + bias.
 
     Both results are at least float32 and have gradients for hidden, weight and bias.
 
@@ -97,8 +97,8 @@ def chosen_logprobs(
         hidden: [N, H].
         weight: [V, H].
         targets: [N] int64 in [0, V).
-        transform: what becomes of the logits before the softmax.
-        bias: [V]; -inf excludes a token, which then adds nothing to the entropy and to any gradient.
+        transform: the steps from these products to the softmax.
+        bias: [V]; -inf excludes a token, which then contributes nothing to the entropy or to any gradient.
 
     Returns:
         The log-probabilities, [N], and the entropies, [N].
@@ -111,13 +111,13 @@ def chosen_logprobs(
         logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden.to(dtype), weight.to(dtype), held, targets, transform
         )
-    if bias is not None and transform.softcap is None:  # a capped logit excludes no token
+    if bias is not None and transform.softcap is None:  # a cap makes -inf finite, which excludes no token
         logprobs = logprobs.masked_fill(bias[targets].isneginf(), float("-inf"))
     return logprobs, entropy
 
 
 def final_logits(product: Tensor, scale: float, softcap: float | None, temperature: float = 1.0) -> Tensor:
-    """Returns the logits from the product of the output head, which it overwrites."""
+    """Returns the logits, written over the output head's product."""
     if scale != 1:
         product.mul_(scale)
     if softcap is not None:
@@ -126,7 +126,7 @@ def final_logits(product: Tensor, scale: float, softcap: float | None, temperatu
 
 
 def logprobs_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the log-probabilities [N] of targets, from whole logits [N, V]: the bits of LogitSteps."""
+    """Returns the targets' log-probabilities, [N], from whole logits, [N, V]; equals LogitSteps bit for bit."""
     summary = _RowSummary(targets, logits.dtype, with_entropy=False)
     for columns in _slices(logits.shape[1], _tile(logits)[1]):
         summary.add(logits[:, columns].clamp(min=LOWEST), columns.start)
@@ -205,7 +205,7 @@ class _RowSummary:
         shifted = logits.sub_(maximum[:, None])
         weights = shifted.exp()
         if self.with_entropy:
-            # The first tile shifts by minus infinity, from a sum of zero.
+            # At the first tile the old maximum is minus infinity, and the sum is zero.
             shift = torch.where(self.total > 0, shift, 0)
             self.moment = scale * (self.moment + shift * self.total) + (weights * shifted).sum(1)
         self.total = scale * self.total + weights.sum(1)
@@ -219,7 +219,7 @@ class _TileGradient:
     """
 
     def __init__(self, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> None:
-        """Takes what forward() left in ctx."""
+        """Takes what forward() saved in ctx."""
         self.transform: LogitTransform = ctx.transform
         *_, self.targets, self.logsumexp, entropy = ctx.saved_tensors
         slope = self.transform.slope_at_zero
@@ -228,7 +228,7 @@ class _TileGradient:
         self.constant = -self.of_chosen if self.of_entropy is None else -self.of_entropy * entropy - self.of_chosen
 
     def of(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Returns the gradient of a tile, whose logits it overwrites."""
+        """Returns the gradient of a tile, written over the tile's logits."""
         slope_of_cap = None if self.transform.softcap is None else self.transform.slope_of_cap(logits)
         logp = logits.sub_(self.logsumexp[rows, None])
         if self.of_entropy is None:
@@ -247,7 +247,7 @@ def _locate(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tenso
 
 
 def _at_least(hidden: Tensor) -> torch.dtype:
-    """Returns the type of sums and results, float32 or the wider type of the input."""
+    """Returns the type of sums and results: float32, or the input's type if that is wider."""
     return torch.promote_types(hidden.dtype, torch.float32)
 
 

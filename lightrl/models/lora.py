@@ -1,6 +1,6 @@
-"""LoRA (arXiv:2106.09685) by peft: small adapters inside a model, which train in place of its weights.
+"""LoRA (arXiv:2106.09685) with peft: small adapters inside a model that train instead of its weights.
 
-Engines and exports get the weights with the adapters merged, under the plain names.
+Engines and exports get the weights with the adapters merged, under their plain names.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightrl.seeding import mix_seed
 ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 WEIGHTS_FILE = "adapter_model.safetensors"
-_STREAM = 11  # keeps the draw of adapters apart from all others of the same seed
+_STREAM = 11  # separates the random draw of adapters from all others of the same seed
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The summand of one weight: scale * up @ down."""
+    """The term that is added to one weight: scale * up @ down."""
 
     down: nn.Parameter  # [rank, inputs]
     up: nn.Parameter  # [outputs, rank]
@@ -36,7 +36,7 @@ class Adapter:
     is_transposed: bool  # the weight is [inputs, outputs]
 
     def delta(self, down: Tensor, up: Tensor) -> Tensor:
-        """Returns the summand in the shape of the weight, from both factors as whole tensors."""
+        """Returns the term in the shape of the weight; both factors must be whole tensors."""
         product = up @ down * self.scale
         return product.T if self.is_transposed else product
 
@@ -45,14 +45,14 @@ class Adapter:
 
 
 def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: Sequence[str] = ()) -> None:
-    """Puts adapters into the model in place; from then on only they, and the modules in `trained`, require grad.
+    """Adds adapters to the model in place; from then on only they and the modules in `trained` require grad.
 
     A model on the meta device gets adapters there. Nothing changes if the options turn LoRA off.
 
     Args:
         model: as transformers made it, without the wrapper. Parameters of the wrapper, such as a value head, train.
-        seed: of new adapters, whatever was drawn before.
-        trained: modules of the model that train whole, such as ("score",).
+        seed: decides new adapters alone, whatever was drawn before.
+        trained: modules of the model that train as a whole, such as ("score",).
     """
     if not options.is_on:
         return
@@ -83,9 +83,9 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
 
 
 def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig:
-    """Returns the options of a second model that trains beside an adapted one.
+    """Returns the LoRA options for a second model that trains along with an adapted one.
 
-    Adapters of --lora.path do not fit it, so it gets new ones of the same rank.
+    The adapters of --lora.path do not fit it, so it gets new ones of the same rank.
     """
     host = host_of(adapted)
     if not options.path or host is None:
@@ -95,12 +95,12 @@ def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig
 
 
 def has_peft() -> bool:
-    """Returns whether the package of adapters is installed."""
+    """Returns whether peft is installed."""
     return importlib.util.find_spec("peft") is not None
 
 
 def require_peft(options: LoraConfig) -> None:
-    """Raises ImportError, with the package to install, if the options need peft and it is missing."""
+    """Raises an ImportError that names the package to install if the options need peft and it is missing."""
     if options.is_on and not has_peft():
         raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
 
@@ -112,7 +112,7 @@ def _new_config(options: LoraConfig, model: nn.Module) -> Any:
     settings: dict[str, Any] = {
         "r": options.rank,
         "lora_alpha": options.alpha or 2 * options.rank,
-        # peft's own all-linear includes the experts of a mixture, which are one tensor and cannot be merged here.
+        # peft's own all-linear includes the experts of a mixture: they are one tensor, which cannot be merged here.
         "target_modules": _inner_linear_layers(model) if targets == ("all-linear",) else list(targets),
         "use_rslora": options.use_rslora,
     }
@@ -120,7 +120,7 @@ def _new_config(options: LoraConfig, model: nn.Module) -> Any:
 
 
 def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_config.json", WEIGHTS_FILE)) -> Any:
-    """Returns the peft config of an adapter's folder; FileNotFoundError or ValueError, which begin with the option."""
+    """Reads an adapter's peft config; raises FileNotFoundError or ValueError, with the option first in the message."""
     from peft import LoraConfig as PeftConfig
 
     for name in files:
@@ -174,14 +174,15 @@ def _load_weights(model: nn.Module, folder: Path) -> None:
             parameter.copy_(saved[name])
 
 
-# ---- Looking -----------------------------------------------------------------------------------------------------
+# ---- Inspecting --------------------------------------------------------------------------------------------------
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the layers into which peft has put adapters, without importing peft.
 
-    The names are those of peft's LoraLayer; they are read here and in adapters_of() since peft offers no iterator over
-    adapters with their scale: https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+    The attributes are those of peft's LoraLayer. This function and adapters_of() read them because peft offers no
+    iterator over adapters with their scale:
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
     """
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -189,19 +190,19 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def host_of(model: nn.Module) -> nn.Module | None:
-    """Returns the module that add_adapters() was given: the model or one inside it; None without adapters."""
+    """Returns the module that add_adapters() was given, which is the model or a part of it; None without adapters."""
     return next((module for module in model.modules() if hasattr(module, "peft_config")), None)
 
 
 def largest_rank(model: nn.Module) -> int:
-    """Returns the largest rank that any adapter of the model may have, however its parameters are sharded."""
+    """Returns an upper bound for the rank of the model's adapters, however the parameters are sharded."""
     host: Any = host_of(model)
     config = host.peft_config[ADAPTER]
     return int(max([config.r, *config.rank_pattern.values()]))
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Returns the adapters by the plain name of the weight that each is added to."""
+    """Returns the adapters, keyed by the plain name of the weight to which each is added."""
     adapters = {}
     for name, layer in lora_layers(model):
         if list(layer.lora_A) != [ADAPTER] or layer.merged or any(layer.lora_bias.values()) or layer.lora_variant:
@@ -217,13 +218,13 @@ def adapter_of(layer: Any) -> Adapter:
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) of everything but the adapters, under the plain names; tied parameters once."""
+    """Returns (plain name, parameter) of everything except the adapters; tied parameters appear once."""
     named = model.named_parameters()
     return [(name.replace(".base_layer.", "."), item) for name, item in named if not _is_adapter(name)]
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter), sorted by name, of what trains: the adapters, and whole modules beside them."""
+    """Returns (name, parameter), sorted by name, of all that trains: adapters, and modules that train as a whole."""
     return sorted((name, item) for name, item in model.named_parameters() if item.requires_grad)
 
 
@@ -241,12 +242,12 @@ def file_name(name: str) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Runs the model as it was before it had adapters; changes nothing for a model that has none."""
+    """Runs the body with the model as it was before it had adapters; does nothing for a model without adapters."""
     layers = [layer for _, layer in lora_layers(model)]
     try:
         for layer in layers:
-            # Not enable_adapters(), which would also change requires_grad, on which back ends depend. The private flag
-            # can go once peft has a switch that leaves requires_grad alone; 0.21.2 has none:
+            # Not enable_adapters(): it would also change requires_grad, on which back ends depend. The private flag can
+            # go once peft has a switch that leaves requires_grad alone; 0.21.2 has none:
             # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
             layer._disable_adapters = True
         yield

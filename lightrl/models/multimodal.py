@@ -1,6 +1,7 @@
-"""Images and videos of vision-language models: turns one placeholder each into token ids, patches and positions.
+"""Images and videos of vision-language models: turns the placeholder of each into token ids, patches and positions.
 
-Only this module knows how a family lays an image out. Trainers, the native engine and the check of a data set use it.
+Only this module knows how a model family lays out an image. Trainers, the native engine and the check of a data set use
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightrl.models.token_split import Tokens
 from lightrl.records import EncodedPrompt, VisionInputs
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-VIDEO_FPS = 2.0  # all frames of a video are used; they are taken to be half a second apart
+VIDEO_FPS = 2.0  # all frames of a video are used and assumed to be half a second apart
 
 ImageSize = tuple[int, int]  # height, width
 VideoSize = tuple[int, int, int]  # frames, height, width
@@ -27,21 +28,21 @@ VideoSize = tuple[int, int, int]  # frames, height, width
 class _Extent:
     """The tokens that an image or video becomes."""
 
-    num_features: int  # one token each
+    num_features: int  # vision features, one token each
     num_frames: int = 1  # of the video before processing
 
 
 class MediaProcessor:
-    """A model's own preprocessing in two steps: it counts the tokens of an image before its pixels are read."""
+    """A model's own preprocessing in two steps, so that tokens can be counted before any pixels are read."""
 
     def __init__(self, processor: Any, config: Any) -> None:
-        """Takes the processor that transformers has for the model, and the model's config."""
+        """Takes the transformers processor of the model, and the model's config."""
         self.processor = processor
         self.config = config
         self.image_token_id = int(config.image_token_id)
         self.video_token_id = int(config.video_token_id)
-        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames; vLLM does the same.
-        # The older rule can go when pyproject.toml asks for transformers 5.10:
+        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames, as in vLLM. The
+        # older rule can go when pyproject.toml requires transformers 5.10:
         # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/qwen3_vl/processing_qwen3_vl.py
         replace = getattr(type(processor), "replace_video_token", None)
         self._keeps_video_markers = replace not in (None, getattr(ProcessorMixin, "replace_video_token", None))
@@ -59,7 +60,7 @@ class MediaProcessor:
             raise ImportError(
                 f'Images need Pillow and torchvision: pip install "lightrl[vision]". ({error})'
             ) from error
-        except (OSError, ValueError) as error:  # a folder without one; AutoProcessor may fall back on the tokenizer
+        except (OSError, ValueError) as error:  # the folder has none; AutoProcessor may fall back on the tokenizer
             processor, reason = None, f" ({error})"
         else:
             reason = ""
@@ -73,7 +74,7 @@ class MediaProcessor:
     def expanded(
         self, token_ids: Sequence[int], images: Sequence[ImageSize], videos: Sequence[VideoSize]
     ) -> tuple[int, ...]:
-        """Returns the ids that the model sees for ids with one placeholder per file. It needs sizes, not pixels."""
+        """Expands ids with one placeholder per file to the ids that the model sees; needs sizes only, not pixels."""
         image_processor, video_processor = self.processor.image_processor, self.processor.video_processor
         image_extents = [
             _Extent(image_processor.get_number_of_image_patches(*size, {}) // self._per_feature) for size in images
@@ -110,7 +111,7 @@ class MediaProcessor:
         )
 
     def _image_patches(self, image: Any) -> tuple[Tensor, Tensor]:
-        """Returns [patches, patch_dim] and the grid [3] of one image, which then cannot depend on its neighbours."""
+        """Returns the patches, [patches, patch_dim], and the grid, [3], of one image, independent of its neighbours."""
         output = self.processor.image_processor([image], return_tensors="pt")
         return output["pixel_values"].float(), output["image_grid_thw"][0]
 
@@ -164,7 +165,7 @@ class MediaProcessor:
         ids.pop()
 
     def _timed_frames(self, video: _Extent) -> Iterator[int]:
-        """Yields the tokens of a Qwen3-VL video: for each merged frame its mean time in words, then its features."""
+        """Yields the tokens of a Qwen3-VL video: for each merged frame its mean time as text, then its features."""
         merged, last = self.processor.video_processor.temporal_patch_size, video.num_frames - 1
         firsts = range(0, video.num_frames, merged)
         for first in firsts:
@@ -176,11 +177,11 @@ class MediaProcessor:
 
 
 def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | None) -> tuple[Tensor, int]:
-    """Returns the positions of expanded ids, [3, L], and the offset from an index behind them to its position.
+    """Returns the positions of expanded ids, [3, L], and the offset from the index of a later token to its position.
 
     The rule is that of the models' authors and of the engines: a feature has its frame, row and column, counted from
     the beginning of its image, and the next token follows the largest of these. get_rope_index() of transformers 5
-    gives other positions for the videos of Qwen2.5-VL, which differ between its versions. This function can go when
+    gives other positions for videos of Qwen2.5-VL, which differ between its versions. This function can go when
     they agree: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py
 
     Args:
@@ -207,7 +208,7 @@ def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | Non
 
 
 def _position_grids(config: Any, grid_thw: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields frames, rows and columns of features; each frame of a Qwen3-VL video is an image behind its time."""
+    """Yields frames, rows and columns of features; each frame of a Qwen3-VL video is an image that follows its time."""
     merged = int(config.vision_config.spatial_merge_size)
     for frames, height, width in grid_thw.tolist():
         rows, columns = height // merged, width // merged
@@ -218,20 +219,20 @@ def _position_grids(config: Any, grid_thw: Tensor) -> Iterator[tuple[int, int, i
 
 
 def sequence_positions(prompt: EncodedPrompt, num_tokens: int) -> Tensor:
-    """Returns [3, num_tokens], the positions of the prompt and of the text behind it."""
+    """Returns the positions of the prompt and of the text that follows it, [3, num_tokens]."""
     behind = torch.arange(len(prompt.token_ids), num_tokens) + prompt.rope_delta
     return torch.cat((prompt.positions, behind.expand(3, -1)), dim=1)
 
 
 def pack_positions(lengths: Sequence[int], prompts: Sequence[EncodedPrompt]) -> Tensor:
-    """Returns [3, T], the positions of sequences laid end to end that begin with these prompts."""
+    """Returns the positions of sequences laid end to end that begin with these prompts, [3, T]."""
     return torch.cat([sequence_positions(*pair) for pair in zip(prompts, lengths, strict=True)], dim=1)
 
 
 def join_vision(prompts: Sequence[EncodedPrompt], starts: Sequence[int]) -> VisionInputs | None:
-    """Joins the images and videos of prompts that begin at ascending positions of a pack; None if there are none.
+    """Joins the images and videos of the prompts in a pack; None if there are none.
 
-    A prompt that several samples share goes through the vision tower once.
+    The prompts begin at ascending positions. A prompt that several samples share goes through the vision tower once.
     """
     pixel_values: list[Tensor] = []
     grids: list[Tensor] = []
@@ -266,7 +267,7 @@ def patch_dim(config: Any) -> int:
 
 
 def blank_vision(config: Any, device: torch.device) -> VisionInputs:
-    """Returns the smallest image, which no token stands for: the vision tower runs, and its gradient is zero."""
+    """Returns a smallest image that no token stands for: the vision tower then runs, with a zero gradient."""
     side = int(config.vision_config.spatial_merge_size)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return VisionInputs(
@@ -278,10 +279,10 @@ def blank_vision(config: Any, device: torch.device) -> VisionInputs:
 
 
 def embedded(model: Any, tokens: Tokens) -> dict[str, Any]:
-    """Returns what the text decoder takes in place of the ids of a rank's tokens.
+    """Returns what the text decoder takes instead of the ids of a rank's tokens.
 
-    Every rank runs the vision tower, with or without an image: where the tower is sharded, a rank that left it out
-    would leave the others waiting.
+    Every rank runs the vision tower, with or without an image: if the tower is sharded, a rank that skipped it would
+    leave the others waiting.
     """
     config, vision = model.config, tokens.vision
     shown = None if vision is None else _shown(vision, int(config.vision_config.spatial_merge_size) ** 2)
@@ -289,7 +290,7 @@ def embedded(model: Any, tokens: Tokens) -> dict[str, Any]:
 
 
 def _shown(vision: VisionInputs, per_feature: int) -> VisionInputs | None:
-    """Returns the images that a token stands for; None without any. A rank's part of a pack may hold some of them."""
+    """Returns the images that have tokens in this rank's part of a pack, which may be only some; None if none has."""
     counts = vision.grid_thw.prod(1)
     ends = (counts // per_feature).cumsum(0)
     image_of = torch.bucketize(vision.feature_index, ends, right=True)
@@ -298,7 +299,7 @@ def _shown(vision: VisionInputs, per_feature: int) -> VisionInputs | None:
         return vision
     if not len(image_of):
         return None
-    left_out = torch.where(is_shown, 0, counts // per_feature).cumsum(0)  # features of images up to each
+    left_out = torch.where(is_shown, 0, counts // per_feature).cumsum(0)  # features dropped up to each image
     return replace(
         vision,
         pixel_values=vision.pixel_values[is_shown.repeat_interleave(counts)],
@@ -308,7 +309,7 @@ def _shown(vision: VisionInputs, per_feature: int) -> VisionInputs | None:
 
 
 def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -> dict[str, Any]:
-    """Returns what the text decoder of a vision-language model takes in place of input_ids, [B, T].
+    """Returns what the text decoder of a vision-language model takes instead of input_ids, [B, T].
 
     The vision tower runs once, over images and videos together.
     """
@@ -320,7 +321,7 @@ def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -
     mixed = embeddings.flatten(0, 1).index_copy(0, vision.feature_positions, features)
     inputs: dict[str, Any] = {"inputs_embeds": mixed.view_as(embeddings)}
     deepstack = getattr(output, "deepstack_features", None)
-    if deepstack:  # Qwen3-VL adds features of earlier vision layers behind the first text layers
+    if deepstack:  # Qwen3-VL adds features of earlier vision layers after the first text layers
         is_vision = torch.zeros(input_ids.numel(), dtype=torch.bool, device=input_ids.device)
         inputs["visual_pos_masks"] = is_vision.index_fill(0, vision.feature_positions, True).view(input_ids.shape)
         inputs["deepstack_visual_embeds"] = [torch.cat(layer)[vision.feature_index] for layer in deepstack]

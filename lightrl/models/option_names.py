@@ -1,4 +1,4 @@
-"""Makes errors about a model's files name the option that gave the model."""
+"""Makes errors about a model's files name the option that specified the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MODEL = "--model "
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Names another option in errors that blame --model, which is what loaders take every model for."""
+    """Names another option in errors raised by the body: loaders always assume that the model came from --model."""
     try:
         yield
     except (ValueError, OSError) as error:

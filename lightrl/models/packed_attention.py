@@ -1,7 +1,7 @@
 """Attention for transformers models over sequences laid end to end in one row, without padding and without a mask.
 
-It is registered with transformers as "lightrl_packed". The boundaries of the sequences travel beside the hidden states,
-as a keyword argument of the model's forward, so that gradient checkpointing recomputes each layer with its own.
+It is registered with transformers as "lightrl_packed". The boundaries of the sequences travel along with the hidden
+states, as a keyword argument of the model's forward, so gradient checkpointing recomputes a layer with the right ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Embedding: TypeAlias = Callable[[Tokens], Mapping[str, Any]]
 ATTENTION_NAME = "lightrl_packed"
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 LAYOUT_KEYWORD = "packed_layout"
-# Model types that mix tokens in a way that neither the types of their layers nor their attention shows.
+# Model types that mix tokens in a way that neither their layer types nor their attention reveals.
 MIXES_TOKENS = frozenset(
     {
         "bart",
@@ -75,10 +75,10 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLayout(PackedLayout):
-    """The boundaries of a pack whose tokens a group of ranks splits; in attention they split the heads instead."""
+    """The boundaries of a pack whose tokens are split over a group of ranks; attention splits the heads instead."""
 
     group: SequenceGroup
-    whole: PackedLayout  # along which a rank's heads of all tokens attend
+    whole: PackedLayout  # of the whole pack, over which each rank's heads attend
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +86,7 @@ class SplitLayout(PackedLayout):
         return self.cu_seqlens[-1] // self.group.size
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Computes the attention of the whole: [1, T / size, heads, dim]."""
+        """Computes the attention over the whole pack: [1, T / size, heads, dim]."""
         query, key, value, sinks = _to_heads(self.group, query, key, value, scoring.sinks)
         return self.group.to_tokens(self.whole.attend(query, key, value, replace(scoring, sinks=sinks)))
 
@@ -105,7 +105,7 @@ def packed_layout(cu_seqlens: tuple[int, ...], device: torch.device) -> PackedLa
 
 
 def _split(tokens: Tokens, group: SequenceGroup) -> tuple[Tokens, SplitLayout]:
-    """Returns this rank's tokens of a pack, and the layout of the whole."""
+    """Returns this rank's tokens of a pack, and the layout of the whole pack."""
     mine = split_tokens(tokens, group)
     whole = packed_layout(mine.cu_seqlens, mine.input_ids.device)
     parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
@@ -113,7 +113,7 @@ def _split(tokens: Tokens, group: SequenceGroup) -> tuple[Tokens, SplitLayout]:
 
 
 def use_packed_attention(decoder: PreTrainedModel) -> bool:
-    """Makes the attention of a decoder take packs; returns whether a pack can then run through it whole."""
+    """Makes a decoder's attention accept packs; returns whether a whole pack can then run through the decoder."""
     config = decoder.config
     decoder.set_attn_implementation(ATTENTION_NAME)
     if varies_with_length(config):
@@ -122,13 +122,13 @@ def use_packed_attention(decoder: PreTrainedModel) -> bool:
 
 
 def varies_with_length(config: Any) -> bool:
-    """Returns whether transformers chooses the rotary frequencies of a call by its longest sequence."""
+    """Returns whether transformers chooses the rotary frequencies by the longest sequence of each call."""
     kinds = str(getattr(config.get_text_config(), "rope_parameters", None))
     return "longrope" in kinds or "dynamic" in kinds
 
 
 def mixes_by_attention(config: Any) -> bool:
-    """Returns whether nothing but attention, of a kind that takes packs, mixes the tokens of a model."""
+    """Returns whether a model mixes tokens by attention alone, of a kind that accepts packs."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     return layer_types <= LAYER_TYPES and config.model_type not in MIXES_TOKENS
 
@@ -141,8 +141,8 @@ def packed_hidden_states(
     Args:
         decoder: a model that use_packed_attention() has prepared.
         tokens: usually a PackedBatch.
-        embed: returns what the decoder takes in place of the input_ids of some tokens; None for text alone.
-        group: ranks that split the tokens among them: the result holds those of this rank.
+        embed: returns what the decoder takes instead of the input_ids of some tokens; None for text alone.
+        group: ranks among which the tokens are split; the result then holds this rank's tokens only.
     """
     layout = packed_layout(tokens.cu_seqlens, tokens.input_ids.device)
     if layout.num_tokens != len(tokens.input_ids):
@@ -174,7 +174,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each sequence of the pack; transformers calls it in each attention layer.
+    """Computes causal attention within each sequence of the pack; each attention layer of transformers calls it.
 
     Args:
         query: [1, num_heads, T, head_dim]; key and value may have fewer heads (grouped-query attention).
@@ -204,7 +204,7 @@ def packed_attention(
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> int | None:
-    """Returns no mask, or the window's size for sliding layers; transformers calls it in place of making a mask.
+    """Returns no mask, or for sliding layers the size of the window; transformers calls it instead of making a mask.
 
     Some models (Qwen2-MoE) pass the window to their attention through the mask alone.
     """
@@ -291,7 +291,7 @@ def _repeat_heads(part: Tensor, num_heads: int) -> Tensor:
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns [num_queries, num_keys] bool, True where the row's token, one of the last, sees the column's."""
+    """Returns which keys each of the last num_queries tokens sees, [num_queries, num_keys] bool."""
     before = num_keys - num_queries
     causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
     return causal if window is None else causal.triu(before + 1 - window)
@@ -301,7 +301,7 @@ def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
     """Computes attention with one call for each run of sequences of equal length."""
     attend = _sdpa if scoring.softcap is None and scoring.sinks is None else eager_attention
     num_tokens = [count * length for count, length in layout.runs]
-    # split, not slices: its backward is one concatenation, while each slice's would be a full tensor of zeros.
+    # split, not slices: its backward is one concatenation; the backward of each slice would fill a tensor with zeros.
     pieces = zip(*(part.split(num_tokens, dim=2) for part in (query, key, value)), strict=True)
     outputs = []
     for (count, length), run in zip(layout.runs, pieces, strict=True):
@@ -337,24 +337,24 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring)
 
 @lru_cache(maxsize=1)
 def _has_flash_attention() -> bool:
-    return bool(is_flash_attn_2_available())  # a flash_attn that holds other releases only does not serve
+    return bool(is_flash_attn_2_available())  # a flash_attn package without version 2 is of no use
 
 
 def _flash_serves(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
+    """Returns whether flash-attention 2 can be used: it needs half precision and one head size, and ignores sinks."""
     is_half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
     takes_shape = scoring.sinks is None and query.shape[-1] == value.shape[-1]
     return is_half and takes_shape and _has_flash_attention()
 
 
 def _computed_dtype(query: Tensor) -> torch.dtype:
-    """Returns the type that attention computes in; under autocast, rotary embeddings leave queries in float32."""
+    """Returns the type to compute attention in: under autocast, rotary embeddings leave the queries in float32."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
-    """Computes attention by the variable-length kernel of flash-attention."""
+    """Computes attention with the variable-length kernel of flash-attention."""
     # Private, but it hides the differences between the releases of flash-attention. It can go when transformers exports
     # it: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/modeling_flash_attention_utils.py
     query, key, value = (part.to(_computed_dtype(query)) for part in (query, key, value))
@@ -369,7 +369,7 @@ def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
         softmax_scale=scoring.scale,
         sliding_window=scoring.window,
         softcap=scoring.softcap,
-        # Its backward adds up in any order whatever torch is told; with None FLASH_ATTENTION_DETERMINISTIC decides.
+        # Its backward ignores torch's own setting and adds in any order; None: FLASH_ATTENTION_DETERMINISTIC decides.
         deterministic=torch.are_deterministic_algorithms_enabled() or None,
         cu_seq_lens_q=boundaries,
         cu_seq_lens_k=boundaries,
