@@ -1,4 +1,4 @@
-"""Rewards: functions from a Sample to a number. Loaded by name and run by RewardSet."""
+"""Rewards: functions from a Sample to a number, which RewardSet loads by name and runs."""
 
 from lightrl.rewards.reward_set import BUILTIN_REWARDS, load_reward, score
 from lightrl.rewards.scoring import (

@@ -23,11 +23,11 @@ from lightrl.rewards.unit_scoring import UnitRunner
 
 Result = TypeVar("Result")
 
-_STOP_S = 5.0  # for a call that blocks the loop to end
+_STOP_S = 5.0  # how long to wait for a call that blocks the loop
 
 
 async def without_exit(call: Awaitable[Result]) -> Result:
-    """Awaits a call of a user's; its exit(), which would stop the event loop for everything in it, becomes an error."""
+    """Awaits a user's call and turns exit() in it into an error; exit() would stop the loop and everything on it."""
     try:
         return await call
     except SystemExit as error:
@@ -35,13 +35,13 @@ async def without_exit(call: Awaitable[Result]) -> Result:
 
 
 class AsyncRunner(UnitRunner):
-    """Awaits the calls of an async reward; all of a run share one event loop, on which a user's session may depend."""
+    """Awaits the calls of an async reward, all on one event loop, because a user's session may depend on its loop."""
 
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
         super().__init__(reward, kind, limits, name)
         self._concurrency = min(limits.concurrency, kind.max_concurrency or limits.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None  # runs the loop from the first reward on that an episode asks for
+        self._thread: threading.Thread | None = None  # runs the loop once an episode has asked for a reward
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
@@ -51,7 +51,7 @@ class AsyncRunner(UnitRunner):
         self._loop = self._loop or asyncio.new_event_loop()
         rounds = 1 + math.ceil(len(units) / self._concurrency)
         try:
-            # The limits of the single calls cannot end one that blocks the loop itself.
+            # The time limits of the calls cannot end a call that blocks the loop itself.
             with time_limit(self.limits.timeout_s * rounds * max(map(len, units))):
                 if self._thread is not None:
                     outcomes = asyncio.run_coroutine_threadsafe(self._gather(units, budget), self._loop).result()
@@ -64,7 +64,7 @@ class AsyncRunner(UnitRunner):
         return [outcome for unit in outcomes for outcome in unit]
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns what run() does, from another event loop; the reward stays on its own, in a thread."""
+        """Does what run() does, when called from another event loop; the reward stays on its own loop, in a thread."""
         self._loop = self._loop or asyncio.new_event_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {self.name}", daemon=True)
@@ -94,7 +94,7 @@ class AsyncRunner(UnitRunner):
         tasks = [asyncio.ensure_future(run_one(unit)) for unit in units]
         try:
             return await asyncio.gather(*tasks)
-        finally:  # where one exceeded the budget the others are not waited for
+        finally:  # if one exceeds the budget, the others are not waited for
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,7 +19,7 @@ _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 
 
 class CodeTests:
-    """The fraction of the prompt's tests that the response's code passes; with all_or_nothing, 1 for all and else 0.
+    """The fraction of the prompt's tests that the response's code passes; with all_or_nothing, 1 for all, otherwise 0.
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
     which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is
@@ -43,9 +43,9 @@ class CodeTests:
         self._field = field
         self._limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb)
         self._unsafe = unsafe
-        choose_confinement(unsafe)  # here, since a system that has none must be told of before anything expensive
+        choose_confinement(unsafe)  # here, so that a system without any is reported before anything expensive
         self._all_or_nothing = all_or_nothing
-        # More programs at a time than there are cores would make each other time out.
+        # If there were more programs at a time than cores, they would make each other time out.
         self.max_concurrency = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._threads = ThreadPoolExecutor(max_workers=self.max_concurrency, thread_name_prefix="code")
 
@@ -59,7 +59,7 @@ class CodeTests:
         return float(num_passed == len(tests)) if self._all_or_nothing else num_passed / len(tests)
 
     def _count_passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> int:
-        """Counts the passed tests. All tests together have timeout_s; tests that are not reached count as failed."""
+        """Counts the passed tests. All tests share timeout_s; tests that are not reached in time count as failed."""
         started = time.monotonic()
         statements = [test for test in tests if isinstance(test, str)]
         pairs = [test for test in tests if isinstance(test, Mapping)]
@@ -69,7 +69,7 @@ class CodeTests:
             return passed
         limits = replace(self._limits, timeout_s=left_s)
         results = run_inputs(program, [pair["stdin"] for pair in pairs], limits=limits, unsafe=self._unsafe)
-        # What a program should print is compared here, in a process that the program is not in.
+        # The expected output is compared here, outside the program's own process.
         return passed + sum(_is_right(result, pair["stdout"]) for result, pair in zip(results, pairs, strict=True))
 
 
@@ -84,7 +84,7 @@ def extract_code(text: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Splits a text into lines without the white space at the ends of lines and of the text."""
+    """Splits a text into lines, without white space at the end of a line or of the text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

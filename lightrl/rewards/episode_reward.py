@@ -6,7 +6,7 @@ from lightrl.records import Sample
 
 
 def episode_reward(sample: Sample) -> float:
-    """Returns the reward of the episode; raises ValueError where the workflow set none."""
+    """Returns the reward of the episode; raises ValueError if the workflow set none."""
     if sample.reward is None:
         raise ValueError(
             "the sample has no reward of its own: set episode.reward in the workflow (--rollout.workflow), or use "

@@ -1,4 +1,4 @@
-r"""A reward that compares mathematical answers by math-verify: 1/2 equals 0.5 and \frac{2}{4}."""
+r"""A reward that compares mathematical answers with math-verify: 1/2 equals 0.5 and \frac{2}{4}."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FINAL_ANSWER = "####"  # precedes the answer in the solutions of word problems
 class MathAnswer:
     """1 if the answer that math-verify reads in the response (boxed, LaTeX, or the last number) equals the prompt's."""
 
-    # It runs in a process of its own: the parser and sympy can hang or use all memory on what a model writes, and
+    # It runs in a process of its own: on a model's output, the parser and sympy can hang or use up all memory, and
     # math-verify's own time limit works in the main thread only.
     isolation = Isolation(timeout_s=5.0, no_verdict_if_stopped=True)
 
@@ -50,6 +50,6 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
 def _verifier() -> Any:
     import math_verify  # noqa: PLC0415  (optional, and it loads sympy)
 
-    # math-verify warns that its time limit is off; the process has one.
+    # math-verify warns that its time limit is off, but the process has a limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify

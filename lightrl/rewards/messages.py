@@ -1,6 +1,7 @@
 """Messages between a worker process and its owner: the reward, samples and replies.
 
-They are pickles, each after its length, over pipes. Both ends are this program: nothing is read from a file or socket.
+They are pickles, each preceded by its length, sent over pipes. Both ends are this program, and no pickle is read from a
+file or socket.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FILE_MODULE_PREFIX = "lightrl_reward_file_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reward of a sample, or the reason why there is none."""
+    """The reward of a sample, or the reason why it has none."""
 
     value: Any = None
     error: str = ""
@@ -44,7 +45,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int, timeout_s: float | None = None) -> Any:
-    """Returns the next message; raises TimeoutError after so many seconds, EOFError if the other end is gone."""
+    """Returns the next message; raises TimeoutError after timeout_s, and EOFError if the other end is gone."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
     return pickle.loads(_read(fd, length, deadline))
@@ -65,7 +66,7 @@ def _read(fd: int, count: int, deadline: float | None) -> bytes:
 
 
 def packed_for_worker(reward: Any) -> tuple[str, bytes]:
-    """Returns (the file to run first or "", the pickled reward), from which another process gets the same reward."""
+    """Returns what a worker needs to load the same reward: (the file to run first or "", the pickled reward)."""
     function = unwrapped(reward)
     named = function if inspect.isfunction(function) else type(function)
     if named.__module__ == "__main__" or "<" in named.__qualname__:
@@ -78,13 +79,13 @@ def packed_for_worker(reward: Any) -> tuple[str, bytes]:
 
 
 def run_file(path: Path) -> ModuleType:
-    """Runs a Python file as a module of its own."""
+    """Runs a Python file as a separate module."""
     module_name = f"{_FILE_MODULE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
     except BaseException:

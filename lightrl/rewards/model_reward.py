@@ -1,4 +1,4 @@
-"""A reward from a scalar reward model, a sequence classifier of one output that is sharded like the policy."""
+"""A reward from a scalar reward model: a sequence classifier with one output, sharded like the policy."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ModelHost(Protocol):
 
 
 class ModelReward:
-    """The model's score of prompt and response together. Every rank must call it, also without samples.
+    """The reward model's score of prompt and response together. Every rank must call it, even without samples.
 
-    chat_template: `auto` renders the conversation by the model's own template if its tokenizer has one, and `always`
+    chat_template: `auto` renders the conversation with the model's own template if its tokenizer has one, and `always`
     requires one. `never` joins prompt and response as the policy saw them; they are tokenised again if the two
     tokenizers differ.
 
-    append_eos applies without a template, since a template ends its turns itself: `auto` appends the end token to
-    responses that the policy ended and not to those that were cut off; `always` and `never` do as they say.
+    append_eos applies only without a template, because a template ends its turns itself: `auto` appends the end token
+    to responses that the policy ended, but not to those that were cut off; `always` and `never` do what they say.
     """
 
     is_collective = True
@@ -124,7 +124,7 @@ class ModelReward:
         return self._ended(ids, sample)
 
     def _ended(self, ids: list[int], sample: Sample) -> list[int]:
-        """Returns the tokens with exactly one end token or none, whatever sampler and tokenizer left at the end."""
+        """Returns the tokens with exactly one end token, or none, whatever the sampler and the tokenizer left there."""
         end = self._tokenizer.eos_token_id
         while ids and ids[-1] == end:
             ids = ids[:-1]
@@ -148,7 +148,7 @@ class ModelReward:
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yields parts of at most max_tokens, except where one sequence alone has more."""
+    """Yields parts of at most max_tokens tokens, except for a single sequence that is longer."""
     part: list[int] = []
     total = 0
     for index in order:
@@ -166,7 +166,7 @@ def _pack(sequences: Sequence[Sequence[int]]) -> PackedBatch:
 
 
 def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
-    """Refuses models that are no classifier of one output: a language model would get a head of random weights."""
+    """Refuses models other than classifiers with one output: a language model would get a head of random weights."""
     if not path:
         raise ValueError("The reward reward_model needs --reward_model, the folder or name of the model.")
     check_model_folder(path, "--reward_model")

@@ -1,4 +1,4 @@
-"""What a run prints of a reward that failed and ended it: the frames of the user's code, and no others."""
+"""Shortens the traceback of a reward that ended the run to the frames of the user's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def explain(error: RewardError) -> str:
-    """Returns the error and, above it, the traceback of its cause without the frames of lightrl."""
+    """Returns the error, preceded by the traceback of its cause without the frames of lightrl."""
     lines = []
     if error.__cause__ is not None:
         cause = traceback.TracebackException.from_exception(error.__cause__, compact=True)

@@ -1,4 +1,4 @@
-"""The score that reasoning-gym gives an answer to one of its problems."""
+"""A reward for the problems of reasoning-gym: the score that the library itself gives an answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightrl.records import Sample
 
 
 class ReasoningGym:
-    """The task's own score, from 0 to 1, of the response; some tasks give a part of it for an answer that is close."""
+    """The score of the response by the task's own rule, from 0 to 1; some tasks give part of it for a close answer."""
 
     def __init__(self, *, answer_tag: str = "") -> None:
-        """answer_tag: the answer is what stands in the last <TAG>...</TAG> of the response; empty: all of it."""
+        """Sets the tag: the answer is in the last <TAG>...</TAG> of the response; an empty tag: all of the response."""
         library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by="The reward reasoning_gym")
         self._find_score: Any = library.get_score_answer_fn
         self._scores: dict[str, Any] = {}  # by task
@@ -33,11 +33,11 @@ class ReasoningGym:
 
     @staticmethod
     def _score(scores: Callable[..., float], answer: str | None, entry: Mapping[str, Any]) -> float:
-        """Returns 0 for an answer that the task cannot read: several raise, instead of scoring it."""
+        """Scores an answer; one that the task cannot read gets 0, because several tasks raise an error for it."""
         try:
             return float(scores(answer, entry))
         except Exception:
-            scores(entry["answer"], entry)  # a task that cannot read its own answer is at fault: that raises
+            scores(entry["answer"], entry)  # raises if the task cannot read its own answer: then the task is at fault
             return 0.0
 
     def _answer(self, text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A reward for the form of a response, whatever it says."""
+"""A reward for the form of a response, whatever its content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THINK_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).
 class ResponseFormat:
     """1 if the whole response, without surrounding white space, matches a regular expression.
 
-    The dot matches line breaks too. The default pattern is one block of <think>, then one of <answer>, and no more.
+    The dot also matches line breaks. The default pattern is a <think> block, then an <answer> block, and nothing else.
     """
 
     def __init__(self, *, pattern: str = THINK_ANSWER) -> None:

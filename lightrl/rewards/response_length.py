@@ -1,4 +1,4 @@
-"""A reward for the number of tokens that the policy wrote: towards a length, or against too many."""
+"""A reward for the number of tokens that the policy wrote: towards a target length, or against overlong responses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightrl.records import Sample
 class ResponseLength:
     """A reward that rises towards a target length, or a penalty near a limit; exactly one of the two is given.
 
-    With `target` it is 1 at so many tokens, falling linearly to 0 at none and at twice as many. With `limit` it is 0 up
-    to limit - cache tokens, falls from there linearly to -1 at the limit, and is -1 beyond it (DAPO's soft overlong
+    With `target` it is 1 at that many tokens and falls linearly to 0 at none and at twice as many. With `limit` it is 0
+    up to limit - cache tokens, falls linearly from there to -1 at the limit, and is -1 beyond it (DAPO's soft overlong
     punishment, arXiv:2503.14476, equation 13).
     """
 

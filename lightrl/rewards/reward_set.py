@@ -1,4 +1,4 @@
-"""The rewards of a run: loaded by name, each with a weight and parameters, and added up for each sample."""
+"""The rewards of a run: loaded by name, each with a weight and parameters, and summed for each sample."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FailurePolicy:
     """The treatment of samples whose reward failed."""
 
     max_failures: int = 0
-    value: float | None = None  # what a failed reward counts as; None leaves the sample without a reward
+    value: float | None = None  # value of a failed reward; None leaves the sample without a reward
 
 
 _NO_LIMITS, _STRICT = ScoringLimits(), FailurePolicy()
@@ -75,12 +75,12 @@ class WeightedReward:
 class Scores:
     """The rewards of some samples."""
 
-    rewards: list[float]  # weighted sums; NO_REWARD where one has failed
+    rewards: list[float]  # weighted sums; NO_REWARD if one has failed
     components: Mapping[str, list[float]]  # by label: the numbers of each reward, without the failed ones
 
 
 class RewardSet:
-    """The rewards of a run, built before anything expensive: a wrong name, parameter or signature raises at once."""
+    """The rewards of a run. It is built before anything expensive, so a wrong name or parameter raises at once."""
 
     def __init__(
         self, rewards: Sequence[WeightedReward], *, limits: ScoringLimits = _NO_LIMITS, policy: FailurePolicy = _STRICT
@@ -92,14 +92,14 @@ class RewardSet:
 
     @classmethod
     def of(cls, reward: AnyReward | RewardSet) -> RewardSet:
-        """Returns a set as it is, and a single reward as a set of one."""
+        """Returns a RewardSet unchanged, and wraps a single reward into a set of one."""
         if isinstance(reward, RewardSet):
             return reward
         return cls([WeightedReward(label=reward_name(reward), weight=1.0, reward=reward)])
 
     @classmethod
     def from_config(cls, config: RolloutConfig, own: OwnRewards | None = None) -> RewardSet:
-        """Builds the rewards that the config names, or a set of `own` instead."""
+        """Builds the rewards that the config names, or a set of the rewards in `own` instead."""
         rewards = _named_rewards(config) if own is None else _own_rewards(config, own)
         limits = ScoringLimits(
             timeout_s=config.reward_timeout_s, concurrency=config.reward_concurrency, num_workers=config.reward_workers
@@ -108,7 +108,7 @@ class RewardSet:
         return cls(rewards, limits=limits, policy=FailurePolicy(max_failures=config.max_reward_failures, value=value))
 
     def prepare(self, strategy: Any) -> None:
-        """Loads rewards that are sharded over the ranks; every rank calls it."""
+        """Loads the rewards that are sharded over the ranks; every rank calls it."""
         for item in self.rewards:
             if is_collective(item.reward):
                 item.reward.prepare(strategy)
@@ -118,32 +118,32 @@ class RewardSet:
         return self._runners[label].run(samples, budget)
 
     async def arun(self, label: str, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns what run() does, from an event loop that goes on meanwhile if the reward is async or isolated."""
+        """Does what run() does without blocking the calling event loop, if the reward is async or isolated."""
         return await self._runners[label].arun(samples, budget)
 
     def hear(self, listener: Callable[[str, Sequence[Sample], Sequence[Outcome]], None]) -> None:
-        """Tells a function of what run() returns from now on: label, samples and outcomes."""
+        """Calls a function with label, samples and outcomes whenever run() returns from now on."""
         self._runners = {label: HeardRunner(one, partial(listener, label)) for label, one in self._runners.items()}
 
     @property
     def collective(self) -> str | None:
-        """Label of a reward that all ranks score together, if there is one."""
+        """The label of a reward that all ranks compute together, if there is one."""
         return next((item.label for item in self.rewards if is_collective(item.reward)), None)
 
     @property
     def compares_siblings(self) -> bool:
-        """Whether a reward takes all samples of a prompt at once."""
+        """Whether any reward judges all samples of a prompt at once."""
         return any(runner.kind.scope == "group" for runner in self._runners.values())
 
     def combine(self, outcomes: Mapping[str, Sequence[Outcome]]) -> Scores:
-        """Adds up what run() returned for each label, by weight."""
+        """Returns the weighted sums of the outcomes that run() returned for each label."""
         given = {name: [one for one in part if not isinstance(one, RewardError)] for name, part in outcomes.items()}
         missing = NO_REWARD if self.policy.value is None else self.policy.value
         weighted = [
             [reward.weight * (missing if isinstance(item, RewardError) else item) for item in outcomes[reward.label]]
             for reward in self.rewards
         ]
-        # Rounded once: 0.7 + 0.2 + 0.1, added one by one, is below the 1 from which a sample counts as right.
+        # Rounded once: 0.7 + 0.2 + 0.1, added one by one, is below 1, and a sample counts as right from 1 on.
         return Scores(rewards=[math.fsum(parts) for parts in zip(*weighted, strict=True)], components=given)
 
     def close(self) -> None:
@@ -153,14 +153,14 @@ class RewardSet:
 
 
 class HeardRunner(RewardRunner):
-    """Tells a listener of what another runner's run() returns."""
+    """A runner that reports the outcomes of another runner to a listener."""
 
     def __init__(self, runner: RewardRunner, listener: Callable[[Sequence[Sample], Sequence[Outcome]], None]) -> None:
         super().__init__(runner.reward, runner.kind, runner.limits, runner.name)
         self._runner, self._listener = runner, listener
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns the runner's outcomes, of which the listener hears first."""
+        """Returns the runner's outcomes after reporting them to the listener."""
         outcomes = self._runner.run(samples, budget)
         self._listener(samples, outcomes)
         return outcomes
@@ -175,7 +175,7 @@ class HeardRunner(RewardRunner):
 
 
 def is_collective(reward: Any) -> bool:
-    """Returns whether all ranks must score together, as by a model that is sharded over them."""
+    """Returns whether all ranks must compute the reward together, such as that of a model sharded over them."""
     return bool(getattr(reward, "is_collective", False))
 
 
@@ -209,8 +209,8 @@ def _require_number(outcome: Outcome) -> float:
 def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyReward:
     """Loads the reward of a built-in name, of "package.module:function", or of "path/to/file.py:function".
 
-    A class is built with its parameters; a function keeps them. They are its keyword-only parameters. A text is read
-    as the type that the parameter is declared to have.
+    A class is constructed with the parameters; they are bound to the keyword-only parameters of a function. Values that
+    are texts are converted to the declared type.
     """
     reward = _from_file(name) if ".py" in name else _from_module(name)
     if not callable(reward):
@@ -227,7 +227,7 @@ def _from_module(name: str) -> Any:
 
 
 def _from_file(name: str) -> Any:
-    """Loads the reward of a name that may be that of a file."""
+    """Loads the reward if its name may be that of a file."""
     if name.endswith(".py") and Path(name).is_file():
         raise _no_function_named(Path(name))
     file, _, function_name = name.rpartition(":")
@@ -238,7 +238,7 @@ def _no_function_named(file: Path) -> ValueError:
     try:
         body = ast.parse(file.read_text()).body
     except SyntaxError:
-        body = []  # told when a function of it is loaded
+        body = []  # reported when a function of the file is loaded
     found = [item.name for item in body if isinstance(item, _DEFINITIONS)]
     choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
     return ValueError(
@@ -274,7 +274,7 @@ def _wrong_parameters(
 
 
 def _typed(name: str, parameter: inspect.Parameter, value: Any) -> Any:
-    """Reads a text as YAML, unless the parameter is declared str: a pattern then needs no quoting."""
+    """Reads a text as YAML, unless the parameter is declared as str, so that a pattern needs no quoting."""
     declared = (
         parameter.annotation if isinstance(parameter.annotation, str) else getattr(parameter.annotation, "__name__", "")
     )
@@ -330,7 +330,7 @@ def _named_rewards(config: RolloutConfig) -> list[WeightedReward]:
 
 
 def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, labels: Sequence[str]) -> None:
-    """Adds the parameters that have options of their own, such as --judge.url."""
+    """Adds the parameters that are set by options of their own, such as --judge.url."""
     if "judge" in labels:
         parameters.setdefault("judge", {})["settings"] = config.judge
     elif config.judge != JudgeConfig():
@@ -347,7 +347,7 @@ def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, l
 
 
 def _split_weight(text: str) -> tuple[str, float]:
-    """Splits name=weight."""
+    """Splits a text of the form name=weight."""
     name, _, weight = text.rpartition("=")
     try:
         value = float(weight)
@@ -359,7 +359,7 @@ def _split_weight(text: str) -> tuple[str, float]:
 
 
 def _label(name: str) -> str:
-    """Returns the name in metrics: the last part of a path."""
+    """Returns a reward's name in metrics: the last part of its path."""
     return name.rpartition(":")[2].rpartition(os.sep)[2]
 
 
@@ -380,7 +380,7 @@ def _wrong_labels(labels: Sequence[str]) -> ValueError:
 
 
 def _parameters_by_label(items: Sequence[str], labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Reads reward.parameter=value texts, which name the reward by its label."""
+    """Reads texts of the form reward.parameter=value, in which the reward is named by its label."""
     parameters: dict[str, dict[str, Any]] = {label: {} for label in labels}
     for item in items:
         path, separator, value = item.partition("=")

@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs and tests of them in a sandbox. SECURITY.md says what it promises."""
+"""Runs untrusted Python programs, and tests of them, in a sandbox. SECURITY.md says what it guarantees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INSIDE = Path(__file__).resolve().with_name("sandboxed")
 _PYTHON = os.path.realpath(sys.executable)
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _GRACE_S = 30.0  # to start, kill and clean up on a busy machine
-_FIRST_UID, _NUM_UIDS = 200_000, 1 << 30  # above those that people have
+_FIRST_UID, _NUM_UIDS = 200_000, 1 << 30  # above the user ids of people
 _FEW_UIDS = 10_000
 _CHANGE_USER, _MANAGE_SYSTEM = 1 << 6 | 1 << 7, 1 << 21  # CAP_SETGID and CAP_SETUID, CAP_SYS_ADMIN
 _SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -37,7 +37,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class SandboxUnavailableError(ValueError):
-    """The system allows no sandbox, and programs may not run without one."""
+    """The system offers no sandbox, and programs may not run without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class SandboxLimits:
     """The time, memory and output that programs may use."""
 
     timeout_s: float = 10.0  # wall clock of all runs together; the CPU time of each process is limited to the same
-    memory_mb: int = 512  # addresses of each process
-    disk_mb: int = 16  # files of each process, which are in memory
+    memory_mb: int = 512  # address space of each process
+    disk_mb: int = 16  # files of each process, which are kept in memory
     max_output_bytes: int = 1 << 20
 
 
@@ -55,7 +55,7 @@ class SandboxResult:
     """The output of a program and how it ended."""
 
     stdout: str
-    stderr: str  # its end
+    stderr: str  # only the end of it
     exit_code: int | None  # negative: the signal that ended it; None: it was killed at a limit
     timed_out: bool
 
@@ -78,17 +78,17 @@ def run_inputs(
 def run_tests(
     source: str, tests: Sequence[str], *, limits: SandboxLimits | None = None, unsafe: bool = False
 ) -> list[bool]:
-    """Returns for each test, Python statements, whether it passes with what the program defines.
+    """Returns for each test (Python statements) whether it passes with what the program defines.
 
-    Each test has a process, and a fresh one of the program, which sees the arguments of the test's calls and nothing
-    else of the test.
+    Each test gets two fresh processes: its own, and one for the program, which sees the arguments of the test's calls
+    and nothing else of the test.
     """
     report = _supervised(source, limits or SandboxLimits(), choose_confinement(unsafe), tests=tests)
     return [bool(passed) for passed in report["passed"]]
 
 
 def hides_packages() -> bool:
-    """Returns whether programs cannot import installed packages, since these lie where a program's own files do."""
+    """Returns whether programs cannot import installed packages, because these lie in the folder of the programs."""
     return any(path.startswith("/tmp/") for path in _package_folders())
 
 
@@ -154,7 +154,7 @@ def _supervised(
     command = [_PYTHON, "-I", "-S", str(_INSIDE / "launcher.py")]
     if confinement == "bubblewrap":
         command = [*_bubblewrap(paths, as_root=uid is not None), *command]
-    # Not in the request: the supervisor, from which the program's process is forked, must not hold the tests.
+    # Not in the request: the program's process is forked from the supervisor, which must therefore not hold the tests.
     tests_file = os.memfd_create("tests")
     try:
         with open(tests_file, "wb", closefd=False) as file:
@@ -168,7 +168,7 @@ def _supervised(
 
 
 def _launch(command: Sequence[str], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    # The environment is new, so that no API key is in it.
+    # The environment is built from scratch, so it contains no API key.
     try:
         process = subprocess.Popen(
             command,
@@ -203,13 +203,13 @@ def _bubblewrap(paths: Sequence[str], *, as_root: bool) -> list[str]:
         raise RuntimeError("bwrap is not installed")
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
-    command += ["--cap-add", "CAP_SETPCAP"]  # the supervisor's, which lays them down in each process of a program
-    if as_root:  # it gives the programs a user id of their own
+    command += ["--cap-add", "CAP_SETPCAP"]  # for the supervisor, which drops capabilities in each program's process
+    if as_root:  # the supervisor gives the programs a user id of their own
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     folders = {str(folder) for path in (*paths, _PYTHON, *_DEVICES) for folder in Path(path).parents}
-    for folder in sorted(folders - {"/"}):  # bwrap by itself would close them to the programs' user
+    for folder in sorted(folders - {"/"}):  # by default bwrap would close them to the programs' user
         command += ["--dir", folder]
     for path in (*paths, _PYTHON):
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -220,12 +220,12 @@ def _bubblewrap(paths: Sequence[str], *, as_root: bool) -> list[str]:
 
 @lru_cache
 def _paths_of_python() -> list[str]:
-    """Returns what Python reads: its library, installed packages, shared libraries, and the sandbox's own files."""
+    """Returns the paths that Python reads: its library, packages, shared libraries, and the sandbox's own files."""
     base = os.path.realpath(sysconfig.get_path("stdlib"))
     wanted = [*_SYSTEM_PATHS, f"{os.path.realpath(sys.base_prefix)}/lib", base, *_package_folders(), str(_INSIDE)]
     links = [path for path in wanted if os.path.islink(path)]
     real = sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)})
-    # One that lies in another is there already; a folder sorts before what it contains.
+    # A path inside another one is covered already; a folder sorts before its contents.
     kept = [path for path in real if not any(path.startswith(f"{other}/") for other in real)]
     return [*kept, *dict.fromkeys(links)]
 
@@ -238,12 +238,12 @@ def _package_folders() -> list[str]:
 
 
 def _own_uid(confinement: Confinement, paths: Sequence[str]) -> int | None:
-    """Returns a user id that nobody has, so that root's programs are not root; None if none can be taken."""
+    """Returns an unused user id, so that programs started by root are not root; None if there is none to use."""
     has_own_root = confinement in ("bubblewrap", "namespaces")
     if os.geteuid() != 0 or not _may(_CHANGE_USER | (_MANAGE_SYSTEM if has_own_root else 0)):
         return None
     if not has_own_root and not all(_is_open_to_all(path) for path in paths):
-        return None  # a Python in root's home, which only root can enter: its programs keep the id without its powers
+        return None  # Python is in root's home, which only root can enter: programs keep root's id without its powers
     count = int(Path("/proc/self/uid_map").read_text().split()[2])
     if count > _FIRST_UID + _NUM_UIDS:
         return _FIRST_UID + secrets.randbelow(_NUM_UIDS)

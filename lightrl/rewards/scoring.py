@@ -1,8 +1,8 @@
-"""Runs a plain reward over samples. A call that fails becomes an error in the sample's place, never a reward of 0.
+"""Runs a plain reward over samples. A call that fails gives an error for the sample, never a reward of 0.
 
-A reward is a function from one sample, a prompt's samples, or many, to numbers; plain, async or isolated. Rewards that
-are given groups or batches (unit_scoring.py), are async (async_scoring.py) or isolated (worker_pool.py) have runners
-of their own.
+A reward is a function from one sample, the samples of a prompt, or many samples to numbers. It is plain, async or
+isolated. Rewards of groups or batches (unit_scoring.py), async rewards (async_scoring.py) and isolated ones
+(worker_pool.py) have runners of their own.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightrl.records import Sample
 
 Scope = Literal["sample", "group", "batch"]
 _LIST_TYPES = ("list", "Sequence", "Iterable", "tuple", "List", "Collection")
-_MAX_SHOWN = 200  # characters of a response in an error
-_REPEAT_S = 1.0  # code that swallows the alarm by a bare `except:` gets the next one
+_MAX_SHOWN = 200  # characters of a response in an error message
+_REPEAT_S = 1.0  # until the next alarm, for code that swallowed one with a bare `except:`
 NO_REWARD = math.nan
-"""The reward of a sample that has none; a sum with it is NO_REWARD too."""
+"""Stands for a missing reward; any sum that contains it is NO_REWARD, too."""
 
 
 # ---- Kinds of rewards ------------------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
-    """A function that judges one sample and depends on it alone: ranks score their own samples, in any order."""
+    """A function that judges one sample and depends on nothing else: each rank scores its own samples, in any order."""
 
     def __call__(self, sample: Sample, /) -> float | Awaitable[float]: ...
 
 
 class GroupReward(Protocol):
-    """A function that judges all samples of one prompt together, a number for each in their order."""
+    """A function that judges all samples of one prompt together and returns a number for each, in order."""
 
     is_grouped: bool  # True; @group_reward sets it
 
@@ -49,7 +49,7 @@ class GroupReward(Protocol):
 
 
 class BatchReward(Protocol):
-    """A function that judges many samples at once, a number for each in their order, as a reward model does best."""
+    """A function that judges many samples at once, as suits a reward model, and returns a number for each, in order."""
 
     is_batched: bool  # True; @batch_reward sets it
 
@@ -57,15 +57,15 @@ class BatchReward(Protocol):
 
 
 AnyReward: TypeAlias = Reward | GroupReward | BatchReward
-OwnRewards: TypeAlias = AnyReward | Sequence[AnyReward]  # of several the sum counts
+OwnRewards: TypeAlias = AnyReward | Sequence[AnyReward]  # several are summed
 Many: TypeAlias = Callable[[Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class NoVerdictError(Exception):
-    """A reward raises this about a response that it can judge neither right nor wrong.
+    """Raised by a reward for a response that it can judge neither right nor wrong.
 
-    The sample counts as one whose reward failed, but it never stops a run.
+    The sample is treated as one whose reward failed, but it never stops a run.
     """
 
 
@@ -73,8 +73,8 @@ class NoVerdictError(Exception):
 class Isolation:
     """The options of an isolated reward."""
 
-    timeout_s: float | None = None  # of a sample, where it is shorter than --reward_timeout_s
-    no_verdict_if_stopped: bool = False  # a response that hangs or crashes it has no verdict: that is no failure
+    timeout_s: float | None = None  # of a sample, if it is shorter than --reward_timeout_s
+    no_verdict_if_stopped: bool = False  # True: a response that hangs or crashes it has no verdict, not a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +84,18 @@ class RewardKind:
     scope: Scope = "sample"
     is_async: bool = False
     isolation: Isolation | None = None
-    max_concurrency: int | None = None  # calls of an async one that may wait at the same time
+    max_concurrency: int | None = None  # calls of an async reward that may wait at the same time
 
 
 def batch_reward(function: Many) -> BatchReward:
-    """Marks a function from many samples to a number for each as a batch reward."""
+    """Marks a function as a batch reward: it takes many samples and returns a number for each."""
     reward = cast(BatchReward, function)
     reward.is_batched = True
     return reward
 
 
 def group_reward(function: Many) -> GroupReward:
-    """Marks a function from all samples of a prompt to a number for each as a group reward."""
+    """Marks a function as a group reward: it takes all samples of a prompt and returns a number for each."""
     reward = cast(GroupReward, function)
     reward.is_grouped = True
     return reward
@@ -121,7 +121,7 @@ def reward_name(reward: Any) -> str:
 
 
 def kind_of(reward: AnyReward) -> RewardKind:
-    """Returns how a reward must be called; raises ValueError if it cannot be called so."""
+    """Returns how a reward must be called; raises ValueError if its signature does not allow that."""
     function = unwrapped(reward)
     is_batched, is_grouped = (bool(getattr(function, name, False)) for name in ("is_batched", "is_grouped"))
     kind = RewardKind(
@@ -155,7 +155,7 @@ def unwrapped(reward: Any) -> Any:
 def _check_signature(reward: Any, scope: Scope) -> None:
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # some callables of C have none
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     try:
         bound = signature.bind(None)
@@ -213,22 +213,22 @@ Outcome: TypeAlias = float | RewardError
 
 
 def has_reward(value: float) -> bool:
-    """Returns whether the value is a number, and not NO_REWARD."""
+    """Returns whether the value is a reward and not NO_REWARD."""
     return not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringLimits:
-    """The time and the processes that a reward may take."""
+    """The limits on the time and the processes of a reward."""
 
     timeout_s: float = 0.0  # for each sample; 0 sets no limit
-    concurrency: int = 32  # calls of an async reward that wait at the same time
+    concurrency: int = 32  # calls of an async reward that may wait at the same time
     num_workers: int = 1  # processes of an isolated reward
 
 
 @dataclass(eq=False)
 class RewardRunner:
-    """Calls a plain reward for one sample after the other."""
+    """Calls a plain reward for one sample after another."""
 
     reward: Any
     kind: RewardKind
@@ -246,7 +246,7 @@ class RewardRunner:
         return outcomes
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns what run() does, from an event loop; a plain reward holds the loop up."""
+        """Does what run() does, when called from an event loop; a plain reward blocks the loop."""
         return self.run(samples, budget)
 
     def close(self) -> None:
@@ -266,12 +266,12 @@ class RewardRunner:
 
 @dataclass
 class FailureBudget:
-    """The number of failures that a scoring may have before it is given up."""
+    """The number of failures that are tolerated in one scoring before it is given up."""
 
     max_failures: int = 0
     failures: list[RewardError] = field(default_factory=list)
     no_verdicts: list[RewardError] = field(default_factory=list)
-    most_errors: int = 0  # of both kinds on one rank, which is the same number on all
+    most_errors: int = 0  # largest number of errors of both kinds on any rank; the same on all ranks
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Counts the errors among the outcomes; raises once there are more failures than allowed."""
@@ -286,7 +286,7 @@ class FailureBudget:
             raise self.exceeded(self.failures[0], len(self.failures))
 
     def exceeded(self, first: RewardError, count: int) -> RewardError:
-        """Returns the error to raise: the failure itself where none is allowed."""
+        """Returns the error to raise; if no failure is allowed, it is the first failure itself."""
         if self.max_failures == 0:
             return first
         error = RewardError(
@@ -297,14 +297,14 @@ class FailureBudget:
 
 
 def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
-    """Returns the number that a reward returned, or an error if it is no finite number."""
+    """Returns the value that a reward returned, or an error if it is not a finite number."""
     if isinstance(value, int | float | Real) and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # neither NaN nor infinity is
         return float(value)
     return not_a_number(name, sample, value)
 
 
 def failed(name: str, samples: Sequence[Sample], error: BaseException) -> RewardError:
-    """Returns the error of a call that raised."""
+    """Returns the error for a call that raised."""
     where = describe_sample(samples[0])
     if len(samples) > 1:
         where = f"{len(samples)} samples, first {where}"
@@ -318,7 +318,7 @@ def failed(name: str, samples: Sequence[Sample], error: BaseException) -> Reward
 
 
 def _what_there_is(error: BaseException, sample: Sample) -> str:
-    """Returns what a reward can read, if it looked for something else."""
+    """Returns a hint at what a reward can read, if it looked for something that does not exist."""
     if isinstance(error, KeyError):
         fields = ", ".join(map(repr, sample.prompt.fields)) or "none"
         return f" Fields of the record beside prompt and answer, in sample.prompt.fields: {fields}."
@@ -330,7 +330,7 @@ def _what_there_is(error: BaseException, sample: Sample) -> str:
 
 
 def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
-    """Returns the error of a value that is no finite number."""
+    """Returns the error for a value that is not a finite number."""
     return _error(
         f"The reward {name!r} returned {shorten(repr(value))} ({type(value).__name__}) on "
         f"{describe_sample(sample)}. A reward must return a finite int, float or bool of at most {_LARGEST:g}.",
@@ -339,7 +339,7 @@ def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
 
 
 def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError:
-    """Returns the error of a call that returned more or fewer numbers than there were samples."""
+    """Returns the error for a call that returned more or fewer numbers than there were samples."""
     return _error(
         f"The reward {name!r} returned {count} numbers for {len(samples)} samples: one for each.",
         samples[0],
@@ -359,7 +359,7 @@ def describe_sample(sample: Sample) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cuts a long text and gives its length."""
+    """Shortens a long text and states its length."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
@@ -374,18 +374,18 @@ def with_traceback(error: RewardError) -> str:
 
 
 class TimeLimitError(Exception):
-    """The body of time_limit() was still running at its end; the cause shows where."""
+    """The body of time_limit() ran out of time; the cause shows where it was."""
 
 
 class _AlarmError(BaseException):
-    """The alarm. It is not an Exception, so that `except Exception` in the body does not swallow it."""
+    """The alarm; not a subclass of Exception, so that `except Exception` in the body does not swallow it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeLimitError in the body after so many seconds; 0 sets no limit.
+    """Raises TimeLimitError in the body after the given number of seconds; 0 sets no limit.
 
-    It uses a signal. So it works in the main thread only (elsewhere there is no limit) and between Python instructions:
+    It uses a signal, so it works only in the main thread (elsewhere there is no limit) and between Python instructions:
     it cannot end a single call into C that never returns. A timer that was already running is restored.
     """
     if seconds <= 0 or threading.current_thread() is not threading.main_thread():

@@ -7,8 +7,8 @@ from decimal import Decimal
 
 from lightrl.records import Sample
 
-# A minus counts as a sign only where it does not subtract; commas only between thousands. The exponent is kept short,
-# since Decimal raises beyond its range and a response may hold anything.
+# A minus counts as a sign only if it does not subtract; commas may only separate thousands. The exponent is kept short
+# because Decimal raises an error beyond its range, and a response may contain anything.
 _NUMBER = re.compile(
     r"""
     (?: (?<![\w.)\]]) - )?

@@ -1,4 +1,4 @@
-"""Runs a plain reward over units of samples: each group, or all samples at once."""
+"""Runs a plain reward over units of samples: one group at a time, or all samples at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightrl.rewards.scoring import (
 
 
 class UnitRunner(RewardRunner):
-    """Calls a plain reward for units of samples: for each group, or once for all samples."""
+    """Calls a plain reward once for each unit of samples: for each group, or for all samples."""
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
@@ -49,14 +49,14 @@ class UnitRunner(RewardRunner):
         return self.checked(unit, values)
 
     def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
-        """Returns whether a batch that failed is called again sample by sample.
+        """Returns whether a batch that failed is scored again sample by sample.
 
-        Where failures are allowed, a bad sample then costs only itself, however the ranks have split the batch.
+        If failures are allowed, a bad sample then costs only itself, however the ranks have split the batch.
         """
         return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
 
     def checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
-        """Returns the numbers of one call, with an error in place of each value that is no finite number."""
+        """Returns the numbers of one call, with an error in place of each value that is not a finite number."""
         if len(values) != len(unit):
             return [wrong_count(self.name, unit, len(values))] * len(unit)
         return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]

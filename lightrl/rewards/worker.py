@@ -1,4 +1,4 @@
-"""The process of an isolated reward, which WorkerPool starts: it scores the samples it is sent, one at a time."""
+"""The process of an isolated reward: started by WorkerPool, it scores the samples that it receives, one at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 from lightrl.rewards.messages import Reply, receive, run_file, send
 from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, time_limit
 
-_MEMORY_BYTES = 2 << 30  # beyond what the loaded reward holds
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+_MEMORY_BYTES = 2 << 30  # in addition to what the loaded reward occupies
+_SET_PARENT_DEATH_SIGNAL = 1  # constant of prctl(2)
 
 
 def serve() -> None:
@@ -25,8 +25,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes the pipe
     _die_with_the_owner()
     requests, replies = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what the reward prints must not get among the replies
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor may a program that it starts read the requests
+    os.dup2(2, 1)  # prints of the reward must not get among the replies
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # and a program that it starts must not read the requests
     try:
         file, packed = receive(requests)
         if file:
@@ -46,7 +46,7 @@ def serve() -> None:
 
 
 def _die_with_the_owner() -> None:
-    """Lets the kernel kill this process when its owner is gone; a reward that is stuck would not see its pipe close."""
+    """Makes the kernel kill this process when its owner dies: a reward that hangs would not see its pipe close."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
@@ -70,7 +70,7 @@ def _failure(error: Exception | SystemExit) -> Reply:
 
 
 def _limit_memory() -> None:
-    """Limits the memory for data, not for addresses: torch maps many times what it uses."""
+    """Limits data memory, not address space, because torch maps many times the memory that it uses."""
     status = Path("/proc/self/status")
     if not status.exists():
         return

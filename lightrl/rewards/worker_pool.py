@@ -28,12 +28,12 @@ from lightrl.rewards.scoring import (
     score_outcome,
 )
 
-_START_S = 120.0  # for imports, on a busy machine
-_GRACE_S = 2.0  # for a worker to stop by itself before it is killed
+_START_S = 120.0  # limit for the imports, on a busy machine
+_GRACE_S = 2.0  # time for a worker to stop by itself before it is killed
 
 
 class WorkerError(Exception):
-    """A reward raised in a worker; the cause holds the traceback from there."""
+    """A reward raised an error in a worker; the cause holds the worker's traceback."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818  (a text shown as the cause of a WorkerError, never raised by itself)
@@ -60,7 +60,7 @@ class IsolatedRunner(RewardRunner):
         return outcomes
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns what run() does; a thread waits for the processes."""
+        """Does what run() does, while a thread waits for the processes."""
         return await asyncio.get_running_loop().run_in_executor(self._waiter, self.run, samples, budget)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class IsolatedRunner(RewardRunner):
 
 
 class WorkerPool:
-    """Processes that are started at the first use and kept."""
+    """A pool of processes that are started at their first use and then kept."""
 
     def __init__(self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float) -> None:
         self._name, self._packed = reward_name(reward), packed_for_worker(reward)
@@ -96,7 +96,7 @@ class WorkerPool:
             finally:
                 idle.put(worker)
 
-        # Kept until close(): a worker dies with the thread that started it, so that none outlives a killed owner.
+        # Kept until close(): a worker dies with the thread that started it, so none outlives a killed owner.
         self._threads = self._threads or ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
         return list(self._threads.map(run_one, samples))
 
@@ -123,7 +123,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, which is started again by the next sample after it was killed."""
+    """One process; if it was killed, the next sample starts it again."""
 
     def __init__(self, name: str, packed: tuple[str, bytes]) -> None:
         self._name = name
@@ -152,7 +152,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_worker_environment(),
-            start_new_session=True,  # so that what the reward starts is killed with it
+            start_new_session=True,  # so that processes started by the reward are killed with it
         )
         self._process = process
         assert process.stdin is not None
