@@ -1,1 +1,1 @@
-"""The way from prompts to scored samples."""
+"""Turns prompts into scored samples: engines generate, workflows run episodes, and rewards score them."""

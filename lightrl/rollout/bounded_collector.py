@@ -1,4 +1,4 @@
-"""The trainer's end of a production that never stops: which of the finished groups make the batch of a step."""
+"""The trainer's side of a production that never stops: decides which finished groups make up the batch of a step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightrl.rollout.scheduler import forced_first
 
 
 class Tickets:
-    """The tickets that steps have learned from, and those that are half-made; rank 0 knows them.
+    """The tickets that steps have used, and those that are unfinished; only rank 0 knows them.
 
-    A checkpoint holds them with everything that was generated.
+    A checkpoint holds them together with everything that was generated.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self.first = 0  # every ticket below it was used
-        self.beyond: set[int] = set()  # used ones above it
-        self.finished: list[dict[str, Any]] = []  # groups of the checkpoint that no step has taken
-        self.running: list[dict[str, Any]] = []  # groups of the checkpoint that are not finished
-        self.under_way: Callable[[], Mapping[str, Any]] | None = None  # what is finished and running now
+        self.first = 0  # all tickets below it are used
+        self.beyond: set[int] = set()  # used tickets above it
+        self.finished: list[dict[str, Any]] = []  # finished groups of the checkpoint that no step has taken
+        self.running: list[dict[str, Any]] = []  # unfinished groups of the checkpoint
+        self.under_way: Callable[[], Mapping[str, Any]] | None = None  # returns the groups finished and running now
 
     def add(self, tickets: Sequence[int]) -> None:
-        """Notes the tickets of a step."""
+        """Records that a step has used these tickets."""
         self.beyond.update(tickets)
         while self.first in self.beyond:
             self.beyond.remove(self.first)
@@ -45,7 +45,7 @@ class Tickets:
 
     @property
     def begun(self) -> list[tuple[int, int]]:
-        """The tickets of the checkpoint's groups, each with the version at its start; the finished ones come first."""
+        """The tickets of the checkpoint's groups, finished ones first, each with the version at its start."""
         return [(int(item["ticket"]), int(item["version"])) for item in (*self.finished, *self.running)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,16 +57,16 @@ class Tickets:
         return self._comm.broadcast_object(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where state_dict() was taken."""
+        """Continues from a saved state."""
         self.first, self.beyond = int(state["first"]), set(state["beyond"])
-        self.finished = list(state.get("finished", ()))  # this and what follows is not in checkpoints of older versions
+        self.finished = list(state.get("finished", ()))  # this and the next are missing in older checkpoints
         self.running = list(state.get("running", ()))
 
 
 class BoundedCollector(RemoteCollector):
-    """Takes finished groups so that none becomes older than --rollout.max_staleness, and none is dropped.
+    """Takes finished groups in such an order that none exceeds --rollout.max_staleness and none is dropped.
 
-    With a curriculum it also says which prompts may be started: their choice follows from the results.
+    With a curriculum it also chooses the prompts to start next, because the choice depends on the results.
     """
 
     def __init__(
@@ -81,27 +81,27 @@ class BoundedCollector(RemoteCollector):
         log: ScheduleLog,
         first_step: int = 0,
     ) -> None:
-        """Begins at a step, the first or the one behind a checkpoint; every rank knows what that has."""
+        """Begins at the first step or at the one after a checkpoint, whose content every rank knows."""
         super().__init__(comm, link, prompts, sampler)
         self._first_step = first_step
         self._num_steps = config.max_steps
-        self._num_dropped = 0  # groups that counted, and were not trained
-        self._num_named = -1 if not config.data.curriculum else 0  # groups whose prompts are chosen; -1: by no one
+        self._num_dropped = 0  # groups that were started but never trained on
+        self._num_named = -1 if not config.data.curriculum else 0  # groups with a chosen prompt; -1: no curriculum
         self._rules = bounded_rules(config)
         self._max_failures = config.max_reward_failures
         self._tickets = tickets
         self._log = log
         self._order = TicketOrder(tickets.first, sorted(tickets.beyond), [ticket for ticket, _ in tickets.begun])
         self._started: dict[int, int] = {}  # version at the start, by the number of the claim
-        self._num_seen = 0  # claims that are known here
-        self._num_finished = 0  # finished ones that are known here
+        self._num_seen = 0  # number of claims read so far
+        self._num_finished = 0  # number of finished groups read so far
         self._finished: set[int] = set()
         if link is not None:
             tickets.under_way = partial(self._under_way, link)
             _begin(link, tickets)
 
     def sample(self, prompts: Prompts, *, step: int, **settings: Any) -> list[Sample]:
-        """Returns this rank's samples of the step; every rank calls it. They are scored already."""
+        """Returns this rank's samples of the step, which are already scored; every rank calls it."""
         with self._comm.phase("late groups", local=True):
             if self._link is not None:
                 self.drop_late(self._link, step)
@@ -110,14 +110,14 @@ class BoundedCollector(RemoteCollector):
         return super().sample(prompts, step=step, **settings)
 
     def drop_late(self, link: Link, step: int) -> None:
-        """Drops nothing: no group becomes too old."""
+        """Does nothing, because no group becomes too old."""
 
     def choose(self, step: int) -> tuple[int, ...] | None:
-        """Returns the numbers of the groups that make the step's batch; None while it has to wait."""
+        """Returns the claim numbers of the groups in the step's batch; None while the step has to wait."""
         return forced_first(self._started, self._finished, step=step, rules=self._rules)
 
     def take(self, link: Link, step: int) -> list[ScoredGroup]:
-        """Waits until the step has a batch; returns it by ticket."""
+        """Waits until the step has a batch, and returns its groups."""
         chosen: tuple[int, ...] = ()
 
         def has_batch() -> bool:
@@ -148,9 +148,9 @@ class BoundedCollector(RemoteCollector):
         return groups
 
     def _name_prompts(self, step: int) -> None:
-        """Chooses the prompts of all groups that may be started under this step's weights, on every rank alike."""
+        """Chooses the prompts of all groups that may start under this step's weights, identically on every rank."""
         num_steps = num_steps_started(self._rules, step, self._num_steps) - self._first_step
-        num_dropped: int = self._comm.broadcast_object(self._num_dropped)  # which rank 0 alone knows
+        num_dropped: int = self._comm.broadcast_object(self._num_dropped)  # known on rank 0 alone
         end = num_steps * self._rules.batch_size + num_dropped
         chosen = [self._sampler.index_at(self._order[number]) for number in range(self._num_named, end)]
         self._num_named += len(chosen)
@@ -158,7 +158,7 @@ class BoundedCollector(RemoteCollector):
             self._link.post({"do": "name", "prompts": chosen})
 
     def _require_young(self, groups: Sequence[ScoredGroup], step: int) -> None:
-        """Checks that what was chosen by the versions at the start holds for every token."""
+        """Checks every token against the bound, since groups were chosen by the version at their start."""
         oldest = min((sample.oldest_version for group in groups for sample in group.samples), default=step)
         if step - oldest > self._rules.max_staleness:
             raise RuntimeError(
@@ -167,7 +167,7 @@ class BoundedCollector(RemoteCollector):
             )
 
     def _under_way(self, link: Link) -> dict[str, Any]:
-        """Returns the groups that no step has taken, for a checkpoint."""
+        """Returns the groups that no step has taken yet, for a checkpoint."""
         link.post({"do": "save"})
         running = [state for content in link.answers() for state in from_bytes(content)]
         link.wait(lambda: self._learn_news(link), "what was started")
@@ -184,9 +184,9 @@ class BoundedCollector(RemoteCollector):
         return {"finished": finished, "running": running}
 
     def _learn_news(self, link: Link) -> bool:
-        """Reads what was finished and started; returns whether everything that was started is known.
+        """Reads which groups were finished and started; returns whether all started groups are known.
 
-        In this order: a group that starts and finishes meanwhile is then known as neither, and never as finished alone.
+        The order matters: a group that starts and finishes meanwhile is then unknown, and never known as finished only.
         """
         while self._num_finished < link.count(FINISHED) and link.has(f"finish/{self._num_finished}"):
             self._finished.add(int(link.take(f"finish/{self._num_finished}")))
@@ -209,7 +209,7 @@ class BoundedCollector(RemoteCollector):
 
 
 def _begin(link: Link, tickets: Tickets) -> None:
-    """Puts the groups of a checkpoint where the rollout ranks and the first steps look for them."""
+    """Stores the groups of a checkpoint where the rollout ranks and the first steps look for them."""
     num_finished, num_begun = len(tickets.finished), len(tickets.begun)
     link.put(CLAIMS, str(num_begun).encode())
     link.put(CONTINUED, str(num_finished).encode())
@@ -224,7 +224,7 @@ def _begin(link: Link, tickets: Tickets) -> None:
 
 
 def _require_some(groups: Sequence[ScoredGroup], failures: Sequence[str]) -> None:
-    """Raises if every episode of the step has failed: a mistake in the workflow, most likely."""
+    """Raises RuntimeError if every episode of the step failed, most likely because of a mistake in the workflow."""
     samples = [sample for group in groups for sample in group.samples]
     if samples and all(sample.status is Status.FAILED for sample in samples):
         raise RuntimeError(f"Every episode of the step has failed. The first:\n{failures[0]}")

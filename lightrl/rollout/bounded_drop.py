@@ -1,4 +1,4 @@
-"""Drops groups that have become too old (--rollout.late drop) where ranks of their own generate."""
+"""Drops groups that have become too old (--rollout.late drop) in a run with ranks that only generate."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightrl.rollout.fresh_share import oldest_with_fresh
 
 
 class DroppingCollector(BoundedCollector):
-    """A step takes the oldest finished groups and waits for no particular one; what becomes too old is dropped."""
+    """Takes the oldest finished groups for a step without waiting for any particular group, and drops late groups."""
 
     def __init__(self, *parts: Any, **settings: Any) -> None:
-        """Takes what BoundedCollector takes."""
+        """Takes the arguments of BoundedCollector."""
         super().__init__(*parts, **settings)
         self._may_come: set[int] = set()  # dropped groups that a rank may have finished meanwhile
 
     def drop_late(self, link: Link, step: int) -> None:
-        """Forgets the groups that are too old for this step, finished or not, and has others started for them."""
+        """Drops the groups that are too old for this step, finished or not, and has others started instead."""
         link.wait(lambda: self._learn_news(link), "what was started")
         late = [number for number, version in self._started.items() if step - version > self._rules.max_staleness]
         if late:
@@ -35,7 +35,7 @@ class DroppingCollector(BoundedCollector):
         self._statistics.append(statistics.take())
 
     def choose(self, step: int) -> tuple[int, ...] | None:
-        """Returns the finished groups that were started first; None while there are too few."""
+        """Returns the finished groups that started first; None while there are too few."""
         return oldest_with_fresh(self._started, self._finished, step=step, rules=self._rules)
 
     def _learn_news(self, link: Link) -> bool:
@@ -44,7 +44,7 @@ class DroppingCollector(BoundedCollector):
         return is_all_known
 
     def _discard(self, link: Link) -> None:
-        """Removes what dropped groups have become."""
+        """Deletes the results of dropped groups."""
         for number in self._finished & self._may_come:
             link.take(f"group/{number}")
             self._finished.remove(number)

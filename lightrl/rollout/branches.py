@@ -1,4 +1,4 @@
-"""An episode may have several conversations. They are one sample until it has an advantage, which each of them gets."""
+"""Branches of an episode: its conversations form one sample until that has an advantage, which each of them gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def branch_indices(sample_index: int) -> Iterable[int]:
 
 
 def with_branches(experience: Sequence[Experience]) -> list[Experience]:
-    """Returns the experience with every branch as a sample of its own, behind the sample that it belongs to."""
+    """Returns the experience, followed by each of its branches as a sample of its own."""
     return [
         part
         for item in experience

@@ -1,4 +1,4 @@
-"""The engine as an episode sees it: awaited, local to the rank, with seeds, limits and texts taken care of."""
+"""The engine as an episode sees it: async, local to the rank, and taking care of seeds, limits and texts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightrl.rollout.foreign_requests import LLMResponse, answer_request
 from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
 
-_SHARED_STREAM = 6  # keeps what siblings share apart from what each of them draws
-_TURN_STREAM = 5  # keeps the draws of later turns apart from those of the first
-_MARK = "lightrl-marks-an-answer"  # stands for the policy's turn while the template's text behind it is looked up
+_SHARED_STREAM = 6  # separates the draws that siblings share from those of each sibling
+_TURN_STREAM = 5  # separates the draws of later turns from those of the first
+_MARK = "lightrl-marks-an-answer"  # stands for the policy's turn when the template's text after it is looked up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """How long an episode may become."""
 
-    max_new_tokens: int  # of a turn
+    max_new_tokens: int  # in one turn
     max_turns: int
-    max_tokens: int  # of the prompt and everything behind it
+    max_tokens: int  # in the prompt and everything after it
 
 
 class EngineClient:
-    """What the episode of one sample generates with. Its k-th call draws from (seed, sample, k) alone."""
+    """Generates for the episode of one sample. The draws of the k-th call depend on (seed, sample, k) alone."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class EngineClient:
         position: int = 0,
         siblings: Siblings | None = None,
     ) -> None:
-        """sampling: what every turn asks for: a temperature, stop strings."""
-        self.turns: list[Turn] = []  # that this client generated
-        self.has_rewarded = False  # whether the episode has asked for a reward, so that its own is final
+        """Serves one sample; `sampling` holds the settings of every turn, such as temperature and stop strings."""
+        self.turns: list[Turn] = []  # turns that this client generated
+        self.has_rewarded = False  # whether the episode has asked for a reward, which makes its own reward final
         self.tokenizer = tokenizer
         self.sample_index = sample_index
         self.limits = limits
@@ -62,23 +62,23 @@ class EngineClient:
 
     @property
     def version(self) -> int:
-        """Version of the weights that generate."""
+        """Version of the weights that generate now."""
         version = self._driver.engine.version
         assert version is not None, "an engine that generates has weights"
         return version
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """What generate() takes as an adapter."""
+        """Names of adapters that generate() accepts."""
         return self._driver.engine.engine.adapters
 
     @property
     def temperature(self) -> float:
-        """The run's, at which turns are drawn by default."""
+        """Sampling temperature of the run, the default for every turn."""
         return self._sampling.temperature
 
     def room(self, ids: Sequence[int]) -> int:
-        """Returns the number of tokens that a turn behind these may have; 0 or less where the context is full."""
+        """Returns how many tokens a turn after these may have; 0 or less if the context is full."""
         num_media_tokens = self._prompt.num_media_tokens if self._prompt and self._shows_media(ids) else 0
         return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids) - num_media_tokens)
 
@@ -93,17 +93,17 @@ class EngineClient:
         call: int | None = None,
         adapter: str = POLICY,
     ) -> Turn:
-        """Samples what follows the tokens.
+        """Samples a turn that follows the given tokens.
 
         Args:
-            ids: Everything before the turn; Episode.ids.
-            max_new_tokens: At most this many; None: as many as there is room for.
-            temperature: None: the run's. A turn of another one cannot be trained.
+            ids: Everything before the turn: Episode.ids.
+            max_new_tokens: Largest number of tokens in the turn; None: as many as there is room for.
+            temperature: Sampling temperature; None: the run's. A turn at another temperature cannot be trained on.
             stop_token_ids: Tokens that end the turn, in addition to the model's own.
             stop: Texts that end the turn, in addition to the run's. The token that completes one is the turn's last.
-            call: What the draw depends on in place of the number of the call; 0 draws what a first call does.
-            adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. A turn
-                of another than the policy cannot be trained: hear() its token_ids.
+            call: Replaces the number of the call in the seed of the draw; 0 draws what a first call would.
+            adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. Only a
+                turn of the policy can be trained on; pass the token_ids of others to Episode.hear().
         """
         room = self.room(ids)
         if room < 1:
@@ -144,23 +144,24 @@ class EngineClient:
         return turn
 
     def _shows_media(self, ids: Sequence[int]) -> bool:
-        """Whether the tokens begin with a prompt that has images or videos, which the engine then sees, too."""
+        """Returns whether the tokens begin with the prompt and it has images or videos, which the engine must see."""
         prompt = self._prompt
         if prompt is None or not (prompt.images or prompt.videos):
             return False
         return tuple(ids[: len(prompt.token_ids)]) == prompt.token_ids
 
     async def agenerate(self, request: Any) -> LLMResponse:
-        """Answers a request as AReaL's workflows write it: see lightrl.rollout.foreign_requests."""
+        """Answers a request in the form that AReaL's workflows use: see lightrl.rollout.foreign_requests."""
         return await answer_request(self, request)
 
     # ---- Rewards, and what siblings share ----------------------------------------------------------------------
 
     async def reward(self, made: Episode, *, alone: bool = False) -> float:
-        """Returns the weighted sum of the run's rewards for an episode, which may be half-made.
+        """Returns the weighted sum of the run's rewards for an episode, which may be unfinished.
 
         The workflow then sets episode.reward, and the run does not score the sample again. A reward that compares the
-        samples of a prompt waits for those siblings that still run, unless alone. RewardError if a reward fails.
+        samples of a prompt waits for the siblings that still run, unless alone=True. Raises RewardError if a reward
+        fails.
         """
         if self._prompt is None:
             raise ValueError("This client has no prompt to score an episode of: it is not of a run.")
@@ -169,9 +170,9 @@ class EngineClient:
         return await self._siblings.reward(sample, alone=alone)
 
     async def once(self, name: str, make: Callable[[EngineClient], Awaitable[Any]]) -> Any:
-        """Returns what make(engine) returns; it is called once for all samples of the prompt, with a client of its own.
+        """Returns the result of make(engine), which is called once for all samples of the prompt.
 
-        The draws of that client depend on the name and not on which sample was the first to ask.
+        It gets a client of its own, whose draws depend on the name and not on which sample asked first.
         """
         shared = EngineClient(
             self._driver,
@@ -189,18 +190,18 @@ class EngineClient:
     # ---- Texts -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text as it stands, without special tokens around it."""
+        """Returns the tokens of a text, without adding special tokens."""
         return tokenize(text, self.tokenizer, "a text of an episode", is_raw=False)
 
     def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> list[int]:
-        """Returns the tokens of one message to the policy that follows a turn: encode_messages()."""
+        """Returns the tokens of one message to the policy that follows a turn; see encode_messages()."""
         return self.encode_messages([{"role": role, "content": text}], after=after)
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]], *, after: Turn) -> list[int]:
         """Returns the tokens of messages to the policy that follow a turn.
 
-        They are what the chat template puts behind an answer: its end, the messages, and the beginning of the next
-        answer. The end is left out where the turn ends by it. Without a chat template the texts stand alone.
+        They are what the chat template puts after an answer: its end, the messages, and the beginning of the next
+        answer. The end is left out if the turn already contains it. Without a chat template only the texts are encoded.
         """
         if not self.tokenizer.chat_template:
             return self.encode("".join(message["content"] for message in messages))

@@ -1,4 +1,4 @@
-"""Turns prompts into scored samples: generation through the strategy, then rewards. Evaluation works the same way.
+"""Turns prompts into scored samples: generates through the strategy, then applies rewards, also for an evaluation.
 
 Failures of rewards are counted over all ranks, and stop all ranks or none.
 """
@@ -27,7 +27,7 @@ from lightrl.strategy import StrategyBase
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
-_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # keep the draws of training and evaluation apart
+_ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # separate the random draws of training and evaluation
 
 _PLAIN = SamplingParams()
 
@@ -35,7 +35,7 @@ Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position i
 
 
 class Scorer:
-    """Applies the rewards of the run to this rank's samples. Every rank calls it, even with no sample."""
+    """Applies the rewards of the run to this rank's samples. Every rank calls it, even without samples."""
 
     def __init__(self, comm: Comm, rewards: RewardSet) -> None:
         self._comm = comm
@@ -45,9 +45,10 @@ class Scorer:
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
-        """Returns the weighted sum of the rewards of each sample, NO_REWARD where one failed; too many stop every rank.
+        """Returns the weighted sum of the rewards of each sample, or NO_REWARD if one failed.
 
-        statistics receives the mean of each reward and the number of failures, under names that begin with prefix.
+        Too many failures stop every rank. The mean of each reward and the number of failures are added to statistics,
+        under names that begin with prefix.
         """
         budget = FailureBudget(self._rewards.policy.max_failures)
         outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
@@ -76,7 +77,7 @@ class Scorer:
 
     @contextmanager
     def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
-        """Gives the budget of every rank the largest number of errors that a rank has after the body."""
+        """Sets the budget of every rank, after the body, to the largest number of errors on any rank."""
         with self._comm.phase(f"reward {label}", local=True) as most:
             yield
             most.number = len(budget.failures) + len(budget.no_verdicts)
@@ -99,15 +100,15 @@ _OF_EVALUATION = ("top_p", "top_k", "min_new_tokens", "presence_penalty", "frequ
 
 
 def sampling_of(config: RolloutConfig) -> dict[str, SamplingParams]:
-    """Returns what the requests of a run ask for, as arguments of Collector."""
+    """Returns the sampling settings of a run as arguments of Collector."""
     sampling = SamplingParams(stop=config.stop, top_p=config.top_p, top_k=config.top_k)
-    changes = {name: getattr(config.eval, name) for name in _OF_EVALUATION}  # which training may not make
+    changes = {name: getattr(config.eval, name) for name in _OF_EVALUATION}  # settings that training must not change
     longest = config.eval.max_new_tokens or config.max_new_tokens
     return {"sampling": sampling, "evaluation": replace(sampling, max_new_tokens=longest, **changes)}
 
 
 class Collector(Scorer):
-    """Samples and scores this rank's prompts. Every rank calls each method, even with no prompt."""
+    """Samples and scores this rank's prompts. Every rank calls each method, even without prompts."""
 
     make_statistics: type[Statistics] = Statistics  # of an evaluation
 
@@ -121,11 +122,11 @@ class Collector(Scorer):
         sampling: SamplingParams = _PLAIN,
         evaluation: SamplingParams | None = None,
     ) -> None:
-        """Refuses settings of sampling that a trainer cannot follow.
+        """Refuses sampling settings that a trainer cannot reproduce.
 
         Args:
-            sampling: what else each request asks for, such as stop strings.
-            evaluation: all that evaluate() asks for, where any setting is allowed; None: as in training.
+            sampling: further settings of each request, such as stop strings.
+            evaluation: all settings of the requests of evaluate(), where any is allowed; None: as in training.
         """
         super().__init__(strategy.comm, RewardSet.of(reward))
         self._strategy = strategy
@@ -153,7 +154,7 @@ class Collector(Scorer):
         return [self.sample_of(*owner, item) for owner, item in zip(owners, completions, strict=True)]
 
     def sample_of(self, position: int, prompt: Prompt, completion: Completion) -> Sample:
-        """Returns what the engine made of a prompt as a sample."""
+        """Returns the engine's completion of a prompt as a sample."""
         tokenizer, token_ids = self._strategy.tokenizer, completion.output_token_ids
         assert tokenizer is not None, "set strategy.tokenizer: rewards read text"
         return Sample(
@@ -180,11 +181,11 @@ class Collector(Scorer):
         source_field: str = "",
         keep: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
     ) -> dict[str, float]:
-        """Samples each prompt n times, over all ranks; the same draws at every evaluation make steps comparable.
+        """Samples each prompt n times and returns metrics over all ranks; every evaluation makes the same draws.
 
         eval/reward is the mean reward, eval/accuracy the share of samples with a reward of 1 or more. Both are left out
-        if no sample has a reward; without prompts there are no metrics. ks and source_field: as in metrics.evaluate().
-        keep gets this rank's samples with their rewards.
+        if no sample has a reward; without prompts there are no metrics. ks and source_field are those of
+        metrics.evaluate(). keep is called with this rank's samples and their rewards.
         """
         if not prompts:
             return {}
@@ -207,18 +208,18 @@ class Collector(Scorer):
 
 
 def seed_of_prompt(seed: int, step: int, position: int) -> int:
-    """Returns the seed of a prompt's samples in a training with this seed, whatever rank makes them, and when."""
+    """Returns the seed of a prompt's samples in training, which depends neither on the rank nor on the time."""
     return mix_seed(_ROLLOUT_STREAM, seed, step, position)
 
 
 def grouped(samples: Sequence[Sample], rewards: Sequence[float], size: int, step: int) -> list[ScoredGroup]:
-    """Returns the groups of samples that are adjacent by prompt."""
+    """Groups samples by prompt; those of a prompt must be adjacent."""
     parts = [slice(start, start + size) for start in range(0, len(samples), size)]
     return [ScoredGroup(samples=tuple(samples[part]), rewards=tuple(rewards[part]), step=step) for part in parts]
 
 
 def ungrouped(groups: Sequence[ScoredGroup]) -> list[Experience]:
-    """Returns the samples of groups with their rewards, to be given advantages."""
+    """Returns the samples of groups with their rewards, as experiences that still lack advantages."""
     pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
     return [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
 
@@ -239,7 +240,7 @@ def _require_trainable(sampling: SamplingParams, strategy: StrategyBase) -> None
 
 
 def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:
-    """The first few errors; one that stands for many samples is listed once."""
+    """Returns the first few errors; an error shared by many samples is listed once."""
     return list(dict.fromkeys(errors))[:_MAX_SHOWN]
 
 

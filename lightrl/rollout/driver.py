@@ -1,8 +1,8 @@
 """Runs many episodes at once against one engine: an asyncio loop that steps the engine when every episode waits.
 
-Between two engine steps every episode that can go on does, so that their requests share the next step. Nothing in an
-episode is a collective: the ranks of an engine's group follow the first one, which runs the episodes of all of them and
-tells the others what to submit. What an episode draws depends on its seed alone, never on who else is running.
+Between two engine steps every episode proceeds as far as it can, so their requests share the next step. No episode
+calls a collective: the first rank of an engine's group runs the episodes of all its ranks and tells the others what to
+submit. The draws of an episode depend on its seed alone, never on the other episodes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightrl.rollout.event_loop import run_to_its_end
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_SETTLING_PASSES = 3  # turns of the loop in which no episode asks for anything, before the engine is stepped
+_SETTLING_PASSES = 3  # idle passes of the loop, without a request of any episode, before the engine is stepped
 _POLL_S = 0.02  # longest wait for a tool while the engine has nothing to do
 
 
-Request = tuple[Any, ...]  # arguments of ColocatedEngine.submit: prompt, parameters, and what it goes on behind
+Request = tuple[Any, ...]  # arguments of ColocatedEngine.submit: prompt, parameters, and the completion to continue
 
 
 class Wish(NamedTuple):
@@ -32,17 +32,17 @@ class Wish(NamedTuple):
     prompt: EnginePrompt
     params: SamplingParams  # of one sample
     answer: asyncio.Future[Completion]
-    partial: Completion | None = None  # the sample goes on behind it
-    ticket: int = -1  # of the episode, where the run has tickets
+    partial: Completion | None = None  # the beginning of the sample, to be continued
+    ticket: int = -1  # of the episode, if the run has tickets
 
 
 @dataclass(slots=True)
 class _Tick:
-    """What the ranks of a group do together: abort, submit, step."""
+    """Work that the ranks of a group do together: abort requests, submit others, and step the engine."""
 
     aborted: list[int]
     submitted: list[Request]
-    failure: str | None = None  # the first rank has failed, and the others must not wait for it
+    failure: str | None = None  # if the first rank has failed: why; the others must not wait for it
     is_last: bool = False
 
 
@@ -55,15 +55,15 @@ class EpisodeDriver:
         self._group = group
         self._wishes: list[Wish] = []
         self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
-        self._has_cancelled = False  # whether an episode no longer waits for a sample that it asked for
+        self._has_cancelled = False  # whether an episode has stopped waiting for a sample that it requested
         self._asked: asyncio.Future[None] | None = None  # resolved by the next wish, while the engine has nothing to do
 
     def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
-        """Returns what start() returned for each of this rank's jobs; every rank of the engine's group calls it.
+        """Runs this rank's jobs and returns the results of start(); every rank of the engine's group calls it.
 
         Args:
-            jobs: This rank's; the first rank of the group runs those of all, so they must be picklable there.
-            start: Begins the episode of a job. An exception in it ends the run: catch what an episode may raise.
+            jobs: The jobs of this rank. They must be picklable, because the first rank of the group runs all jobs.
+            start: Begins the episode of a job. An exception in it ends the run, so it must catch errors of episodes.
         """
         parts = self._group.gather(list(jobs))
         everything = [job for part in parts for job in part]
@@ -78,7 +78,7 @@ class EpisodeDriver:
         return results[first : first + len(parts[self._group.rank])]
 
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
-        """Samples one completion; only for episodes that run() has started. A bad prompt raises in the episode."""
+        """Samples one completion for an episode that run() has started. A bad prompt raises an error in the episode."""
         checked = as_prompt(prompt)
         self.engine.check_prompt("the prompt of a turn", checked, params)
         wish = Wish(checked, params, asyncio.get_running_loop().create_future())
@@ -117,7 +117,7 @@ class EpisodeDriver:
         return results
 
     async def _wait_for_a_wish(self, unfinished: Iterable[asyncio.Future[Any]]) -> None:
-        """Waits a moment until an episode asks for something or ends, since the engine has nothing to do."""
+        """Waits a moment until an episode requests something or ends, because the engine has nothing to do."""
         self._asked = asyncio.get_running_loop().create_future()
         await asyncio.wait([*unfinished, self._asked], timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
@@ -129,7 +129,7 @@ class EpisodeDriver:
             quiet = quiet + 1 if len(self._wishes) == before else 0
 
     def _tick(self) -> None:
-        """Submits what the episodes wish for, steps the engine once, and answers the episodes whose samples ended."""
+        """Submits the episodes' requests, steps the engine once, and answers episodes whose samples are complete."""
         merged = _merged([wish for wish in self._take_wishes() if not wish.answer.done()])
         tick = self._group.broadcast(_Tick(self._unwanted(), [request for request, _ in merged]))
         first_id, completions = self._do(tick)
@@ -140,17 +140,17 @@ class EpisodeDriver:
             self._answer(completion)
 
     def _take_wishes(self) -> list[Wish]:
-        """Returns what this tick submits."""
+        """Returns the requests that this tick submits."""
         wishes, self._wishes = self._wishes, []
         return wishes
 
     def _answer(self, completion: Completion) -> None:
         answer = self._waiting.pop((completion.request_id, completion.sample_index)).answer
-        if not answer.done():  # cancelled, by a time-out
+        if not answer.done():  # it is done if a time-out cancelled it
             answer.set_result(completion)
 
     def _unwanted(self) -> list[int]:
-        """Returns the requests that no episode waits for any more, and forgets them."""
+        """Removes and returns the requests that no episode waits for any longer."""
         if not self._has_cancelled:
             return []
         self._has_cancelled = False
@@ -167,7 +167,7 @@ class EpisodeDriver:
         self._drop_leftovers()
 
     def _follow_once(self) -> bool:
-        """Does what the first rank says for one tick; returns whether that was the last."""
+        """Carries out one tick of the first rank; returns whether it was the last."""
         tick: _Tick = self._group.broadcast(_Tick([], []))
         if tick.failure is not None:
             self._drop_leftovers()
@@ -177,12 +177,12 @@ class EpisodeDriver:
         return tick.is_last
 
     def _drop_leftovers(self) -> None:
-        """Aborts what cancelled episodes have left in the engine."""
+        """Aborts the requests that cancelled episodes have left in the engine."""
         if self.engine.has_unfinished():
             self.engine.abort()
 
     def _do(self, tick: _Tick) -> tuple[int, list[Completion]]:
-        """Carries out a tick; returns the id of the first request submitted and what the step finished."""
+        """Carries out a tick; returns the id of the first submitted request and the completions that are finished."""
         if tick.aborted:
             self.engine.abort(tick.aborted)
         ids = [self.engine.submit(*request) for request in tick.submitted]
@@ -193,7 +193,7 @@ class EpisodeDriver:
 
 
 def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
-    """Makes one request of samples that differ in their index alone, so that their prompt is computed once."""
+    """Merges samples that differ only in their index into one request, so that their prompt is computed once."""
     merged: list[tuple[Request, list[Wish]]] = []
     last: dict[Any, int] = {}  # index in merged of the newest request for the same prompt and settings
     for wish in sorted(wishes, key=lambda wish: wish.params.first_sample):

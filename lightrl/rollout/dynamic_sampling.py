@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476) replaces groups of equal rewards, which teach nothing, by other groups.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): replaces groups of equal rewards, which teach nothing, by other groups.
 
-All ranks take every decision from the same gathered facts, and a group stays on the rank that sampled it. The batch is
-therefore the same at any world size, and all ranks draw the same number of rounds.
+All ranks base every decision on the same gathered facts, and a group stays on the rank that sampled it. So the batch is
+the same at any world size, and all ranks draw the same number of rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
 
-DrawGroups = Callable[[int, int], list[ScoredGroup]]  # of a count and the first position
+DrawGroups = Callable[[int, int], list[ScoredGroup]]  # takes a count and the first position
 
 
 class DynamicSampling:
@@ -35,7 +35,7 @@ class DynamicSampling:
         comm: Comm,
         statistics: Statistics,
     ) -> None:
-        """prompts: the whole data set, to which saved groups refer; num_prompts: groups in a batch, over all ranks."""
+        """Takes the whole data set, to which saved groups refer, and the number of groups in a batch of all ranks."""
         self._config = config
         self._prompts = prompts
         self._num_prompts = num_prompts
@@ -45,11 +45,11 @@ class DynamicSampling:
         self._has_warned = False
 
     def fill(self, step: int, draw: DrawGroups) -> list[ScoredGroup]:
-        """Returns this rank's groups of the batch: num_prompts over all ranks, or fewer after the last round.
+        """Returns this rank's groups of the batch, which has num_prompts groups, or fewer after the last round.
 
         Args:
             step: the number of the step, from 0.
-            draw: draw(count, first) samples and scores prompts first to first + count - 1 of the step over all ranks,
+            draw: draw(count, first) samples and scores the step's prompts first to first + count - 1 over all ranks,
                 and returns this rank's groups. Every rank calls it with the same arguments.
         """
         kept = self._young_spares(step)
@@ -77,7 +77,7 @@ class DynamicSampling:
         return young
 
     def _choose(self, kept: list[ScoredGroup]) -> list[ScoredGroup]:
-        """Takes the oldest groups of all ranks into the batch and renumbers them; the others become spares."""
+        """Takes the oldest groups of all ranks for the batch and renumbers them; the others become spares."""
         names = sorted(name for part in self._comm.all_gather_object([_name(group) for group in kept]) for name in part)
         positions = {name: position for position, name in enumerate(names[: self._num_prompts])}
         kept = sorted(kept, key=_name)
@@ -116,5 +116,5 @@ class DynamicSampling:
 
 
 def _name(group: ScoredGroup) -> tuple[int, int]:
-    """Names a group alike on every rank: the step that sampled it, and its position in that step."""
+    """Returns a name for a group that is the same on every rank: the step that sampled it, and its position there."""
     return (group.step, group.samples[0].position)

@@ -1,4 +1,4 @@
-"""An episode is one sample in the making: what the policy says and what it hears, token by token."""
+"""Episode: one sample in the making, that is, what the policy says and what it hears, token by token."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lightrl.rollout.branches import branch_indices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy said at once, as the engine produced it."""
+    """One turn of the policy, as the engine produced it."""
 
-    token_ids: tuple[int, ...]  # the end token included, when it stopped by one
+    token_ids: tuple[int, ...]  # including the end token, if one ended it
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
     text: str  # token_ids decoded, special tokens skipped
-    is_trainable: bool = True  # False: drawn from another distribution than the trainer's: greedy, another adapter's
-    prompt_ids: tuple[int, ...] = ()  # what it was generated from; empty: not known
+    is_trainable: bool = True  # False: not drawn from the trainer's distribution but greedily or by another adapter
+    prompt_ids: tuple[int, ...] = ()  # the tokens that it was generated from; empty: unknown
     expanded_ids: tuple[int, ...] = ()  # the same with images and videos expanded; empty: there are none
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Completion.routing
 
 
 class Episode:
-    """The tokens of a conversation behind its prompt. They only grow: those of a turn are a prefix of all later ones.
+    """The tokens of a conversation after its prompt. They are only added to, so what a turn saw never changes later.
 
     Text is never tokenised again: the policy's tokens are the engine's, and each observation is tokenised once.
     """
@@ -39,17 +39,17 @@ class Episode:
         self.response_ids: list[int] = []
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
         self.reward: float | None = None
-        self.turn_rewards: list[float] = []  # what each turn earned of the reward; a turn behind them earned nothing
+        self.turn_rewards: list[float] = []  # each turn's share of the reward; later turns earned nothing
         self.numbers: dict[str, float] = {}
-        self.is_scored = False  # whether the reward is final: no reward of the run is added
+        self.is_scored = False  # whether the reward is final, so that the run's rewards are not added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
         self._expanded_prompt: tuple[int, ...] = ()  # with images and videos expanded; empty: there are none
-        self._only_text: str | None = None  # of the response, while it is one turn
+        self._only_text: str | None = None  # text of the response as long as it is a single turn
         self._own: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._routing: NDArray[np.int16] | None = None  # of the prompt and the tokens so far that the engine ran
+        self._routing: NDArray[np.int16] | None = None  # of all tokens so far, prompt included, that the engine ran
 
     @property
     def has_seen_media(self) -> bool:
@@ -58,11 +58,11 @@ class Episode:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The prompt and everything said and heard so far: what the next turn is generated from."""
+        """The prompt and everything said and heard so far, from which the next turn is generated."""
         return (*self.prompt_ids, *self.response_ids)
 
     def say(self, turn: Turn, *, trained: bool = True) -> None:
-        """Adds a turn of the policy, whose tokens are trained; trained=False: they are only read and scored."""
+        """Adds a turn of the policy. Its tokens are trained on, or with trained=False only read and scored."""
         if trained and not turn.is_trainable:
             raise ValueError(
                 "A turn of another temperature than the run's, or of another adapter than the policy's, cannot be "
@@ -82,13 +82,13 @@ class Episode:
         self._only_text = turn.text if is_all else None
 
     def hear(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens of a tool, a user or an environment, which are read and not trained."""
+        """Adds tokens of a tool, a user or an environment, which are read but not trained on."""
         version = self._versions[-1] if self._versions else 0
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
         self._only_text = None
 
     def earn(self, reward: float) -> None:
-        """Adds to the episode's reward what its last turn has earned (--algorithm.reward_at turns)."""
+        """Adds the reward that the last turn has earned to the episode's reward (--algorithm.reward_at turns)."""
         if not self.turns:
             raise ValueError("No turn has been said that could earn a reward: call say() before earn().")
         self.turn_rewards += [0.0] * (len(self.turns) - len(self.turn_rewards))
@@ -106,11 +106,11 @@ class Episode:
         self._routing = routing if self._routing is None else np.append(self._routing, routing[len(self._routing) :], 0)
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Adds to a number that the step reports as episode/NAME, summed over the samples."""
+        """Adds an amount to a number that the step reports as episode/NAME, summed over its samples."""
         self.numbers[name] = self.numbers.get(name, 0.0) + amount
 
     def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:
-        """Returns the episode as a record."""
+        """Returns the episode as a Sample."""
         return Sample(
             prompt=prompt,
             position=position,
@@ -142,7 +142,7 @@ class Episode:
 
 
 def episode_of_several(episodes: Sequence[Episode]) -> Episode:
-    """Returns the first of several conversations that share one reward; the others are its branches."""
+    """Returns the first of several conversations that share one reward, with the others as its branches."""
     if not episodes:
         raise ValueError("A workflow returned an empty list of episodes. Return None to reject the sample.")
     first, *others = episodes

@@ -1,4 +1,4 @@
-"""Samples by a workflow in place of single turns. Scores and evaluates as the plain collector does."""
+"""Samples with a workflow instead of single turns; scores and evaluates as the plain collector does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeJob(NamedTuple):
-    """One episode; it runs on the first rank of its engine's group."""
+    """The job of running one episode; the first rank of the engine's group does it."""
 
     position: int
     prompt: Prompt
@@ -43,7 +43,7 @@ class EpisodeJob(NamedTuple):
 
 
 class EpisodeFailure(NamedTuple):
-    """An episode that raised, or that ran out of time."""
+    """The result of an episode that raised an error or ran out of time."""
 
     reason: str
     details: str  # the traceback
@@ -52,7 +52,7 @@ class EpisodeFailure(NamedTuple):
 def collector_of_episodes(
     workflow: Workflow, strategy: StrategyBase, rewards: RewardSet, config: RolloutConfig
 ) -> EpisodeCollector:
-    """Returns the collector of a run, whose episodes fit into the engine's context and into a micro-batch."""
+    """Returns the collector of a run; its episodes are limited to the engine's context and to a micro-batch."""
     limits = episode_limits(config, strategy)
     return EpisodeCollector(
         strategy,
@@ -66,7 +66,7 @@ def collector_of_episodes(
 
 
 def episode_limits(config: RolloutConfig, strategy: StrategyBase) -> EpisodeLimits:
-    """Returns what bounds the episodes of a run on its engine."""
+    """Returns the limits of the episodes of a run on its engine."""
     return EpisodeLimits(
         max_new_tokens=config.max_new_tokens,
         max_turns=config.rollout.max_turns,
@@ -75,13 +75,13 @@ def episode_limits(config: RolloutConfig, strategy: StrategyBase) -> EpisodeLimi
 
 
 def longest_episode(config: RolloutConfig, context: int) -> int:
-    """Returns the number of tokens that an episode with its prompt may have in a context of so many."""
+    """Returns how many tokens an episode, including its prompt, may have if the context holds `context` tokens."""
     in_micro_batch = context if config.micro_batch_size else config.max_tokens_per_microbatch
     return min(context, in_micro_batch, config.rollout.max_context_tokens or context)
 
 
 class EpisodeScorer(Scorer):
-    """Scores episodes. The reward of a sample that asked for the run's rewards in its episode is its own."""
+    """Scores episodes. A sample that asked for the run's rewards in its episode keeps the reward that it has."""
 
     _has_warned = False
 
@@ -97,7 +97,7 @@ class EpisodeScorer(Scorer):
         return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
 
     def _warn_of_unused(self, own: Sequence[float | None]) -> None:
-        """Warns once if the workflow gave rewards that the run does not ask for, as when --reward was forgotten."""
+        """Warns once if the workflow gave rewards that the run ignores, for example because --reward was forgotten."""
         rewards = self._rewards.rewards
         is_used = any(item.reward is episode_reward for item in rewards)
         if self._has_warned or is_used or all(reward is None for reward in own):
@@ -111,7 +111,7 @@ class EpisodeScorer(Scorer):
 
 
 class EpisodeCollector(EpisodeScorer, Collector):
-    """Samples and scores this rank's prompts by a workflow. Every rank calls each method, even with no prompt."""
+    """Samples and scores this rank's prompts with a workflow. Every rank calls each method, even without prompts."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         self._limits = limits
         self._timeout_s = timeout_s
         self._has_shown_failure = False
-        self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes run, by position
+        self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes are running, by position
 
     def _generate(self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
         jobs = [
@@ -147,11 +147,11 @@ class EpisodeCollector(EpisodeScorer, Collector):
         return [self.as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
     def workflow_of(self, job: EpisodeJob) -> Workflow:
-        """Returns what makes the sample of a job: the run's workflow."""
+        """Returns the workflow that makes the sample of a job, which is that of the run."""
         return self._workflow
 
     async def play(self, driver: EpisodeDriver, job: EpisodeJob) -> Episode | EpisodeFailure | None:
-        """Runs an episode to its end; what it raises becomes a failure."""
+        """Runs an episode to its end; an exception in it becomes an EpisodeFailure."""
         siblings = self._siblings.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
         client = EngineClient(
             driver,
@@ -179,7 +179,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
                 self._siblings.pop(job.position, None)
 
     def _require_some(self, made: Sequence[Episode | EpisodeFailure | None]) -> None:
-        """Raises on every rank if all episodes of all ranks have failed: a mistake in the workflow, most likely."""
+        """Raises on every rank if all episodes of all ranks failed, most likely by a mistake in the workflow."""
         failures = [item for item in made if isinstance(item, EpisodeFailure)]
         first = failures[0] if failures and len(failures) == len(made) else None
         verdicts = self._comm.all_gather_object((len(made), first))
@@ -188,7 +188,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
             raise RuntimeError(f"Every episode has failed. The first:\n{details[0]}")
 
     def as_sample(self, job: EpisodeJob, made: Episode | EpisodeFailure | None) -> Sample:
-        """Returns what play() returned as a sample."""
+        """Returns the result of play() as a sample."""
         if isinstance(made, Episode):
             return made.sample(job.prompt, job.position, job.sample_index, self._strategy.tokenizer)
         if made is not None and not self._has_shown_failure:
@@ -213,7 +213,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
 
 
 def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | None:
-    """Returns what a workflow returned, as an episode."""
+    """Converts the result of a workflow to an episode."""
     if made is None:
         return None
     several = made if isinstance(made, list | tuple) else [made]
@@ -231,7 +231,7 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
 
 
 def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
-    """Raises ValueError for an episode whose tokens the trainer could not join with the prompt's images."""
+    """Raises ValueError for an episode whose tokens the trainer could not combine with the prompt's images."""
     if any(item.prompt_ids != prompt.token_ids or not item.has_seen_media for item in episodes):
         raise ValueError(
             "The prompt has images or videos: begin each of its episodes by Episode(data.token_ids), and add the turns "
@@ -241,7 +241,7 @@ def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
 
 
 def _is_over(sample: Sample) -> bool:
-    """Whether no reward is to be asked for."""
+    """Returns whether the sample needs no further reward."""
     return sample.is_scored or sample.status is not Status.COMPLETED
 
 

@@ -1,4 +1,4 @@
-"""Production of episodes that never stops: agents go on from one turn to the next while new weights come in."""
+"""Production of episodes that never stops: agents continue from turn to turn while new weights come in."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.production import IDLE_S, Made, Production, Running
 
-_Ended = dict[int, Any]  # by sample: an episode, why there is none, or None for one that its workflow rejected
+_Ended = dict[int, Any]  # by sample: an episode, an EpisodeFailure, or None for one that its workflow rejected
 
 
 class EpisodeProduction(Production):
-    """Plays the episodes of groups by the run's workflow. The first rank of an engine's group plays all of them."""
+    """Plays the episodes of groups with the run's workflow. The first rank of an engine's group plays all of them."""
 
     _collector: EpisodeCollector
 
     def __init__(
         self, config: RolloutConfig, link: Link, engine: ColocatedEngine, group: EngineGroup, **parts: Any
     ) -> None:
-        """parts: as of Production; the rewards are not those that episodes ask for, which are scored at other times."""
+        """Takes the parts of Production; its rewards are separate from those that running episodes ask for."""
         super().__init__(config, link, engine, group, **parts)
         self._scorer = EpisodeScorer(Alone(), parts["rewards"])
         self._driver = PhasedDriver(engine, group)
@@ -37,7 +37,7 @@ class EpisodeProduction(Production):
         self._ended: dict[int, _Ended] = {}  # of unfinished groups, by ticket
 
     def run(self, *arguments: Any) -> None:
-        """Produces as Production does; the episodes end with it."""
+        """Produces as Production does; all episodes end when it returns."""
         try:
             super().run(*arguments)
         finally:
@@ -50,7 +50,7 @@ class EpisodeProduction(Production):
         self._play(group, [Journal.from_state(item) for item in state["journals"]])
 
     def _play(self, group: Running, journals: list[Journal]) -> None:
-        """Starts the code of a group's episodes, each as far as its journal has answers."""
+        """Starts the code of a group's episodes, each of which runs as far as its journal has answers."""
         if self._group.rank:
             return
         self._journals[group.ticket], self._ended[group.ticket] = journals, {}
@@ -59,14 +59,14 @@ class EpisodeProduction(Production):
             self._driver.begin(journal, partial(self._collector.play, self._driver, job))
 
     def _give_up(self, group: Running) -> None:
-        """Ends the episodes of a group; the engine drops what they wait for at its next step."""
+        """Ends the episodes of a group; the engine drops their requests at its next step."""
         journals = self._journals.pop(group.ticket, ())
         self._ended.pop(group.ticket, None)
         self._driver.end([journal.key for journal in journals])
 
     def _job(self, group: Running, index: int) -> EpisodeJob:
         seed, size = self._seed(group.ticket), self._config.group_size
-        sampling = replace(self._sampling, seed=0)  # of each turn: the client's
+        sampling = replace(self._sampling, seed=0)  # the client seeds each turn
         return EpisodeJob(group.ticket, group.prompt, index, seed, sampling, size)
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Episodes as other frameworks return them: a dict of tensors of one row."""
+"""Reads episodes in the form in which other frameworks return them: a dict of tensors with one row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ROWS = ("input_ids", "loss_mask", "attention_mask", "logprobs", "versions")  # 
 
 
 def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -> Episode:
-    """Reads an episode from a dict of tensors; the prompt is what stands before the first trained token.
+    """Reads an episode from a dict of tensors; the tokens before the first trained one are the prompt.
 
     Args:
         tensors: input_ids and loss_mask of shape [1, L], and rewards of [1]. attention_mask of [1, L] is 0 on padding.
-            logprobs and versions of [1, L] may be left out where the engine's client made the tokens.
-        turns: What the client generated. Trained tokens must be among it, behind the tokens that they were made from.
+            logprobs and versions of [1, L] may be left out if the engine's client generated the tokens.
+        turns: The turns that the client generated. They must contain the trained tokens, after the same prompts.
     """
     rows = _rows(tensors)
     ids, mask = rows["input_ids"], [bool(value) for value in rows["loss_mask"]]
@@ -63,7 +63,7 @@ def _rows(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _made_by(turns: Sequence[Turn], ids: Sequence[int]) -> dict[int, tuple[float, int]]:
-    """Returns the logprob and the version of each token that a trainable turn made at its place."""
+    """Returns the logprob and the version of each token that a trainable turn generated at that index."""
     made: dict[int, tuple[float, int]] = {}
     for turn in turns:
         first = len(turn.prompt_ids)

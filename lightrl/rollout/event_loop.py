@@ -1,4 +1,4 @@
-"""Runs a coroutine to its end from code that is not async, in a notebook too, whose cells run inside a loop."""
+"""Runs a coroutine to its end from code that is not async, even in a notebook, whose cells run inside a loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
-    """Returns what the coroutine returns; whatever loop runs already waits meanwhile."""
+    """Returns the result of the coroutine; an event loop that already runs waits meanwhile."""
     return _in_a_thread(main) if _runs_in_a_loop() else asyncio.run(main)
 
 
 def _runs_in_a_loop() -> bool:
-    """A function of its own, so that no traceback of an episode begins with this exception."""
+    """Returns whether a loop runs; a function of its own keeps its exception out of the tracebacks of episodes."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -28,7 +28,7 @@ def _runs_in_a_loop() -> bool:
 
 
 def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
-    """Gives the thread what torch keeps for each: the device and whether gradients are recorded."""
+    """Runs the coroutine in a thread with the caller's torch settings: its device, and whether it records gradients."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     records, context = torch.is_grad_enabled(), copy_context()
 

@@ -1,4 +1,4 @@
-"""Requests and responses under the names that AReaL's workflows use, so that such a workflow runs as it is."""
+"""Requests and responses under the names that AReaL's workflows use, so that such a workflow runs unchanged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from lightrl.rollout.episode import Turn
 
-_FIXED = {"n_samples": (1,), "top_p": (1, 1.0), "frequency_penalty": (0, 0.0)}  # values that the run's tokens have
+_FIXED = {"n_samples": (1,), "top_p": (1, 1.0), "frequency_penalty": (0, 0.0)}  # the only values that a run supports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationHyperparameters:
-    """The sampling settings of a request. None is the run's."""
+    """The sampling settings of a request; None stands for the run's setting."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -22,13 +22,13 @@ class GenerationHyperparameters:
     n_samples: int = 1
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """Returns the settings with some changed."""
+        """Returns a copy of the settings with some of them changed."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMRequest:
-    """Asks for what follows the tokens. rid is a name for logs: requests of one name are still told apart."""
+    """A request for a continuation of tokens. rid is a name for logs, and need not be unique."""
 
     input_ids: Sequence[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -57,7 +57,7 @@ class LLMResponse:
 
 
 async def answer_request(engine: Any, request: Any) -> LLMResponse:
-    """Answers by an EngineClient. A request is an LLMRequest, or any object with input_ids and gconfig."""
+    """Answers a request with an EngineClient. It is an LLMRequest, or any object with input_ids and gconfig."""
     settings = request.gconfig
     for name, allowed in _FIXED.items():
         if getattr(settings, name, allowed[0]) not in (None, *allowed):

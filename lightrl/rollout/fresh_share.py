@@ -1,4 +1,4 @@
-"""Keeps a share of each step's groups on policy (--rollout.on_policy_min_ratio): a step waits for its own ones."""
+"""Keeps a share of each step's groups on policy (--rollout.on_policy_min_ratio): a step waits for fresh groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def oldest_with_fresh(
 ) -> tuple[int, ...] | None:
     """Returns the finished groups that a step takes, oldest first; None while there are too few, or too few fresh ones.
 
-    Fresh is what was started under the weights of the step. The batch is that of the groups started first, but its
-    youngest give way to fresh ones until these are the share.
+    Groups are fresh if they were started under the weights of the step. The batch consists of the groups that started
+    first, but the youngest of these are replaced by fresh ones until the share is reached.
 
     Args:
         started: The version that each group was started under.
@@ -39,16 +39,16 @@ def num_fresh(rules: Rules) -> int:
 
 
 def num_steps_started(rules: Rules, version: int, max_steps: int) -> int:
-    """Returns for how many steps of a run groups may be started under weights of a version.
+    """Returns the number of steps for which groups may be started under a version of the weights.
 
-    The last steps need fresh groups as well, where all others may have been started long before.
+    The last steps need fresh groups, too, even if all their other groups may have been started long before.
     """
     ahead = rules.max_staleness + version + 1
     return ahead if rules.on_policy_min_ratio else min(ahead, max_steps)
 
 
 def bounded_rules(config: RolloutConfig) -> Rules:
-    """Returns the rules of a run in which ranks of their own generate."""
+    """Returns the rules of a run in which some ranks only generate."""
     return Rules(
         batch_size=config.num_prompts,
         max_staleness=config.rollout.max_staleness,

@@ -1,7 +1,7 @@
-"""A journal has what an episode has heard from outside, so that its code can be run again and go on from there.
+"""Journal: records what an episode has heard from outside, so that its code can be rerun and continue from there.
 
-An episode's code runs anew; each call gets the answer that its journal has, by the number of the call. What an episode
-computes between two calls must therefore depend on what it heard alone.
+The code of the episode runs from its beginning, and each call gets the journal's answer, by the number of the call.
+What an episode computes between two calls must therefore depend only on what it has heard.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Journal:
-    """What one episode has heard."""
+    """Everything that one episode has heard from the engine and from tools."""
 
     ticket: int
     sample_index: int
     start_version: int  # of the weights when the ticket was started
     completions: dict[int, Completion] = field(default_factory=dict)  # by the number of the call
-    partials: dict[int, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped half way
+    partials: dict[int, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped halfway
     results: dict[int, Any] = field(default_factory=dict)  # of tools
-    num_calls: int = 0  # of this run of the episode's code
+    num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names the episode in the whole run."""
+        """The name of the episode, unique in the whole run."""
         return (self.ticket, self.sample_index)
 
     def rewind(self) -> None:
@@ -41,28 +41,28 @@ class Journal:
         self.num_calls = self.num_results = 0
 
     def forget(self) -> None:
-        """Prepares for an episode that begins again at its prompt."""
+        """Erases the journal for an episode that starts over from its prompt."""
         self.completions, self.partials, self.results = {}, {}, {}
         self.rewind()
 
     @property
     def num_kept_bytes(self) -> int:
-        """Memory of what the engine keeps of calls that were stopped (--rollout.keep_cache)."""
+        """Bytes of memory that the engine keeps for stopped calls (--rollout.keep_cache)."""
         return sum(item.kept.num_bytes for item in self.partials.values() if item.kept is not None)
 
     def let_go(self) -> None:
-        """Gives that memory back; the calls go on by computing their tokens again."""
+        """Frees the memory of stopped calls; they will continue by computing their tokens again."""
         for item in self.partials.values():
             if item.kept is not None:
                 item.kept.take()
 
     def next_call(self) -> int:
-        """Returns the number of a call of the engine."""
+        """Returns the number of the next call of the engine, and counts it."""
         self.num_calls += 1
         return self.num_calls - 1
 
     def versions_of_calls(self) -> list[Sequence[int]]:
-        """Returns the versions of the tokens of each call; none for a call that was given up."""
+        """Returns the weight versions of each call's tokens; empty for a call that was given up."""
         count = max(self.completions, default=-1) + 1
         return [self.completions[number].versions if number in self.completions else () for number in range(count)]
 
@@ -88,17 +88,17 @@ class Journal:
             state["start_version"],
             {int(number): completion_from(item) for number, item in state["completions"].items()},
             {int(number): completion_from(item) for number, item in state["partials"].items()},
-            {int(number): item for number, item in state["results"].items()},  # names of JSON are texts
+            {int(number): item for number, item in state["results"].items()},  # keys in JSON are strings
         )
 
 
-CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of the episode whose code runs
+CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of the episode whose code is running
 
 
 async def remembered(result: Awaitable[T]) -> T:
-    """Returns what was awaited, or what the episode's journal has in its place. For tools: results are plain values.
+    """Awaits a tool's result, or returns the one in the episode's journal instead. Results must be plain values.
 
-    Call it in the same order each time that the episode's code runs.
+    Make these calls in the same order each time the episode's code runs.
     """
     journal = CURRENT.get()
     if journal is None:

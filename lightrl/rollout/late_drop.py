@@ -1,4 +1,4 @@
-"""Drops groups that have become too old (--rollout.late drop), where a step would otherwise have waited for them."""
+"""Drops groups that have become too old (--rollout.late drop) instead of having a step wait for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightrl.rollout.scheduler import AsyncScheduler
 
 
 class DroppingScheduler(AsyncScheduler):
-    """A step takes the oldest finished groups and waits for no particular one; what becomes too old is dropped."""
+    """Takes the oldest finished groups for a step without waiting for any particular group, and drops late groups."""
 
     def drop_late(self, step: int) -> list[int]:
-        """Forgets the groups that are too old for this step, finished or not, and returns their tickets.
+        """Drops the groups that are too old for this step, finished or not, and returns their tickets.
 
-        They count as never started, so that others take their places.
+        They count as never started, so others take their places.
         """
         late = [ticket for ticket, version in self.started.items() if step - version > self.rules.max_staleness]
         for ticket in late:
@@ -30,15 +30,15 @@ class DroppingScheduler(AsyncScheduler):
 
 
 class LateDropCollector(ScheduledCollector):
-    """Begins each step by dropping what is too old for it. Every rank calls each method."""
+    """Begins each step by dropping the groups that are too old for it. Every rank calls each method."""
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
-        """Returns this rank's samples of the step's batch, of groups that are young enough."""
+        """Returns this rank's samples of the step's batch, all from groups that are young enough."""
         self._drop_late(step)
         return super().sample(prompts, step=step, group_size=group_size, temperature=temperature)
 
     def _drop_late(self, step: int) -> None:
-        """Ends the episodes of groups that are too old. Their journals go too, and what they have finished."""
+        """Ends the episodes of groups that are too old, and deletes their journals and finished samples."""
         scheduler = self.schedule.scheduler
         assert isinstance(scheduler, DroppingScheduler), "the two are made together"
         late = scheduler.drop_late(step)

@@ -1,4 +1,4 @@
-"""Tools of an MCP server, which is started as a process of its own and spoken to over its pipes."""
+"""Tools of an MCP server, which is started as a separate process and addressed over pipes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 from lightrl.imports import import_extra
 from lightrl.rollout.tool_calls import Tool
 
-_START_S = 60.0  # for the server to start and to list its tools, on a busy machine
+_START_S = 60.0  # limit for the server to start and to list its tools, on a busy machine
 _STOP_S = 5.0
 
 
 class McpToolError(Exception):
-    """The server says that a call has failed; the message is its text."""
+    """The server reported that a call failed; the message is the server's text."""
 
 
 def mcp_tools(command: str) -> list[Tool]:
-    """Starts a server by its command line and returns its tools; ValueError if it does not answer."""
+    """Starts a server with a command line and returns its tools; raises ValueError if it does not answer."""
     server = McpServer(command)
     return [_tool(server, described) for described in server.described]
 
 
 class McpServer:
-    """A running server. Its client lives on a loop of its own, which outlives those that episodes run on."""
+    """A running server. Its client has an event loop of its own, which outlives the loops that episodes run on."""
 
     def __init__(self, command: str) -> None:
-        """Starts the server; it ends with the process."""
+        """Starts the server, which ends when this process does."""
         self._library: Any = import_extra("mcp", extra="mcp", needed_by=f"The MCP server {command!r}")
         self._command = command
         self._loop = asyncio.new_event_loop()
@@ -72,7 +72,7 @@ class McpServer:
                 started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the text of a tool's result; McpToolError if the server calls it an error."""
+        """Returns the text of a tool's result; raises McpToolError if the server reports an error."""
         running = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
         result = await asyncio.wrap_future(running)
         text = "\n".join(part.text for part in result.content if hasattr(part, "text"))
@@ -107,5 +107,5 @@ def _caller(server: McpServer, name: str) -> Callable[..., Coroutine[Any, Any, s
 
 
 def _either(item: Any, *names: str) -> Any:
-    """Returns the field that the installed version of the client has."""
+    """Returns the field under the name that the installed version of the client uses."""
     return next(getattr(item, name) for name in names if hasattr(item, name))

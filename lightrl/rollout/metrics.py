@@ -1,4 +1,4 @@
-"""What several samples of each prompt say of a policy: pass@k, their mean, and both for each source of prompts."""
+"""Metrics of a policy from several samples of each prompt: pass@k and means, also for each source of prompts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightrl.rewards.scoring import has_reward
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns the chance that k of the samples, drawn without putting back, hold a right one (arXiv:2107.03374, eq. 1).
+    """Returns the chance that k samples drawn without replacement include a right one (arXiv:2107.03374, eq. 1).
 
-    It is 1 - C(n - c, k) / C(n, k) for c right ones of n, which is unbiased: its mean over samples is the chance that k
-    new samples hold a right one.
+    It is 1 - C(n - c, k) / C(n, k) for c right samples of n. This is unbiased: its expectation is the chance that k new
+    samples include a right one.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
@@ -26,16 +26,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def evaluate(groups: Sequence[ScoredGroup], *, ks: Sequence[int] = (), source_field: str = "") -> dict[str, float]:
-    """Returns the metrics of the finished groups of all ranks; every rank calls it, with its own. Nothing is sampled.
+    """Returns metrics over the finished groups of all ranks; every rank calls it with its own. Nothing is sampled.
 
-    accuracy is the share of samples with a reward of 1 or more, reward their mean; both are means over prompts, so that
-    one whose rewards failed in part weighs as much. avg@n is the accuracy of n samples. pass@k leaves out prompts with
-    fewer than k rewards.
+    accuracy is the share of samples with a reward of 1 or more, and reward is the mean reward. Both are means over
+    prompts, so a prompt with some failed rewards weighs as much as the others. avg@n is the accuracy of n samples.
+    pass@k leaves out prompts with fewer than k rewards.
 
     Args:
-        groups: The samples of each prompt with their rewards, NaN where one failed.
-        ks: The k of pass@k.
-        source_field: The field of a prompt that names its source; the metrics come for each source, too.
+        groups: The samples of each prompt with their rewards, NaN for a failed one.
+        ks: The values of k for pass@k.
+        source_field: The field of a prompt that names its source; the metrics are also given for each source.
     """
     statistics = Statistics()
     describe_groups(groups, statistics, ks=ks, source_field=source_field)
@@ -54,7 +54,7 @@ def describe_groups(
     source_field: str,
     prefix: str = "",
 ) -> None:
-    """Adds the metrics of this rank's groups that depend on rewards, under names that begin with prefix."""
+    """Adds the reward metrics of this rank's groups to statistics, under names that begin with prefix."""
     for group in groups:
         rewards = [reward for reward in group.rewards if has_reward(reward)]
         if not rewards:

@@ -1,4 +1,4 @@
-"""A conversation with a user: one that asks for another try until the answer is right, or one of your own."""
+"""A conversation with a simulated user: the built-in one asks for another try until the answer is right."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightrl.rollout.workflow import Workflow
 
 
 class MultiTurnWorkflow(Workflow):
-    """Answers each turn of the policy until the user has nothing to say, or a limit ends the episode.
+    """Answers each turn of the policy until the user has nothing to say or a limit ends the episode.
 
-    Without a user of your own a wrong answer is answered by a feedback. The reward is --reward for all that was said,
-    times `discount` for each turn after the first.
+    Without a user of your own, a wrong answer is answered with `feedback`. The reward is --reward for everything that
+    was said, times `discount` for each turn after the first.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class MultiTurnWorkflow(Workflow):
         """Loads the user.
 
         Args:
-            user: package.module:Class or function of your own.
-            feedback: What a wrong answer is answered by, without a user.
-            solved_at: The reward from which on an answer is right.
-            discount: What each further turn multiplies the reward by.
-            arguments: Go to the constructor of the user.
+            user: Your own user, as package.module:Class or a function.
+            feedback: The reply to a wrong answer, without a user of your own.
+            solved_at: The smallest reward of an answer that counts as right.
+            discount: The factor by which each further turn multiplies the reward.
+            arguments: Arguments of the user's constructor.
         """
         if not 0 < discount <= 1:
             raise ValueError(f"discount is {discount}: it must be above 0 and at most 1.")
@@ -48,7 +48,7 @@ class MultiTurnWorkflow(Workflow):
         self._new_user()  # a wrong argument shows here, before anything expensive
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
-        """Alternates turns of the policy and of the user; the reward is that of the last turn."""
+        """Alternates turns of the policy and the user; the reward is that of the last turn."""
         user, episode = self._new_user(), Episode(data.token_ids)
         reward = 0.0
         for num_turns in range(1, engine.limits.max_turns + 1):

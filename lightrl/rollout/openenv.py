@@ -25,12 +25,12 @@ class OpenEnvEnvironment:
         """Connects at the first reset().
 
         Args:
-            base_url: Of the server.
-            action_field: The field of the environment's action that takes what the policy said.
-            observation_field: The field of its observation that the policy reads; empty: the observation as JSON.
-            reset_fields: Fields of the data set's line that reset() gets, such as seed.
-            client: package.module:Class of a client of your own, a subclass of openenv's EnvClient; empty: openenv's
-                client for every environment, which takes actions as dicts.
+            base_url: URL of the server.
+            action_field: The field of the environment's action that receives the policy's text.
+            observation_field: The field of the observation that the policy reads; empty: the observation as JSON.
+            reset_fields: Fields of the prompt's record that are passed to reset(), such as seed.
+            client: Your own client as package.module:Class, a subclass of openenv's EnvClient; empty: openenv's client
+                for every environment, which takes actions as dicts.
         """
         self._make = load_object(client, builtin={}, what="client", example="MyEnv") if client else _generic_client()
         self._base_url = base_url
@@ -39,7 +39,7 @@ class OpenEnvEnvironment:
         self._client: Any = None
 
     async def reset(self, data: Prompt) -> str:
-        """Begins a session; returns the first observation."""
+        """Begins a session and returns the first observation."""
         self._client = self._make(base_url=self._base_url)
         await self._client.connect()
         settings = {name: data.fields[name] for name in self._reset_fields if name in data.fields}
@@ -47,7 +47,7 @@ class OpenEnvEnvironment:
         return self._text(result.observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Takes what the policy said."""
+        """Sends the policy's text as an action; returns (observation, reward, whether the episode is over)."""
         result = await self._client.step({self._action_field: action})
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done)
 

@@ -1,4 +1,4 @@
-"""Episodes that outlive a step: they wait while the model trains, and go on under the new weights."""
+"""Episodes that outlive a step: they wait while the model trains, and continue under the new weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightrl.rollout.journal import CURRENT, Journal
 
 
 class PhasedDriver(EpisodeDriver):
-    """Drives episodes in phases of as many engine steps as it is told. Between two phases the engine has no request.
+    """Drives episodes in phases of a given number of engine steps. Between two phases the engine has no request.
 
-    The first rank of the engine's group runs the episodes; on the others `step` follows it.
+    The first rank of the engine's group runs the episodes; on the other ranks `step` follows it.
     """
 
     def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
@@ -26,7 +26,7 @@ class PhasedDriver(EpisodeDriver):
         self._allowed: Collection[int] | None = None  # tickets that the engine works on; None: all
 
     def begin(self, journal: Journal, start: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Starts the code of an episode, which goes on as far as its journal has answers for it."""
+        """Starts the code of an episode, which runs as far as its journal has answers."""
         journal.rewind()
 
         async def run() -> Any:
@@ -37,17 +37,17 @@ class PhasedDriver(EpisodeDriver):
 
     @property
     def under_way(self) -> Collection[tuple[int, int]]:
-        """The episodes that have begun and were not taken."""
+        """The episodes that have begun and whose results were not taken yet."""
         return self._tasks.keys()
 
     def take_ended(self) -> dict[tuple[int, int], Any]:
-        """Returns the results of the episodes that have ended, each once."""
+        """Returns the results of the episodes that have ended, each only once."""
         ended = {key: task for key, task in self._tasks.items() if task.done()}
         self._tasks = {key: task for key, task in self._tasks.items() if key not in ended}
         return {key: task.result() for key, task in ended.items()}
 
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
-        """Samples one completion, or returns the one that the episode's journal has."""
+        """Samples one completion, or returns the one in the episode's journal."""
         journal = CURRENT.get()
         if journal is None:  # a visitor of the endpoint, who belongs to no episode
             return await super().generate(prompt, params)
@@ -63,17 +63,17 @@ class PhasedDriver(EpisodeDriver):
             completion: Completion = await answer
         finally:
             del self._journals[answer]
-        journal.partials.pop(number, None)  # but not where the driver is closed: a checkpoint may still want it
+        journal.partials.pop(number, None)  # but not when the driver is closed: a checkpoint may still need it
         journal.completions[number] = completion
         return completion
 
     # ---- Phases ------------------------------------------------------------------------------------------------
 
     def step(self, count: int, allowed: Collection[int] | None = None) -> None:
-        """Steps the engine so many times; every rank of its group calls it.
+        """Steps the engine `count` times; every rank of its group calls it.
 
         Args:
-            count: Of the steps.
+            count: The number of steps.
             allowed: Tickets that the engine works on; None: all.
         """
         self._allowed = allowed
@@ -112,8 +112,8 @@ class PhasedDriver(EpisodeDriver):
     def pause(self, *, keep: bool) -> list[tuple[int, int]]:
         """Takes every request out of the engine; every rank of its group calls it.
 
-        keep: what was generated is kept, and goes on in the next phase. Otherwise the episodes are dropped, and their
-        names are returned, on the first rank of the group.
+        With keep, the tokens so far are kept and continued in the next phase. Otherwise the episodes are dropped, and
+        the first rank of the group gets their names.
         """
         stopped = self.engine.abort()
         if self._group.rank:
@@ -144,7 +144,7 @@ class PhasedDriver(EpisodeDriver):
         return dropped
 
     def end(self, keys: Collection[tuple[int, int]]) -> None:
-        """Ends the code of episodes and forgets what they wished for; between two phases."""
+        """Ends the code of episodes and forgets their requests; call it between two phases."""
         tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
         for task in tasks:
             task.cancel()
