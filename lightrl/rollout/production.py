@@ -1,7 +1,7 @@
 """Production of samples that never stops (--rollout.max_staleness above 0): a rollout rank's engine is always busy.
 
 Between two steps of the engine a rank takes new weights, starts groups within the bound on their age, and hands over
-those that are finished. Ranks of an engine's group do what its first rank says.
+those that are finished. The ranks of an engine's group follow its first rank.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lightrl.rollout.saved_groups import group_state
 
 CLAIMS = "claims"  # counter of the groups that were started since the run began or was resumed
 FINISHED = "finished"
-CONTINUED = "continued"  # counter of the groups that go on where a checkpoint has them
+CONTINUED = "continued"  # counter of the groups that were continued from a checkpoint
 IDLE_S = 0.002
 
 
 class TicketOrder:
-    """Names the tickets that are still to be made: first those that a checkpoint has half-made, then all unused."""
+    """The order of the tickets still to be made: first those unfinished in a checkpoint, then all unused ones."""
 
     def __init__(self, first: int, used: Sequence[int], begun: Sequence[int] = ()) -> None:
-        """Begins at a ticket below which every one was used.
+        """Begins after the tickets that were used.
 
         Args:
-            first: That ticket.
-            used: Used ones above it.
-            begun: Those that a checkpoint has half-made, in its order.
+            first: The ticket below which all were used.
+            used: Used tickets above it.
+            begun: Tickets that a checkpoint holds unfinished, in its order.
         """
         self._tickets: list[int] = [*begun]
         self._rest = self._unused(first, frozenset((*used, *begun)))
@@ -57,7 +57,7 @@ class TicketOrder:
             ticket += 1
 
     def __getitem__(self, number: int) -> int:
-        """Returns the ticket that is claimed as this one, counted from 0."""
+        """Returns the ticket of a claim, counted from 0."""
         while len(self._tickets) <= number:
             self._tickets.append(next(self._rest))
         return self._tickets[number]
@@ -65,7 +65,7 @@ class TicketOrder:
 
 @dataclass(slots=True)
 class Running:
-    """A group on its way through the engine."""
+    """A group that the engine is working on."""
 
     number: int  # of the claim
     ticket: int
@@ -76,24 +76,24 @@ class Running:
 
 @dataclass(slots=True)
 class Made:
-    """A group whose samples have ended."""
+    """A group whose samples are complete."""
 
     group: Running
     samples: list[Sample]
-    calls: list[list[Sequence[int]]]  # of each sample: the versions of the tokens of each of its calls of the engine
+    calls: list[list[Sequence[int]]]  # for each sample and each of its calls of the engine: the versions of the tokens
     failure: str = ""  # the first traceback of an episode that failed
 
 
 @dataclass(slots=True)
 class _Order:
-    """What the ranks of an engine's group do together before the engine's next step."""
+    """Work that the ranks of an engine's group do together before the engine's next step."""
 
     num_commands: int
     claims: list[tuple[int, int]]  # (number of the claim, version at the start)
 
 
 class Production:
-    """Makes and scores groups without end, and carries out the trainer's commands in between."""
+    """Makes and scores groups continuously, and carries out the trainer's commands in between."""
 
     def __init__(
         self,
@@ -112,16 +112,16 @@ class Production:
         self._group = group
         self._prompts = prompts
         self._collector = collector
-        self._scorer = Scorer(Alone(), rewards)  # in a thread, which waits for no other rank
+        self._scorer = Scorer(Alone(), rewards)  # runs in a thread, which must not wait for other ranks
         self._sampling = replace(
             sampling_of(config)["sampling"], max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         self._named: list[int] | None = [] if config.data.curriculum else None  # data indices, by the number of a claim
-        self._dropped: set[int] = set()  # numbers of groups that the trainer does not want any more
+        self._dropped: set[int] = set()  # numbers of groups that the trainer no longer wants
         self._order: TicketOrder | None = None  # None: the trainer has not said yet where the run begins
-        self._begun: list[int] = []  # versions at the start of the groups that a checkpoint has, by their number
-        self._may_go_on = False  # whether some of them may wait for a rank
+        self._begun: list[int] = []  # by number: version at the start of each group of the checkpoint
+        self._may_go_on = False  # whether some of these may still wait for a rank to continue them
         self._first_step = 0
         self._groups: dict[int, Running] = {}  # by ticket
         self._requests: dict[int, Running] = {}
@@ -129,21 +129,21 @@ class Production:
         self._scored: list[tuple[Made, Future[bytes]]] = []
 
     def begin(self, command: Command) -> None:
-        """Starts the run, or goes on with it, as the trainer says."""
+        """Starts the run or continues it, as the trainer's command says."""
         tickets = [ticket for ticket, _ in command["begun"]]
         self._order, self._first_step = TicketOrder(command["first"], command["used"], tickets), command["step"]
         self._begun = [version for _, version in command["begun"]]
         self._may_go_on = bool(self._begun)
 
     def name(self, command: Command) -> None:
-        """Takes the prompts that the trainer has chosen for the next groups."""
+        """Receives the prompts that the trainer has chosen for the next groups."""
         assert self._named is not None, "only a run with a curriculum has them"
         self._named += command["prompts"]
 
     def drop(self, command: Command) -> None:
-        """Ends groups that are too old; others may be started in their places."""
+        """Ends groups that are too old; others may be started in their place."""
         late = set(command["numbers"])
-        self._dropped |= late  # also those of a checkpoint that no rank has taken yet
+        self._dropped |= late  # including groups of a checkpoint that no rank has taken yet
         for group in [group for group in self._groups.values() if group.number in late]:
             del self._groups[group.ticket]
             self._give_up(group)
@@ -169,7 +169,7 @@ class Production:
             future.exception()
 
     def save(self) -> list[dict[str, Any]]:
-        """Hands over what is finished, and returns what is under way as plain values and tensors; it goes on."""
+        """Hands over finished groups and returns the others as plain values and tensors; these continue to run."""
         states = self._states()
         self.finish_scoring()
         self._hand_over()
@@ -184,7 +184,7 @@ class Production:
         return _Order(int(has_command), [] if has_command else self._claims())
 
     def _claims(self) -> list[tuple[int, int]]:
-        """Claims groups: as many as the bound allows under the weights that the engine has, and as it has room for."""
+        """Claims as many groups as the bound allows under the engine's weights, and as the engine has room for."""
         config, version = self._config, self._engine.version
         if self._order is None or version is None:
             return []
@@ -222,7 +222,7 @@ class Production:
         return seed_of_prompt(self._config.seed, *divmod(ticket, self._config.num_prompts))
 
     def _scored_group(self, made: Made) -> bytes:
-        """Scores a group by itself; the trainer adds the failures of a step's groups up."""
+        """Scores one group alone; the trainer adds up the failures of a step's groups."""
         statistics = Statistics()
         rewards = self._scorer.score(made.samples, statistics)
         step = made.group.ticket // self._config.num_prompts
@@ -232,13 +232,13 @@ class Production:
         return to_bytes({**message, "failure": made.failure})
 
     def _end(self, made: Made) -> None:
-        """Scores a group whose samples have ended, beside the engine."""
+        """Starts scoring a complete group while the engine keeps running."""
         del self._groups[made.group.ticket]
         if self._group.rank == 0:
             self._scored.append((made, self._scoring.submit(self._scored_group, made)))
 
     def _hand_over(self) -> None:
-        """Gives the trainer what has been scored."""
+        """Hands the scored groups to the trainer."""
         done = [item for item in self._scored if item[1].done()]
         self._scored = [item for item in self._scored if item not in done]
         for made, future in done:
@@ -256,7 +256,7 @@ class Production:
         self._requests[self._engine.submit(engine_prompt(group.prompt), self._params(group.ticket))] = group
 
     def _give_up(self, group: Running) -> None:
-        """Takes the samples of a group out of the engine."""
+        """Removes the samples of a group from the engine."""
         requests = [request for request, other in self._requests.items() if other is group]
         self._engine.abort(requests)
         for request in requests:
@@ -283,7 +283,7 @@ class Production:
         return replace(made, ticket=group.ticket, start_version=group.version)
 
     def _states(self) -> list[dict[str, Any]]:
-        """Stops every sample, returns the groups as a checkpoint holds them, and lets the samples go on."""
+        """Stops every sample, returns the groups for a checkpoint, and continues the samples."""
         stopped: dict[int, list[Completion]] = {ticket: [] for ticket in self._groups}
         groups, self._requests = self._requests, {}
         for completion in self._engine.abort():
@@ -307,7 +307,7 @@ class Production:
         return states
 
     def _go_on(self, group: Running, state: Mapping[str, Any]) -> None:
-        """Goes on with a group of a checkpoint."""
+        """Continues a group of a checkpoint."""
         group.done = [completion_from(item) for item in state["done"]]
         self._resume(group, [completion_from(item) for item in state["partials"]])
 
@@ -318,5 +318,5 @@ class Production:
 
 
 def segments(versions: Sequence[int]) -> list[list[int]]:
-    """Returns the versions of tokens as [version, number of tokens] in their order."""
+    """Compresses the versions of tokens to runs, [version, number of tokens], in order."""
     return [[version, len([*part])] for version, part in groupby(versions)]

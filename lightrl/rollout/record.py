@@ -1,7 +1,7 @@
-"""Scored groups in files: a line of JSON for each group, and the numbers of all tokens in safetensors.
+"""Stores scored groups in files: a line of JSON for each group, and the numbers of all tokens in safetensors.
 
-Each rank writes its own, DIR/step-000001/rank-0-of-2.jsonl and .safetensors. A run with as many ranks reads them as
-they were spread; any other deals the groups out in the order of their positions.
+Each rank writes files of its own, DIR/step-000001/rank-0-of-2.jsonl and .safetensors. In a run with the same number of
+ranks each one reads its own files again; any other run deals out the groups in the order of their positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PER_TOKEN = {  # the fields of a sample with one value per response token
 
 
 def step_folder(record: Path, step: int) -> Path:
-    """Returns the folder of a step, which counts from 0; its name counts from 1, as metrics.jsonl does."""
+    """Returns the folder of a step. `step` counts from 0, but the folder's name from 1, as metrics.jsonl does."""
     return record / f"step-{step + 1:06d}"
 
 
@@ -57,7 +57,7 @@ def read_groups(record: Path, step: int, prompts: Sequence[Prompt], *, rank: int
 
 
 def num_steps(record: Path) -> int:
-    """Returns the number of steps from the first on that a record holds."""
+    """Returns the number of consecutive steps, from the first on, that a record holds."""
     count = 0
     while step_folder(record, count).is_dir():
         count += 1
@@ -87,7 +87,7 @@ def _group_row(group: ScoredGroup, tensors: dict[str, Tensor]) -> dict[str, Any]
 
 
 def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    name = str(len(tensors))  # unique, since every sample adds some
+    name = str(len(tensors))  # unique, because every sample adds tensors
     for field, dtype in _PER_TOKEN.items():
         tensors[f"{name}.{field}"] = torch.tensor(getattr(sample, field), dtype=dtype)
     if sample.routing is not None:
@@ -145,7 +145,7 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         allowed=None if allowed is None else allowed.numpy(),
         turns=tuple(row["turns"]),
         reward=row["reward"],
-        turn_rewards=tuple(row.get("turn_rewards", ())),  # not in records of older versions
+        turn_rewards=tuple(row.get("turn_rewards", ())),  # missing in records of older versions
         numbers=row["numbers"],
         status=Status(row["status"]),
         ticket=row["ticket"],

@@ -1,7 +1,7 @@
 """The schedule of an asynchronous run: which samples were made under which weights, and which batch took them.
 
-It is a line of JSON per step in the run's folder. With it the run can be repeated: a draw depends on the seed, the
-ticket, the sample and the token, and a token on the weights that its line names.
+It is a file in the run's folder with a line of JSON for each step. It makes the run repeatable: a draw depends only on
+the seed, the ticket, the sample and the token, and each line names the weights that made the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightrl.records import ScoredGroup, Status
 
 SCHEDULE = "schedule.jsonl"
 
-Calls = Sequence[Sequence[Sequence[Sequence[int]]]]  # of a group: of each sample its calls, as in RecordedSample
+Calls = Sequence[Sequence[Sequence[Sequence[int]]]]  # for each sample of a group: its calls, as in RecordedSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,28 +27,28 @@ class RecordedSample:
     """How a sample was made."""
 
     sample_index: int
-    calls: tuple[tuple[tuple[int, int], ...], ...]  # of the engine: each (version, tokens) in the order of the tokens
+    calls: tuple[tuple[tuple[int, int], ...], ...]  # for each call: its (version, number of tokens) runs, in order
     status: Status = Status.COMPLETED
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Returns those of the only call of a sample of one turn."""
+        """The (version, number of tokens) runs of a single-turn sample, which has only one call."""
         return self.calls[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedGroup:
-    """How a group was made, and what it became."""
+    """How a group was made, and a digest of the result."""
 
     ticket: int
     start_version: int
     samples: tuple[RecordedSample, ...]
     digest: str  # of the tokens of all samples
-    prompt: int | None = None  # data index; None in a schedule of an older version, where the ticket decides
+    prompt: int | None = None  # data index; None in schedules of older versions, in which the ticket decides
 
 
 def digest_of(group: ScoredGroup) -> str:
-    """Returns a text that another group has only if its tokens are the same."""
+    """Returns a text that is the same for two groups only if their tokens are the same."""
     content = hashlib.sha256()
     for sample in sorted(group.samples, key=lambda sample: sample.sample_index):
         content.update(np.array([len(sample.response_ids), *sample.response_ids], dtype="<i8").tobytes())
@@ -63,7 +63,7 @@ class ScheduleLog:
         self._is_open = False
 
     def append(self, step: int, groups: Sequence[ScoredGroup], calls: Sequence[Calls]) -> None:
-        """Adds the batch of a step; step counts from 0, and lines from 1 as in metrics.jsonl."""
+        """Adds the batch of a step. `step` counts from 0, but the step in the line from 1, as in metrics.jsonl."""
         if not self._is_open:
             self._drop_from(step)
         row = {"step": step + 1, "groups": [_as_json(*made) for made in zip(groups, calls, strict=True)]}
@@ -71,14 +71,14 @@ class ScheduleLog:
             file.write(json.dumps(row) + "\n")
 
     def _drop_from(self, step: int) -> None:
-        """Drops what an interrupted run wrote after the checkpoint that this one continues."""
+        """Drops the lines that an interrupted run wrote after the checkpoint from which this run continues."""
         kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
         self._path.write_text("".join(f"{line}\n" for line in kept))
         self._is_open = True
 
 
 def read_schedule(folder: Path) -> list[tuple[RecordedGroup, ...]]:
-    """Returns the batch of each step; ValueError for a run that has no schedule."""
+    """Returns the batch of each step; raises ValueError for a run without a schedule."""
     path = folder / SCHEDULE
     if not path.is_file():
         raise ValueError(
@@ -90,7 +90,7 @@ def read_schedule(folder: Path) -> list[tuple[RecordedGroup, ...]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Returns the whole lines; a kill may have cut the last one short."""
+    """Returns the complete lines of a file; a kill may have truncated the last one."""
     if not path.is_file():
         return []
     return [line for line in path.read_text().splitlines() if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""ReMax in the episode (arXiv:2310.10505): the reward of a sample less that of the likeliest response."""
+"""ReMax as a workflow (arXiv:2310.10505): subtracts the reward of the likeliest response from that of each sample."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightrl.rollout.workflow import Workflow
 
 
 class ReMaxWorkflow(Workflow):
-    """Makes one turn, and the likeliest one of the prompt once for all samples of it.
+    """Samples one turn for each sample, and generates the likeliest turn once for all samples of a prompt.
 
-    The reward of a sample is --reward less that of the likeliest turn, so that `--algorithm.advantage reinforce` trains
-    by it.
+    The reward of a sample is its --reward minus that of the likeliest turn. Use it with `--algorithm.advantage
+    reinforce`.
     """
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
-        """Samples a turn, and takes the baseline of the prompt from its reward."""
+        """Samples a turn, and subtracts the baseline of the prompt from its reward."""
         episode = Episode(data.token_ids)
         episode.say(await engine.generate(episode.ids))
         reward = await engine.reward(episode)

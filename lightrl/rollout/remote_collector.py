@@ -1,4 +1,4 @@
-"""Samples that other ranks make (--rollout_ranks): the trainer's end of the way that they come."""
+"""The trainer's side of sampling on other ranks (--rollout_ranks)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lightrl.rollout.saved_groups import group_from_state
 
 
 class RemoteCollector:
-    """Stands in for the collector of a trainer. Rank 0 asks the rollout ranks and deals out what they send."""
+    """Replaces the collector of a trainer: rank 0 requests samples from the rollout ranks and deals them out."""
 
     def __init__(self, comm: Comm, link: Link | None, prompts: Sequence[Prompt], sampler: Draws) -> None:
-        """link: None on all ranks but the first; prompts: the training data, whose order the sampler decides."""
+        """Takes the link (None except on rank 0), and the training prompts, whose order the sampler decides."""
         self._comm = comm
         self._link = link
         self._prompts = prompts
         self._sampler = sampler
-        self._rewards: dict[tuple[int, int], float] = {}  # of the samples given last
+        self._rewards: dict[tuple[int, int], float] = {}  # of the samples returned last
         self._statistics: list[Mapping[str, Sequence[Any]]] = []  # of the rollout ranks
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
-        """Returns this rank's samples of the step; every rank calls it. They are scored already."""
+        """Returns this rank's samples of the step, which are already scored; every rank calls it."""
         groups: list[ScoredGroup] = []
         with self._comm.phase("waiting for samples", local=True):
             if self._link is not None:
-                self._link.require_others()  # also where the batch is there already
+                self._link.require_others()  # even if the batch is already there
                 groups = self.take(self._link, step)
         outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
         for position, group in enumerate(groups):
@@ -45,8 +45,8 @@ class RemoteCollector:
         return [sample for group in mine for sample in group.samples]
 
     def take(self, link: Link, step: int) -> list[ScoredGroup]:
-        """Has the rollout ranks make the samples of the step's prompts; returns its groups in their order."""
-        end = self._sampler.num_drawn  # the trainer has drawn them already
+        """Has the rollout ranks sample the step's prompts, and returns the groups in the order of the prompts."""
+        end = self._sampler.num_drawn  # the trainer has already drawn the prompts
         drawn = [self._sampler.index_at(ticket) for ticket in range(end - self._sampler.batch_size, end)]
         link.post({"do": "rollout", "step": step, "prompts": drawn})
         groups: list[ScoredGroup] = []
@@ -59,7 +59,7 @@ class RemoteCollector:
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
-        """Returns the rewards that the samples came with; every rank calls it."""
+        """Returns the rewards that came with the samples; every rank calls it."""
         received, self._statistics = self._statistics, []
         if statistics is not None:
             for values in received:
@@ -67,11 +67,11 @@ class RemoteCollector:
         return [self._rewards[sample.key] for sample in samples]
 
     def sample_greedily(self, prompts: Prompts) -> NoReturn:
-        """Refuses: estimators that need it are refused before."""
+        """Raises an error; estimators that need greedy responses are refused earlier."""
         raise RuntimeError("With --rollout_ranks there are no greedy responses to compare with.")
 
     def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
-        """Has the rollout ranks evaluate the weights that they were sent last; settings: as of Collector.evaluate()."""
+        """Has the rollout ranks evaluate the weights that they received last; settings as for Collector.evaluate()."""
         if not prompts:
             return {}
         metrics: dict[str, float] = {}

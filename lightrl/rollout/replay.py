@@ -1,4 +1,4 @@
-"""Finished groups that wait for their step: this rank's, by ticket. What is taken is gone."""
+"""ReplayBuffer: this rank's finished groups, which wait until a step takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Order = Literal["forced_first", "fifo", "stalest"]
 
 
 class ReplayBuffer:
-    """Groups by ticket. A group goes in and out whole."""
+    """Finished groups by ticket; groups are put in and taken out as a whole."""
 
     def __init__(self) -> None:
         self._groups: dict[int, ScoredGroup] = {}  # in the order in which they were put in
@@ -35,18 +35,18 @@ class ReplayBuffer:
         return list(self._groups)
 
     def put(self, group: ScoredGroup) -> None:
-        """Adds a group; ValueError if its ticket is there already, or is none."""
+        """Adds a group; raises ValueError if it has no ticket, or one that is in the buffer already."""
         if group.ticket < 0 or group.ticket in self._groups:
             raise ValueError(f"A group of ticket {group.ticket} cannot be added: tickets count from 0, each once.")
         self._groups[group.ticket] = group
 
     def choose(self, count: int, order: Order = "forced_first", *, step: int = 0, max_staleness: int = 0) -> list[int]:
-        """Returns the tickets of a batch of so many groups; empty while there is none that may be taken.
+        """Returns the tickets of a batch of `count` groups; empty while there is no batch that may be taken.
 
         Args:
             count: Groups in a batch.
-            order: forced_first: the lowest tickets, if those that are left can still be trained in time. fifo: as they
-                came in. stalest: those with the oldest token first.
+            order: forced_first: the lowest tickets, provided that the rest can still be trained on in time. fifo: in
+                the order in which they came in. stalest: those with the oldest token first.
             step: The number of the step, for forced_first.
             max_staleness: The bound on the age of a group, for forced_first.
         """
@@ -61,7 +61,7 @@ class ReplayBuffer:
         return list(forced_first(started, started, step=step, rules=rules) or ())
 
     def take(self, tickets: Collection[int]) -> list[ScoredGroup]:
-        """Returns the groups of these tickets that are here, in the order of the tickets, and deletes them."""
+        """Removes and returns those groups with these tickets that this rank has, in the order of the tickets."""
         return [self._groups.pop(ticket) for ticket in sorted(tickets) if ticket in self._groups]
 
     def counts(self) -> dict[str, int]:
@@ -79,6 +79,6 @@ class ReplayBuffer:
     def load_state_dict(
         self, state: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], is_mine: Callable[[int], bool]
     ) -> None:
-        """Takes the saved groups whose tickets are this rank's; prompts: the whole data set, in its order."""
+        """Loads the saved groups whose tickets belong to this rank; prompts is the whole data set, in its order."""
         groups = [group_from_state(item, prompts) for item in state]
         self._groups = {group.ticket: group for group in groups if is_mine(group.ticket)}

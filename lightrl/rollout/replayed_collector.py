@@ -1,4 +1,4 @@
-"""Makes the samples of an asynchronous run again, as its schedule says, with the engine beside the trainer."""
+"""Makes the samples of an asynchronous run again by its schedule, with an engine on the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Name = tuple[int, int]  # ticket and sample
 
 
 class ReplayedCollector:
-    """Stands in for the collector of a trainer. At each step it makes the tokens of the weights of that step."""
+    """Replaces the collector of a trainer. At each step it makes the tokens that belong to the weights of that step."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class ReplayedCollector:
         self._batches = [  # of this rank: (position, group)
             [pair for pair in enumerate(batch) if pair[0] % comm.world == comm.rank] for batch in schedule
         ]
-        self._made: dict[_Name, Completion] = {}  # so far
+        self._made: dict[_Name, Completion] = {}  # the tokens made so far
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
-        """Makes every token of this step's weights, and returns this rank's samples of the step."""
+        """Makes all tokens of this step's weights, and returns this rank's samples of the step."""
         if step >= len(self._batches):
             raise ValueError(
                 f"The schedule ends after step {len(self._batches)}: give --max_steps {len(self._batches)} at most."
@@ -63,15 +63,15 @@ class ReplayedCollector:
         return self._collector.score(samples, statistics, prefix=prefix)
 
     def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
-        """Evaluates as any run does."""
+        """Evaluates the prompts as any other run does."""
         return self._collector.evaluate(prompts, **settings)
 
     def _make(self, engine: ColocatedEngine, version: int) -> None:
-        """Makes every token of these weights."""
+        """Makes all tokens that belong to a version of the weights."""
         self._generate(engine, [*self._due(version)])
 
     def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
-        """Yields each sample that has tokens of these weights, with its number of tokens behind them."""
+        """Yields each sample with tokens of this version, and the length of the sample after these tokens."""
         for batch in self._batches[version:]:
             for _, group in batch:
                 for sample in group.samples:

@@ -1,4 +1,4 @@
-"""Plays the episodes of an asynchronous run again, as its schedule says: each call gets its tokens of each version."""
+"""Plays the episodes of an asynchronous run again by its schedule: each call gets its tokens of each version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample
 from lightrl.rollout.replayed_collector import ReplayedCollector
 from lightrl.strategy import StrategyBase
 
-_PATIENCE_S = 300.0  # without a token or an end, after which an episode is taken to wait for what never comes
+_PATIENCE_S = 300.0  # without a token or an end, after which an episode is assumed to wait in vain
 
 _FAILED = EpisodeFailure("", "It had failed in the recorded run.")
 _Name = tuple[int, int]  # ticket and sample
@@ -36,18 +36,18 @@ class ReplayDriver(PhasedDriver):
         super().__init__(engine, EngineGroup())
         self._calls: dict[_Name, _Calls] = {}
         self._version = -1
-        self._later: dict[int, list[asyncio.Future[None]]] = {}  # calls that go on under a later version
-        self._num_due: dict[int, int] = {}  # parts of calls that each version still has to make
+        self._later: dict[int, list[asyncio.Future[None]]] = {}  # calls that continue under a later version
+        self._num_due: dict[int, int] = {}  # by version: the number of parts of calls that are still to be made
 
     def play(self, journal: Journal, calls: _Calls, start: Any) -> None:
-        """Begins an episode whose calls are known."""
+        """Begins an episode whose calls were recorded."""
         self._calls[journal.key] = calls
         for version in (version for call in calls for version, _ in call):
             self._num_due[version] = self._num_due.get(version, 0) + 1
         self.begin(journal, start)
 
     def make(self, version: int) -> None:
-        """Makes every token of a version; a new episode goes on until it needs a later one."""
+        """Makes all tokens of a version; each episode runs until it needs a later version."""
         self._version = version
         for future in self._later.pop(version, ()):
             future.set_result(None)
@@ -62,7 +62,7 @@ class ReplayDriver(PhasedDriver):
                 raise _unlike("its episodes do not ask for what they asked for then")
 
     def finish(self, names: Sequence[_Name]) -> dict[_Name, Any]:
-        """Returns what these episodes have become, whose tokens are all made."""
+        """Returns the results of these episodes, all of whose tokens are made."""
         started = time.monotonic()
         while not all(self._tasks[name].done() for name in names):
             self.step(1)
@@ -77,7 +77,7 @@ class ReplayDriver(PhasedDriver):
                 raise _unlike(f"sample {name} fails here, and did not. It says:\n{made.details}")
 
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
-        """Samples the parts of a call one after the other, each under its weights."""
+        """Samples the parts of a call one after another, each under its own weights."""
         journal = CURRENT.get()
         assert journal is not None, "begin() has set it"
         number, calls = journal.next_call(), self._calls[journal.key]
@@ -107,7 +107,7 @@ class ReplayDriver(PhasedDriver):
 
 
 class ReplayedEpisodes(ReplayedCollector):
-    """Stands in for the collector of a trainer whose samples are made by a workflow."""
+    """Replaces the collector of a trainer whose samples are made by a workflow."""
 
     _collector: EpisodeCollector
 
@@ -126,7 +126,7 @@ class ReplayedEpisodes(ReplayedCollector):
         self._played: dict[_Name, Episode | EpisodeFailure | None] = {}
 
     def close(self) -> None:
-        """Ends the episodes that are under way."""
+        """Ends the unfinished episodes."""
         if self._driver is not None:
             self._driver.close()
 
@@ -146,7 +146,7 @@ class ReplayedEpisodes(ReplayedCollector):
         )
 
     def _begin(self, driver: ReplayDriver, group: RecordedGroup) -> None:
-        """Starts the code of a group's episodes, but not of those that had failed, as by a time-out."""
+        """Starts the code of a group's episodes, except for those that failed, for example by a time-out."""
         played = [sample for sample in group.samples if sample.status is not Status.FAILED]
         for sample in played:
             job = self._job(group, sample, group.ticket)._replace(num_siblings=len(played))

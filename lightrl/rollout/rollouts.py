@@ -1,4 +1,4 @@
-"""Rollouts for programs without a trainer, by AReaL's calls: rollout_batch, submit, wait, prepare_batch, pause, resume.
+"""Rollouts for programs without a trainer: AReaL's rollout_batch, submit, wait, prepare_batch, pause and resume.
 
 Every rank makes the same calls with the same prompts, and gets the samples of its part of them.
 """
@@ -31,18 +31,18 @@ from lightrl.rollout.scheduler import AsyncScheduler, Rules, admissible, forced_
 from lightrl.rollout.workflow import Workflow
 from lightrl.strategy import StrategyBase
 
-Datum = Prompt | Mapping[str, Any]  # a prompt, or the fields of a line of a data set
+Datum = Prompt | Mapping[str, Any]  # a prompt, or the fields of a record of a data set
 
 
 class WaitTimeoutError(TimeoutError):
-    """wait() has run out of time; what it waited for goes on in the next call."""
+    """wait() ran out of time; the prompts that it waited for continue in the next call."""
 
 
 class Rollouts:
-    """Samples prompts by workflows, now or with some under way while the model trains.
+    """Samples prompts with workflows, either at once or while the model trains.
 
-    Tensors have a row for each sample of this rank: input_ids, attention_mask, loss_mask, logprobs and versions of
-    [S, L], rewards and group_ids of [S]. train_batch takes them.
+    The tensors have a row for each sample of this rank: input_ids, attention_mask, loss_mask, logprobs and versions are
+    [S, L], rewards and group_ids are [S]. train_batch accepts them.
     """
 
     def __init__(
@@ -64,31 +64,31 @@ class Rollouts:
         seed: int = 0,
         sampling: SamplingParams | None = None,
     ) -> None:
-        """Begins with nothing under way. The strategy has an engine and a tokenizer.
+        """Begins without any prompts. The strategy must have an engine and a tokenizer.
 
         Args:
-            workflow: What makes a sample, where a call names none; None: one response to the prompt.
+            workflow: Makes a sample if a call names no workflow; None: one response to the prompt.
             batch_size: Prompts that an update learns from, over all ranks.
             group_size: Samples of each prompt.
-            max_new_tokens: Of a turn at most.
-            temperature: That turns are drawn at.
-            reward: Scores the samples; by default their reward is the one that the workflow gave.
-            max_staleness: Batches that are under way beside the next one: a prompt is learned from at most so many
-                updates after it was started.
-            max_concurrent: Prompts that run at once at most, over all ranks; 0: no limit.
-            keep: Says of a scored group whether it may be learned from; others take the place of those that may not.
-            max_turns: Of an episode at most.
-            timeout_s: Seconds after which an episode has failed; 0: it may take any time.
+            max_new_tokens: Largest number of tokens in a turn.
+            temperature: Sampling temperature of the turns.
+            reward: Scores the samples; by default a sample keeps the reward that the workflow gave.
+            max_staleness: Number of batches that may be under way in addition to the next one: an update learns from
+                prompts that were started at most this many updates earlier.
+            max_concurrent: Largest number of prompts that run at once, over all ranks; 0: no limit.
+            keep: Decides whether a scored group may be learned from; a rejected group is replaced by another one.
+            max_turns: Largest number of turns in an episode.
+            timeout_s: Seconds after which an episode has failed; 0: no limit.
             agree_every: Number of engine steps after which the ranks tell each other which groups are finished.
-            seed: Of all draws.
-            sampling: What else each turn asks for, such as stop strings.
+            seed: Seed of all draws.
+            sampling: Further sampling settings of each turn, such as stop strings.
         """
         self.statistics = Statistics()
         self._strategy = strategy
         self._sizes = {"group_size": group_size, "temperature": temperature}
         self._prompts: list[Prompt] = []  # by ticket
         self._digest = hashlib.sha256()  # of the prompts
-        self._checked = 0  # prompts that all ranks have compared
+        self._checked = 0  # number of prompts that all ranks have compared
         rules = Rules(batch_size=batch_size, max_staleness=max_staleness, max_groups=max_concurrent)
         self._scheduler = _SubmittedScheduler(rules, self._prompts)
         self._collector = _SubmittedCollector(
@@ -103,7 +103,7 @@ class Rollouts:
             timeout_s=timeout_s,
             sampling=sampling or SamplingParams(),
         )
-        self._source: tuple[Any, Iterator[Datum]] | None = None  # of prepare_batch(), and where it has come to
+        self._source: tuple[Any, Iterator[Datum]] | None = None  # the loader of prepare_batch(), and its iterator
 
     def _schedule(self) -> Schedule:
         size = self._strategy.serving.group.size
@@ -116,14 +116,14 @@ class Rollouts:
     # ---- AReaL's calls -------------------------------------------------------------------------------------------
 
     def rollout_batch(self, data: Sequence[Datum], workflow: Workflow | None = None) -> dict[str, Tensor]:
-        """Samples these prompts, waits for all of them, and leaves out those that failed or were rejected."""
+        """Samples these prompts and waits for all; the result leaves out those that failed or were rejected."""
         first = len(self._prompts)
         for datum in data:
             self.submit(datum, workflow)
         return self._wait(0, wanted=range(first, len(self._prompts)))
 
     def submit(self, data: Datum, workflow: Workflow | None = None) -> None:
-        """Queues a prompt. It begins in the next call that waits, as soon as the bounds allow it."""
+        """Queues a prompt, which begins in the next call that waits, as soon as the bounds allow it."""
         prompt = data if isinstance(data, Prompt) else self._prompt_of(data)
         if prompt.images or prompt.videos:
             raise ValueError("The prompt has images or videos, which workflows do not take yet.")
@@ -133,9 +133,9 @@ class Rollouts:
         self._prompts.append(prompt)
 
     def wait(self, count: int, timeout: float | None = None) -> dict[str, Tensor]:
-        """Returns the samples of so many prompts that are finished, those submitted first before others.
+        """Returns the samples of `count` finished prompts, those submitted first before the others.
 
-        WaitTimeoutError is raised on every rank after so many seconds; nothing is lost by it.
+        After `timeout` seconds, WaitTimeoutError is raised on every rank; no prompt is lost.
         """
         if count < 1:
             raise ValueError(f"wait({count}) waits for no prompt: give 1 or more.")
@@ -144,7 +144,7 @@ class Rollouts:
     def prepare_batch(self, loader: Iterable[Any], workflow: Workflow | None = None) -> dict[str, Tensor]:
         """Returns the samples of batch_size prompts, and keeps as many others under way as max_staleness allows.
 
-        Prompts are read from the loader as they are needed, pass after pass; it gives single ones or lists of them.
+        Prompts are read from the loader when they are needed, pass after pass; it may yield single prompts or lists.
         """
         if self._source is None or self._source[0] is not loader:
             self._source = (loader, _passes(loader))
@@ -161,7 +161,7 @@ class Rollouts:
             self._scheduler.refill = None
 
     def pause(self) -> None:
-        """Starts no prompt until resume(); those that run go on."""
+        """Starts no further prompt until resume(); prompts that are running continue."""
         self._scheduler.is_paused = True
 
     def resume(self) -> None:
@@ -172,11 +172,11 @@ class Rollouts:
 
     @property
     def num_pending(self) -> int:
-        """Prompts of all ranks that were submitted and not returned, rejected or failed."""
+        """Number of prompts, over all ranks, that were submitted but not yet returned, rejected or failed."""
         return len(self._prompts) - self._scheduler.next_ticket + len(self._scheduler.started)
 
     def metrics(self) -> dict[str, float]:
-        """Returns rewards, turns, and what was lost since the last call, over all ranks; every rank calls it."""
+        """Returns metrics of rewards, turns and losses since the last call, over all ranks; every rank calls it."""
         return self.statistics.reduce(self._strategy.comm)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Rollouts:
 
 
 def tensors_of(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Tensor]:
-    """Returns completed samples as padded tensors of one row each; other conversations of an episode are rows too."""
+    """Returns completed samples as padded tensors, one row each; each branch of an episode is a row, too."""
     rows = [
         (part, sample.ticket, reward)
         for sample, reward in zip(samples, rewards, strict=True)
@@ -246,7 +246,7 @@ def tensors_of(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str,
 
 
 def _passes(loader: Iterable[Any]) -> Iterator[Datum]:
-    """Yields the prompts of a loader, pass after pass."""
+    """Yields the prompts of a loader endlessly, pass after pass."""
     while True:
         is_empty = True
         for item in loader:
@@ -260,14 +260,14 @@ def _passes(loader: Iterable[Any]) -> Iterator[Datum]:
 
 
 class _SubmittedScheduler(AsyncScheduler):
-    """Starts what was submitted, as far as the bounds allow, and gives what the call under way waits for."""
+    """Starts submitted prompts as far as the bounds allow, and returns those that the current call waits for."""
 
     def __init__(self, rules: Rules, prompts: Sequence[Prompt]) -> None:
         super().__init__(rules)
         self.is_paused = False
-        self.count = 0  # groups that the call waits for
-        self.wanted: range | None = None  # the tickets that it waits for, in place of any
-        self.refill: Callable[[int], None] | None = None  # submits so many prompts more
+        self.count = 0  # number of groups that the call waits for
+        self.wanted: range | None = None  # the tickets that it waits for; None: any
+        self.refill: Callable[[int], None] | None = None  # submits the given number of further prompts
         self._prompts = prompts
 
     def _num_wanted(self, version: int) -> int:
@@ -284,7 +284,7 @@ class _SubmittedScheduler(AsyncScheduler):
         return min(allowed, len(self._prompts) - self.next_ticket)
 
     def batch(self, step: int) -> tuple[int, ...] | None:
-        """Returns the tickets that the call waits for, ascending; None while they are not finished."""
+        """Returns the tickets that the call waits for, ascending; None until they are finished."""
         if self.wanted is not None:
             open_ones = [ticket for ticket in self.started if ticket in self.wanted]
             if self.next_ticket >= self.wanted.stop and self.finished.issuperset(open_ones):
@@ -323,13 +323,13 @@ class _SubmittedScheduler(AsyncScheduler):
 
 
 class _SubmittedCollector(ScheduledCollector):
-    """Runs each prompt by the workflow that it was submitted with, until a deadline."""
+    """Runs each prompt with the workflow that it was submitted with, until a deadline."""
 
     deadline: float | None = None
 
     def __init__(self, *parts: Any, **episodes: Any) -> None:
         super().__init__(*parts, **episodes)
-        self.workflows: dict[int, Workflow] = {}  # by ticket, where it is not the usual one
+        self.workflows: dict[int, Workflow] = {}  # by ticket, for prompts that do not use the default one
 
     def workflow_of(self, job: EpisodeJob) -> Workflow:
         """Returns the workflow that the prompt was submitted with."""

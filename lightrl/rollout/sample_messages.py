@@ -1,7 +1,7 @@
-"""Values on their way between processes: JSON beside tensors in one safetensors text. Reading one runs no code.
+"""Encodes values for other processes as JSON and tensors in one safetensors message. Reading it runs no code.
 
-A group of samples has several short tensors for each sample, so tensors of a type go as one: to save and load each by
-itself took longer than to make the sample.
+A group of samples has several short tensors for each sample. All tensors of one type are therefore joined into one:
+saving and loading them separately took longer than making the samples.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-_TENSOR = "tensor:"  # begins the list that stands for a tensor: type, index among those of the type, shape
+_TENSOR = "tensor:"  # begins the list that stands for a tensor: its type, its index among that type, its shape
 
 
 def to_bytes(value: Any) -> bytes:
-    """Returns a value of dicts, lists, texts, numbers, None and tensors as bytes; floats keep every bit."""
+    """Encodes a value of dicts, lists, texts, numbers, None and tensors as bytes; floats keep every bit."""
     tensors: dict[str, list[Tensor]] = {}  # flat, by type
     content = _without_tensors(value, tensors)
     sizes = {kind: [tensor.numel() for tensor in parts] for kind, parts in tensors.items()}
@@ -27,7 +27,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """Returns the value that to_bytes() wrote; tuples come back as lists."""
+    """Decodes the result of to_bytes(); tuples come back as lists."""
     end = 8 + int.from_bytes(content[:8], "little")
     sizes, value = json.loads(content[8:end])
     return _with_tensors(value, {kind: flat.split(sizes[kind]) for kind, flat in load(content[end:]).items()})

@@ -1,4 +1,4 @@
-"""Scored groups as a checkpoint holds them: plain values and tensors, which load without pickle."""
+"""Converts scored groups to and from plain values and tensors, which a checkpoint loads without pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrl.records import Prompt, Sample, ScoredGroup, Status
 
 
 def group_state(group: ScoredGroup) -> dict[str, Any]:
-    """Returns a group as plain values and tensors; its prompt is named by its place in the data set."""
+    """Returns a group as plain values and tensors; the prompt is named by its index in the data set."""
     return {
         "step": group.step,
         "prompt": group.samples[0].prompt.index,
@@ -48,7 +48,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
 
 
 def group_from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ScoredGroup:
-    """Returns the group that group_state() saved; prompts: the whole data set, in its order."""
+    """Returns the group that group_state() saved; prompts is the whole data set, in its order."""
     return ScoredGroup(
         step=state["step"],
         rewards=tuple(state["rewards"].tolist()),
@@ -67,7 +67,7 @@ def _sample_from(item: Mapping[str, Any], group: Mapping[str, Any], prompt: Prom
         versions=tuple(item["versions"].tolist()),
         finish_reason=item["finish_reason"],
         text=item["text"],
-        own=tuple(item.get("own", ())),  # this and what follows is not in checkpoints of older versions
+        own=tuple(item.get("own", ())),  # this and the following fields are missing in checkpoints of older versions
         turns=tuple(item.get("turns", (0,))),
         reward=item.get("reward"),
         turn_rewards=tuple(item.get("turn_rewards", ())),

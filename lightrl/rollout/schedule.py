@@ -1,4 +1,4 @@
-"""What an asynchronous run carries from step to step: tickets, finished groups, and episodes under way."""
+"""The state that an asynchronous run carries from step to step: tickets, finished groups, and unfinished episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrl.rollout.scheduler import Scheduler
 
 
 class Schedule:
-    """The state of a schedule on this rank: the scheduler is equal on all ranks, groups and episodes are its own."""
+    """The state of a schedule on this rank: its own groups and episodes, and a scheduler that is equal on all ranks."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class Schedule:
         """Begins a run.
 
         Args:
-            scheduler: Decides what starts when, and what makes a batch.
+            scheduler: Decides which groups start when, and which make up a batch.
             comm: The ranks.
             prompts: The whole data set.
-            index_at: The index in the data set of a ticket's prompt.
-            engine_size: Ranks that drive an engine together; the first of them has the tickets of all.
+            index_at: Returns the data index of a ticket's prompt.
+            engine_size: Number of ranks that drive an engine together; the first of them has the tickets of all.
         """
         self.scheduler = scheduler
         self.buffer = ReplayBuffer()
@@ -46,14 +46,14 @@ class Schedule:
         return self._prompts[self._index_at(ticket)]
 
     def is_mine(self, ticket: int) -> bool:
-        """Whether this rank has the ticket: they are dealt out to engines in turn."""
+        """Returns whether a ticket belongs to this rank: tickets are dealt out to the engines in turn."""
         engines = self._comm.world // self._engine_size
         return self._comm.rank == ticket % engines * self._engine_size
 
     def open(self, tickets: Iterable[int], group_size: int, version: int) -> None:
-        """Opens a journal for each sample of those tickets that are this rank's."""
+        """Opens a journal for each sample of those tickets that belong to this rank."""
         for ticket in tickets:
-            self._index_at(ticket)  # on every rank, so that a curriculum chooses alike on all
+            self._index_at(ticket)  # on every rank, so that a curriculum makes the same choice on all
             for index in range(group_size if self.is_mine(ticket) else 0):
                 self.journals[ticket, index] = Journal(ticket, index, version)
 
@@ -67,8 +67,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks as plain values and tensors; every rank calls it, between two steps.
 
-        No checkpoint holds what the engine keeps of samples under way. It is let go of here as well, so that this run
-        and one that continues the checkpoint compute the same tokens again.
+        A checkpoint does not hold the engine's memory of unfinished samples. It is freed here as well, so that this run
+        and a run resumed from the checkpoint compute the same tokens again.
         """
         for journal in self.journals.values():
             journal.let_go()

@@ -1,4 +1,4 @@
-"""Samples by a schedule: more prompts than a batch are under way, and what is not finished goes on in the next step."""
+"""Samples by a schedule: more prompts than a batch are under way, and unfinished ones continue in the next step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Filter = Callable[[ScoredGroup], bool]
 
 
 class SingleTurn(Workflow):
-    """One response to the prompt."""
+    """The workflow that makes one response to the prompt."""
 
     async def arun_episode(self, engine: EngineClient, data: Any) -> Episode:
-        """Makes the episode of one turn."""
+        """Makes an episode of a single turn."""
         episode = Episode(data.token_ids)
         episode.say(await engine.generate(episode.ids))
         return episode
@@ -43,13 +43,13 @@ class Pace:
     """How a scheduled run proceeds."""
 
     agree_every: int = 16  # engine steps between two agreements of all ranks
-    partial: bool = True  # False: what is not finished in a step begins again at its prompt
-    keep: Filter | None = None  # False rejects a scored group
-    keeps_cache: bool = False  # whether what goes on keeps its keys and values
+    partial: bool = True  # False: a sample that is not finished within a step starts over from its prompt
+    keep: Filter | None = None  # rejects a scored group by returning False
+    keeps_cache: bool = False  # whether samples that continue keep their keys and values
 
 
 class ScheduledCollector(EpisodeCollector):
-    """Returns in each step the batch that the schedule makes. Every rank calls each method."""
+    """Returns at each step the batch that the schedule chooses. Every rank calls each method."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ScheduledCollector(EpisodeCollector):
         statistics: Statistics,
         **episodes: Any,
     ) -> None:
-        """episodes: the other arguments of EpisodeCollector."""
+        """Takes the parts of a scheduled run; `episodes` are the other arguments of EpisodeCollector."""
         super().__init__(strategy, rewards, workflow, **episodes)
         self.schedule = schedule
         self._pace = pace
@@ -69,11 +69,11 @@ class ScheduledCollector(EpisodeCollector):
         self._driver: PhasedDriver | None = None
         self._ended: dict[tuple[int, int], Sample] = {}  # of unfinished groups
         self._unscored: dict[int, list[Sample]] = {}  # of finished groups, by ticket
-        self._taken: list[ScoredGroup] | None = None  # the batch, until it was scored
-        self._num_lost = 0  # groups of the step that have no completed sample, over all ranks
+        self._taken: list[ScoredGroup] | None = None  # the batch, until it has been scored
+        self._num_lost = 0  # groups of the step without any completed sample, over all ranks
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
-        """Returns this rank's samples of the step's batch. The prompts are those of the schedule, not the given."""
+        """Returns this rank's samples of the step's batch. The schedule chooses the prompts and ignores those given."""
         serving = self._strategy.serving
         with serving.session() as engine:
             if self._driver is None or self._driver.engine is not engine:
@@ -93,14 +93,14 @@ class ScheduledCollector(EpisodeCollector):
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
-        """Returns the rewards of the batch, which has them already, or scores other samples."""
+        """Returns the rewards of the batch, which is scored already; scores any other samples."""
         if self._taken is None:
             return super().score(samples, statistics, prefix=prefix)
         taken, self._taken = self._taken, None
         return [reward for group in taken for reward in group.rewards]
 
     def sample_greedily(self, prompts: Prompts) -> list[Sample]:
-        """Generates the greedy response to each prompt of the batch. The given prompts are not the batch's."""
+        """Generates the greedy response to each prompt of the batch; the given prompts are ignored."""
         taken, self._taken = self._taken or [], None
         own = [(group.samples[0].position, group.samples[0].prompt) for group in taken]
         samples = super().sample_greedily(own)
@@ -108,7 +108,7 @@ class ScheduledCollector(EpisodeCollector):
         return samples
 
     def close(self) -> None:
-        """Ends the episodes that are under way."""
+        """Ends the unfinished episodes."""
         if self._driver is not None:
             self._driver.close()
 
@@ -132,7 +132,7 @@ class ScheduledCollector(EpisodeCollector):
             self._generate_some(driver, step, group_size, sampling)
 
     def _generate_some(self, driver: PhasedDriver, step: int, group_size: int, sampling: SamplingParams) -> None:
-        """Steps the engine a few times, and tells the scheduler of all ranks what is finished."""
+        """Steps the engine a few times, and tells the schedulers of all ranks which groups are finished."""
         scheduler = self.schedule.scheduler
         with self._comm.phase("episodes", local=True):
             self._begin(driver, sampling)
@@ -144,7 +144,7 @@ class ScheduledCollector(EpisodeCollector):
         self._num_lost += len(lost)
 
     def _begin(self, driver: PhasedDriver, sampling: SamplingParams) -> None:
-        """Starts the code of this rank's episodes that are not under way, in the order of their tickets."""
+        """Starts the code of those of this rank's episodes that are not running, in the order of their tickets."""
         for key, journal in self.schedule.journals.items():
             if key not in driver.under_way and key not in self._ended:
                 job = self._job(journal, sampling)
@@ -152,13 +152,13 @@ class ScheduledCollector(EpisodeCollector):
 
     def _job(self, journal: Journal, sampling: SamplingParams) -> EpisodeJob:
         step, position = divmod(journal.ticket, self.schedule.scheduler.rules.batch_size)
-        seed = seed_of_prompt(self._seed, step, position)  # the draws of a run that is not scheduled
+        seed = seed_of_prompt(self._seed, step, position)  # the same draws as in a run that is not scheduled
         siblings = sum(key[0] == journal.ticket and key not in self._ended for key in self.schedule.journals)
         prompt = self.schedule.prompt(journal.ticket)
         return EpisodeJob(journal.ticket, prompt, journal.sample_index, seed, sampling, siblings)
 
     def _take_ended(self, driver: PhasedDriver, group_size: int) -> tuple[list[int], list[int]]:
-        """Returns the tickets of this rank whose groups are complete now, and those that have no completed sample."""
+        """Returns this rank's tickets whose groups are now complete, and those that have no completed sample."""
         for key, made in driver.take_ended().items():
             self._ended[key] = self._record(self.schedule.journals[key], made)
         done, lost = [], []
@@ -180,7 +180,7 @@ class ScheduledCollector(EpisodeCollector):
         return replace(sample, ticket=journal.ticket, start_version=journal.start_version)
 
     def _score_finished(self, step: int) -> None:
-        """Scores the groups that were finished since the last time."""
+        """Scores the groups that were finished since the last call."""
         fresh, self._unscored = dict(sorted(self._unscored.items())), {}
         rewards = iter(super().score([item for group in fresh.values() for item in group], self._statistics))
         for group in fresh.values():
@@ -188,7 +188,7 @@ class ScheduledCollector(EpisodeCollector):
             self.schedule.buffer.put(ScoredGroup(samples=tuple(group), rewards=given, step=step))
 
     def _rejected(self, batch: Iterable[int]) -> list[int]:
-        """Returns the tickets of the batch that the run's filter rejects, on every rank alike."""
+        """Returns the tickets of the batch that the run's filter rejects, the same on every rank."""
         keep, buffer = self._pace.keep, self.schedule.buffer
         if keep is None:
             return []
@@ -203,7 +203,7 @@ class ScheduledCollector(EpisodeCollector):
             raise RuntimeError("Every episode of the step has failed; the log has the first failure.")
 
     def _pause(self, driver: PhasedDriver) -> None:
-        """Takes what is not finished out of the engine."""
+        """Takes unfinished samples out of the engine."""
         for key in driver.pause(keep=self._pace.partial):
             self.schedule.journals[key].forget()
 

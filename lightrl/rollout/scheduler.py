@@ -1,8 +1,8 @@
-"""Decides which prompts are rolled out when, and which groups make a batch. Plain integers: no torch, no ranks.
+"""Decides which prompts are rolled out when, and which groups make up a batch; with integers, without torch or ranks.
 
-A ticket is the place of a prompt in the run's one order, and tickets are started in that order. A group's age at a step
-is the number of the step minus the version of the weights that its ticket was started under. Every rank keeps an equal
-scheduler and tells it the same facts, so that all decide alike.
+A ticket is the index of a prompt in the run's one order, and tickets are started in that order. A group's age at a step
+is the number of the step minus the version of the weights under which its ticket was started. Every rank keeps an equal
+scheduler and tells it the same facts, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a schedule keeps to. All counts are groups over all ranks."""
+    """The rules of a schedule. All counts are groups over all ranks."""
 
     batch_size: int  # groups of a step
-    max_staleness: int = 0  # steps by which the weights that a group was started under may be behind
+    max_staleness: int = 0  # largest age of a group: how many steps old its starting weights may be
     over_issue: float = 0.0  # share of a batch that is started in addition to it
-    max_groups: int = 0  # that run at once; 0: no limit
+    max_groups: int = 0  # largest number of groups that run at once; 0: no limit
     tail_batch: int = -1  # -1: none; 0: slow groups go first; N: N slow groups make a step without over-issue
-    tail_after: int = 3  # a group is slow once it was carried over as many steps
-    on_policy_min_ratio: float = 0.0  # share of a batch started under the step's weights, where late groups are dropped
-    max_rounds: int = 5  # a step that lost as many batches of groups ends with what it has
+    tail_after: int = 3  # a group is slow once it was carried over this many steps
+    on_policy_min_ratio: float = 0.0  # share of a batch started under the step's weights, if late groups are dropped
+    max_rounds: int = 5  # a step that has lost this many batches of groups ends with the groups that it has
 
     @property
     def max_unused(self) -> int:
-        """Groups that run or wait for a batch at once."""
+        """Largest number of groups that may run or wait for a batch at once."""
         return math.ceil(self.batch_size * (1 + self.over_issue))
 
 
 def admissible(rules: Rules, *, version: int, started: int, running: int) -> int:
-    """Returns how many groups may be started under weights of a version: as AReaL's formula says (arXiv:2505.24298).
+    """Returns how many groups may be started under a version of the weights, by AReaL's formula (arXiv:2505.24298).
 
     Args:
         rules: The limits.
         version: The number of the weights, which is that of the next step.
-        started: Groups started in the whole run, less those that were lost.
-        running: Groups that are not finished.
+        started: Number of groups started in the whole run, without those that were lost.
+        running: Number of groups that are not finished.
     """
     by_age = (rules.max_staleness + version + 1) * rules.batch_size - started
     return max(0, by_age if not rules.max_groups else min(rules.max_groups - running, by_age))
@@ -48,15 +48,15 @@ def admissible(rules: Rules, *, version: int, started: int, running: int) -> int
 def forced_first(
     started: Mapping[int, int], finished: Collection[int], *, step: int, rules: Rules
 ) -> tuple[int, ...] | None:
-    """Returns the tickets of the step's batch; None while it has to wait for others.
+    """Returns the tickets of the step's batch; None while it has to wait for other groups.
 
-    The batch is that of the finished groups that were started first, provided that everything left can still be trained
-    in time: of the groups that are due within k more steps at most k batches may remain. Without this check young
-    groups take the places that old ones need later, and those become too old.
+    The batch consists of the finished groups that started first, provided that all others can still be trained on in
+    time: of the groups that are due within k more steps, at most k batches may remain. Without this check, young groups
+    would take places that older groups need later, and these would become too old.
 
     Args:
-        started: The version that each ticket was started under, for all that run or are finished.
-        finished: Those that are finished.
+        started: The version under which each ticket was started, for all that run or are finished.
+        finished: The finished tickets.
         step: The number of the step.
         rules: The limits.
     """
@@ -64,7 +64,7 @@ def forced_first(
     chosen = tuple(sorted(finished, key=lambda ticket: (started[ticket], ticket))[:size])
     if len(chosen) < size:
         return None
-    for num_left in range(rules.max_staleness):  # steps after this one that a group has at most
+    for num_left in range(rules.max_staleness):  # number of steps after this one within which groups are due
         newest = step + num_left - rules.max_staleness
         due = sum(version <= newest for version in started.values())
         if due - sum(started[ticket] <= newest for ticket in chosen) > num_left * size:
@@ -73,9 +73,10 @@ def forced_first(
 
 
 class Scheduler:
-    """The state that schedulers share: tickets that run or are finished, and counts of the run.
+    """Base of the schedulers: the tickets that run or are finished, and counts of the whole run.
 
-    In a step: `start` until `batch` returns the step's tickets, with `finish` and `lose` as facts come in; then `take`.
+    In each step, call `start` until `batch` returns the step's tickets, and `finish` and `lose` when groups end; then
+    call `take`.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -83,16 +84,16 @@ class Scheduler:
         self.next_ticket = 0
         self.started: dict[int, int] = {}  # version at the start, by ticket, ascending: all that run or are finished
         self.finished: set[int] = set()
-        self.num_started = 0  # in the run, less those that were lost
+        self.num_started = 0  # in the whole run, without those that were lost
         self._num_lost_in_step = 0
 
     @property
     def running(self) -> list[int]:
-        """Tickets that are not finished, ascending."""
+        """The tickets that are not finished, ascending."""
         return [ticket for ticket in self.started if ticket not in self.finished]
 
     def start(self, version: int) -> list[int]:
-        """Returns the tickets to start now under weights of a version, and counts them as running."""
+        """Returns the tickets to start now under a version of the weights, and counts them as running."""
         count = max(0, self._num_wanted(version))
         tickets = list(range(self.next_ticket, self.next_ticket + count))
         self.next_ticket += count
@@ -104,14 +105,14 @@ class Scheduler:
         raise NotImplementedError
 
     def finish(self, tickets: Iterable[int]) -> None:
-        """Notes that groups are complete, and can be trained."""
+        """Records that groups are complete and can be trained on."""
         for ticket in tickets:
             if ticket not in self.started or ticket in self.finished:
                 raise _not_running(ticket)
             self.finished.add(ticket)
 
     def lose(self, tickets: Iterable[int]) -> None:
-        """Notes that groups failed or were rejected: they are trained never, and others take their places."""
+        """Records that groups failed or were rejected: they are never trained on, and others take their places."""
         for ticket in tickets:
             if ticket not in self.started:
                 raise _not_running(ticket)
@@ -121,7 +122,7 @@ class Scheduler:
             self._num_lost_in_step += 1
 
     def batch(self, step: int) -> tuple[int, ...] | None:
-        """Returns the tickets of the step's batch, ascending; None while it has to wait."""
+        """Returns the tickets of the step's batch, ascending; None while the step has to wait."""
         if self._is_exhausted:
             return None if self.running else tuple(sorted(self.finished)[: self.rules.batch_size])
         return self._choose(step)
@@ -134,12 +135,12 @@ class Scheduler:
         for ticket in tickets:
             self.finished.remove(ticket)
             del self.started[ticket]
-        self.num_started += self.rules.batch_size - len(tickets)  # a short batch uses up its step all the same
+        self.num_started += self.rules.batch_size - len(tickets)  # a short batch still counts as a whole one
         self._num_lost_in_step = 0
 
     @property
     def _is_exhausted(self) -> bool:
-        """Whether the step has lost so many groups that it starts no more."""
+        """Whether the step has lost so many groups that it starts no more groups."""
         return self._num_lost_in_step >= self.rules.max_rounds * self.rules.batch_size
 
     def may_run(self, step: int) -> Collection[int]:
@@ -153,7 +154,7 @@ class Scheduler:
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain numbers; take it between two steps."""
+        """Returns the state as plain numbers; call it between two steps."""
         return {
             "next_ticket": self.next_ticket,
             "num_started": self.num_started,
@@ -162,7 +163,7 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where state_dict() was taken."""
+        """Continues from a saved state."""
         self.next_ticket, self.num_started = int(state["next_ticket"]), int(state["num_started"])
         self.started = {int(ticket): int(version) for ticket, version in state["started"]}
         self.finished = set(state["finished"])
@@ -170,7 +171,7 @@ class Scheduler:
 
 
 class SyncScheduler(Scheduler):
-    """A batch is started, and all of it is waited for. Groups that are lost are replaced in rounds."""
+    """Starts a batch and waits for all of it. Lost groups are replaced in rounds."""
 
     def _num_wanted(self, version: int) -> int:
         if self.running or self._is_exhausted:
@@ -182,15 +183,15 @@ class SyncScheduler(Scheduler):
 
 
 class AsyncScheduler(Scheduler):
-    """More than a batch is started, and what is not finished goes on in the next step, within the bound on its age."""
+    """Starts more than a batch; unfinished groups continue in the next step, within the bound on their age."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
         self._tail_step = -1  # the step that is a tail batch
-        self._ready_step = -1  # the newest step for which that was decided
+        self._ready_step = -1  # the newest step for which this was decided
 
     def start(self, version: int) -> list[int]:
-        """Returns the tickets to start now under weights of a version, which is also the number of the step."""
+        """Returns the tickets to start now under a version of the weights, which is also the number of the step."""
         self._decide_tail(version)
         return super().start(version)
 
@@ -215,7 +216,7 @@ class AsyncScheduler(Scheduler):
     # ---- Slow groups -------------------------------------------------------------------------------------------
 
     def slow(self, step: int) -> list[int]:
-        """Returns the groups that were carried over tail_after steps or more, and could not be trained before."""
+        """Returns the groups that were carried over at least tail_after steps without being trained on."""
         return [ticket for ticket, version in self.started.items() if step - version >= self.rules.tail_after]
 
     def is_tail(self, step: int) -> bool:
@@ -231,7 +232,7 @@ class AsyncScheduler(Scheduler):
             self._tail_step = step
 
     def _tail_members(self) -> tuple[int, ...]:
-        """Returns the oldest groups, as many as a batch has: the slow ones are among them."""
+        """Returns the oldest groups, as many as fit in a batch; the slow ones are among them."""
         return tuple(self.started)[: self.rules.batch_size]
 
     def may_run(self, step: int) -> Collection[int]:

@@ -1,4 +1,4 @@
-"""What the episodes of one prompt share: rewards that compare them, and work that is done once for all of them."""
+"""What the episodes of one prompt share: rewards that compare them, and work that is done only once for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_rew
 
 
 class _Waiting(NamedTuple):
-    """A sample whose episode waits for its reward."""
+    """A sample whose episode is waiting for its reward."""
 
     sample: Sample
     answer: asyncio.Future[float]
@@ -24,7 +24,7 @@ class Siblings:
     """The running episodes of one prompt."""
 
     def __init__(self, size: int, rewards: RewardSet | None = None) -> None:
-        """size: of the group. rewards: of the run."""
+        """Takes the size of the group and the rewards of the run."""
         self.num_running = size
         self._rewards = rewards
         self._waiting: list[_Waiting] = []
@@ -32,22 +32,22 @@ class Siblings:
         self._media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # images and videos of the prompt
 
     def media(self, prompt: Prompt) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the prompt's images and videos, which are read from their files once."""
+        """Returns the prompt's images and videos, which are read from their files only once."""
         if self._media is None:
             images, videos = read_media(prompt)
             self._media = (tuple(images), tuple(videos))
         return self._media
 
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Returns what make() returned to the first sibling that asked by this name."""
+        """Returns the result of make(), which is called only for the first sibling that asks by this name."""
         if name not in self._shared:
             self._shared[name] = asyncio.ensure_future(make())
-        return await asyncio.shield(self._shared[name])  # one that is cancelled takes it from no other
+        return await asyncio.shield(self._shared[name])  # so that a cancelled sibling does not cancel the others
 
     async def reward(self, sample: Sample, *, alone: bool = False) -> float:
-        """Returns the weighted sum of the run's rewards; RewardError if one failed.
+        """Returns the weighted sum of the run's rewards; raises RewardError if one failed.
 
-        A reward of groups waits until every sibling that still runs has asked for its own, unless alone.
+        A group reward waits until every running sibling has asked for its own reward, unless alone=True.
         """
         rewards = self._rewards
         if rewards is None:
@@ -67,7 +67,7 @@ class Siblings:
         return await waiting.answer
 
     async def leave(self) -> None:
-        """Tells that an episode has ended: the others no longer wait for it."""
+        """Records that an episode has ended, so that the others no longer wait for it."""
         self.num_running -= 1
         if self._waiting and self._rewards is not None:
             await self._score_if_complete(self._rewards)
@@ -90,7 +90,7 @@ class Siblings:
                 item.answer.set_result(value)
 
     async def _scored(self, rewards: RewardSet, samples: Sequence[Sample]) -> list[float]:
-        budget = FailureBudget(sys.maxsize)  # a failure is the episode's, which the run counts
+        budget = FailureBudget(sys.maxsize)  # the episode fails, which the run counts
         outcomes: dict[str, list[Outcome]] = {}
         for item in rewards.rewards:
             outcomes[item.label] = await rewards.arun(item.label, samples, budget)

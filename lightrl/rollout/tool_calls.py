@@ -1,4 +1,4 @@
-"""Runs calls of tools. Whatever a tool does, the policy gets an answer in time."""
+"""Runs tool calls. Whatever a tool does, the policy gets an answer in time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Tool:
     """A function that the policy may call."""
 
     name: str
-    schema: Mapping[str, Any]  # as the chat template takes it: what the policy reads about the tool
+    schema: Mapping[str, Any]  # in the chat template's format: what the policy reads about the tool
     function: Callable[..., Any]  # plain or async; a plain one runs in a thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What the policy reads of a call."""
+    """The answer to a call, as the policy reads it."""
 
     text: str
     is_error: bool = False
@@ -46,7 +46,7 @@ class ToolBox:
     """The tools of a run, by name."""
 
     def __init__(self, tools: Iterable[Tool], *, timeout_s: float, max_result_chars: int) -> None:
-        """timeout_s: of one call. max_result_chars: characters of a result that the policy reads."""
+        """Takes the tools, the time limit of a call, and the number of characters of a result that the policy reads."""
         given = list(tools)
         self._tools = {tool.name: tool for tool in given}
         if len(self._tools) < len(given) or not given:
@@ -58,11 +58,11 @@ class ToolBox:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """What the chat template tells the policy of the tools."""
+        """Descriptions of the tools for the chat template, which shows them to the policy."""
         return [tool.schema for tool in self._tools.values()]
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """Makes a call; an error or a time-out is the answer, and the first traceback of a run is shown."""
+        """Makes a call; an error or a time-out becomes its answer, and the first traceback of a run is logged."""
         try:
             if call.problem:
                 return self._error(f"{call.problem}. {self._names}")
@@ -109,7 +109,7 @@ def _started(tool: Tool, arguments: Mapping[str, Any]) -> Awaitable[Any]:
 
 
 async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns what a plain function returns. One that never does holds up neither the loop nor the end of the run.
+    """Runs a plain function in a thread; one that never returns blocks neither the loop nor the end of the run.
 
     asyncio.to_thread would wait for it when the loop closes.
     """
@@ -117,7 +117,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if done.done():  # nobody waits any more
+        if done.done():  # nobody is waiting any longer
             return
         if error is None:
             done.set_result(value)
@@ -132,7 +132,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
             value = function(**arguments)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nobody is waiting any longer
             loop.call_soon_threadsafe(settle, value, failure)
 
     threading.Thread(target=run, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
@@ -140,11 +140,11 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
 
 
 def load_tool(name: str) -> Tool:
-    """Loads a built-in tool, or a function by package.module:function; ValueError if it cannot be described."""
+    """Loads a built-in tool or package.module:function; raises ValueError if it cannot be described to a policy."""
     function = load_object(name, builtin=BUILTIN_TOOLS, what="tool", example="my_tool")
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of several classes that transformers does not export
+    except Exception as error:  # one of several classes that transformers does not export
         raise ValueError(
             f"The tool {name!r} cannot be described to the policy: {error} Give it a docstring with an Args: section, "
             "and type hints."

@@ -1,4 +1,4 @@
-"""Finds the calls of tools in what a policy said. Each parser knows one way of writing them."""
+"""Finds the tool calls in a policy's text. Each parser knows one notation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _DECODER = json.JSONDecoder()
-_MAX_SHOWN = 200  # characters of a bad call in its answer
+_MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
 
 
 class ToolCall(NamedTuple):
@@ -18,21 +18,21 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-    problem: str = ""  # why it cannot be made; the answer to the policy
+    problem: str = ""  # why the call cannot be made, which is then its answer
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Finds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+    """Finds calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the notation of Hermes and Qwen."""
     return [_from_json(written) for written in _HERMES.findall(text)]
 
 
 def json_calls(text: str) -> list[ToolCall]:
-    """Finds JSON objects with a name, and arguments or parameters, as Llama writes them; other JSON is text."""
+    """Finds JSON objects with a name and arguments or parameters, as Llama writes them; other JSON is plain text."""
     return [_from_object(found, str(found)) for found in _json_objects(text) if "name" in found]
 
 
 def python_calls(text: str) -> list[ToolCall]:
-    """Finds ```python blocks; each is a call of the tool `python` with the code."""
+    """Finds ```python blocks, each of which is a call of the tool `python` with that code."""
     return [ToolCall("python", {"code": code}) for code in _PYTHON.findall(text)]
 
 
@@ -65,7 +65,7 @@ def _from_object(wanted: Any, written: str) -> ToolCall:
 
 
 def _json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Returns the outermost objects of a text, and those in outermost lists."""
+    """Returns the outermost JSON objects of a text, including those in outermost lists."""
     index = 0
     while (index := _next_opening(text, index)) < len(text):
         try:
@@ -81,7 +81,7 @@ def _next_opening(text: str, start: int) -> int:
 
 
 def bad_call(written: str, error: Exception) -> ToolCall:
-    """Returns a call that cannot be made, with the reason."""
+    """Returns a ToolCall that cannot be made, with the reason."""
     return ToolCall(
         "", {}, f"this call cannot be made: {written.strip()[:_MAX_SHOWN]} ({type(error).__name__}: {error})"
     )

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolWorkflow(Workflow):
-    """Answers the calls of a turn until a turn has none. A tool that raises or is late is answered by its error."""
+    """Answers the tool calls of a turn until a turn has none. A tool that fails or is late is answered by its error."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class ToolWorkflow(Workflow):
         """Loads the tools.
 
         Args:
-            tools: calculator, python (a sandbox), or package.module:function; one or several.
-            mcp: Commands of MCP servers, whose tools are added: "python my_server.py".
-            parser: How the policy writes calls: hermes, json or python.
-            timeout_s: Of one call.
-            max_result_chars: Characters of a result that the policy reads.
+            tools: One or several of calculator, python (a sandbox), and package.module:function.
+            mcp: Commands of MCP servers, whose tools are added, such as "python my_server.py".
+            parser: Notation in which the policy writes calls: hermes, json or python.
+            timeout_s: Time limit of one call.
+            max_result_chars: Number of characters of a result that the policy reads.
         """
         if not timeout_s > 0 or max_result_chars < 1:
             raise ValueError(f"timeout_s is {timeout_s} and max_result_chars {max_result_chars}: both must be above 0.")
@@ -51,7 +51,7 @@ class ToolWorkflow(Workflow):
         self._box = ToolBox(made, timeout_s=timeout_s, max_result_chars=max_result_chars)
 
     def check(self, tokenizer: Any) -> None:
-        """Raises ValueError without a chat template, and warns of one that does not mention the tools."""
+        """Raises ValueError if there is no chat template, and warns if it does not mention the tools."""
         messages = [{"role": "user", "content": "Hello"}]
         if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
             logger.warning(
@@ -80,7 +80,7 @@ class ToolWorkflow(Workflow):
         return episode
 
     async def _answers(self, calls: Sequence[ToolCall], episode: Episode) -> list[dict[str, str]]:
-        """Runs the calls of a turn side by side; returns the messages that answer them, in order."""
+        """Runs the calls of a turn concurrently; returns the messages that answer them, in order."""
         answers = await asyncio.gather(*map(self._box.answer, calls))
         episode.count("tool_calls", len(answers))
         episode.count("tool_errors", sum(answer.is_error for answer in answers))

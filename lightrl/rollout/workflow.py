@@ -1,4 +1,4 @@
-"""A workflow makes the episode of one sample: any Python between turns of the policy. --rollout.workflow names it."""
+"""Workflow: makes the episode of one sample, with any Python code between the policy's turns (--rollout.workflow)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ BUILTIN_ENVIRONMENTS = {"openenv": "lightrl.rollout.openenv:OpenEnvEnvironment"}
 
 
 class Workflow(ABC):
-    """The episodes of a run. One object serves all of them, so it keeps nothing of an episode in itself.
+    """Makes the episodes of a run. One object serves all of them, so it must not store the state of an episode.
 
-    No method may call a collective: each rank runs its own episodes, in any order.
+    No method may call a collective, because each rank runs its own episodes, in any order.
     """
 
     def check(self, tokenizer: Any) -> None:
@@ -40,22 +40,22 @@ class Workflow(ABC):
     ) -> Episode | Sequence[Episode] | Mapping[str, Any] | None:
         """Makes one sample for a prompt.
 
-        Returns an Episode; or a list of several, the conversations of one agent, of which the first has the reward of
-        all; or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of [1]; or None to
-        reject the sample, which is then counted and left out of its group. An exception makes the sample a failed one.
+        Returns an Episode; or a list of several, the conversations of one agent, whose first holds the reward of all;
+        or a dict of tensors of shape [1, L] (input_ids, loss_mask and others) with rewards of shape [1]; or None to
+        reject the sample, which is then counted and left out of its group. An exception makes the sample fail.
         """
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What a policy acts on, made anew for each episode. Its methods may be async; close(), if any, ends it."""
+    """What a policy acts on; each episode gets a new one. Its methods may be async. close(), if defined, ends it."""
 
     def reset(self, data: Prompt) -> Any:
-        """Begins the episode; returns a text to put behind the prompt, messages to put behind its own, or neither."""
+        """Begins the episode; returns a text to add to the prompt, messages to add to the prompt's own, or neither."""
         ...
 
     def step(self, action: str) -> Any:
-        """Takes what the policy said; returns (observation, reward, whether the episode is over).
+        """Acts on what the policy said; returns (observation, reward, whether the episode is over).
 
         An observation is a text, which becomes the message of a user, or a list of messages.
         """
@@ -66,7 +66,7 @@ class EnvironmentWorkflow(Workflow):
     """Lets the policy and an environment take turns. The reward of the episode is the sum of the steps' rewards."""
 
     def __init__(self, *, environment: str, **arguments: Any) -> None:
-        """environment: openenv, or package.module:Class; the other arguments go to its constructor."""
+        """Takes openenv or package.module:Class; the other arguments go to the constructor of the environment."""
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         self._arguments = arguments
         self._new_environment()  # a wrong argument shows here, before anything expensive
@@ -97,7 +97,7 @@ class EnvironmentWorkflow(Workflow):
             observation, reward, is_over = await _awaited(environment.step(turn.text))
             episode.earn(float(reward))
             if is_over:
-                episode.finish_reason = "stop"  # also where the last turn was cut off: nothing follows
+                episode.finish_reason = "stop"  # even if the last turn was cut off, because nothing follows
                 return
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
             heard = engine.encode_messages(messages, after=turn)
