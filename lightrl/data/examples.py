@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.json_records import Record
+from lightrl.data.json_records import Record, field_names
 from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
 from lightrl.records import Answer, Example
@@ -78,7 +78,7 @@ class ExampleBuilder:
         if record.get("messages") is not None:
             return self._conversation(_messages(record["messages"], where, "messages"), where, self._train_on)
         raise ValueError(
-            f"{where}: the record has neither {fields.response!r} nor 'messages', only {sorted(record)}. Name the "
+            f"{where}: the record has neither {fields.response!r} nor 'messages', only {field_names(record)}. Name the "
             "field that holds the response by --data.response_field."
         )
 
@@ -89,8 +89,8 @@ class ExampleBuilder:
         for option in ("chosen", "rejected"):
             if record.get(getattr(fields, option)) is None:
                 raise ValueError(
-                    f"{where}: the record has no {getattr(fields, option)!r}, only {sorted(record)}. Name the field "
-                    f"by --data.{option}_field."
+                    f"{where}: the record has no {getattr(fields, option)!r}, only {field_names(record)}. Name the "
+                    f"field by --data.{option}_field."
                 )
         chosen = self._answer(record, where, fields.chosen, "last")
         rejected = self._answer(record, where, fields.rejected, "last")
@@ -114,7 +114,7 @@ class ExampleBuilder:
         if prompt is None:
             raise ValueError(
                 f"{where}: {field!r} is an answer, and the record has no {self._fields.prompt!r}, only "
-                f"{sorted(record)}. Name the field that holds the prompt by --data.prompt_field."
+                f"{field_names(record)}. Name the field that holds the prompt by --data.prompt_field."
             )
         if isinstance(prompt, str) and not self._renders_strings and isinstance(value, str):
             return self._encode([prompt, value], where, lambda text: tokenize_raw(text, self._tokenizer))

@@ -38,3 +38,9 @@ def require_object(value: Any, where: str) -> Record:
             f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
         )
     return value
+
+
+def field_names(*records: Record) -> list[str]:
+    """Returns the names of the fields, for an error; one that no record fills is marked, as a null counts for none."""
+    filled = {name for record in records for name, value in record.items() if value is not None}
+    return sorted(name if name in filled else f"{name} (null)" for name in set().union(*records))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
-from lightrl.data.json_records import Record, parse_json, require_object
+from lightrl.data.json_records import Record, field_names, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
@@ -172,8 +172,8 @@ def _cannot_build(records: Sequence[LocatedRecord], chat_template: str) -> Value
 def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:
     """Raises ValueError if no record has the field that an option names."""
     if all(record.get(field) is None for record, _ in records):
-        found = sorted({name for record, _ in records for name in record})
-        raise ValueError(f"No record has the field {field!r} ({option}). They have {', '.join(found)}.")
+        found = ", ".join(field_names(*(record for record, _ in records)))
+        raise ValueError(f"No record has the field {field!r} ({option}). They have {found}.")
 
 
 def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
@@ -306,7 +306,7 @@ def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> Val
     if record.get(found) is not None:
         return ValueError(f"{where}: {found!r} is empty. It must hold text.")
     return ValueError(
-        f"{where}: the record has neither {prompt_field!r} nor 'messages', only {sorted(record)}. Name the field "
+        f"{where}: the record has neither {prompt_field!r} nor 'messages', only {field_names(record)}. Name the field "
         "that holds the prompt by --data.prompt_field."
     )
 

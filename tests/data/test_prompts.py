@@ -107,7 +107,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 def test_a_field_that_no_record_has_is_refused() -> None:
     records = [({"prompt": "1+1=", "answer": "2"}, "a:1"), ({"prompt": "2+2=", "size": None}, "a:2")]
     require_field(records, "answer", "--data.answer_field")
-    with pytest.raises(ValueError, match=r"'size' \(--eval.source_field\). They have answer, prompt, size"):
+    with pytest.raises(ValueError, match=r"'size' \(--eval.source_field\). They have answer, prompt, size \(null\)\."):
         require_field(records, "size", "--eval.source_field")
 
 

@@ -106,7 +106,8 @@ PROMPT_LINES: dict[str, tuple[str | bytes, str]] = {
     "an escaped NUL": (r'{"prompt": "1\u0000"}', "the tokenizer cannot read the text"),
     "letters that the tokenizer lacks": ('{"prompt": "what is it?"}', "it knows only + 0 1 2"),
     "other scripts": ('{"prompt": "\u4f60\u597d"}', "the tokenizer cannot read the text"),
-    "no prompt": ('{"answer": "1"}', "has neither 'prompt' nor 'messages'"),
+    "no prompt": ('{"answer": "1"}', "has neither 'prompt' nor 'messages', only ['answer']"),
+    "a null for a prompt": ('{"prompt": null, "answer": "1"}', "only ['answer', 'prompt (null)']. Name the field"),
     "an empty prompt": ('{"prompt": ""}', "'prompt' is empty"),
     "blanks": ('{"prompt": " \\n"}', "'prompt' is empty"),
     "a number": ('{"prompt": 5}', "'prompt' is a int"),
@@ -124,6 +125,7 @@ PROMPT_LINES: dict[str, tuple[str | bytes, str]] = {
 EXAMPLE_LINES: dict[str, tuple[str, str]] = {
     "no response": ('{"prompt": "1+1="}', "has neither 'response' nor 'messages'"),
     "no prompt": ('{"response": "2"}', "has no 'prompt'"),
+    "a null for a prompt": ('{"prompt": null, "response": "2"}', "only ['prompt (null)', 'response']"),
     "an empty response": ('{"prompt": "1", "response": " "}', "'response' is empty"),
     "a number": ('{"prompt": "1", "response": 2}', "'response' is a int"),
     "an empty list": ('{"prompt": "1", "response": []}', "must be a list of messages"),
