@@ -1,5 +1,7 @@
 """Fingerprints: exact, the same however a tensor is cut, and different for other values or other places."""
 
+import math
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -35,9 +37,13 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "_has_exact_product", lambda: False)
 
 
+def factors_of_places() -> list[list[int]]:
+    return module._matrix(torch.device("cpu"), torch.int8).tolist()
+
+
 def numbers_of_places() -> list[int]:
-    matrix, factors = module._matrix(torch.device("cpu"), torch.int8).tolist(), module._odd_numbers(3 << 32, 4).tolist()
-    return [sum(value * factor for value, factor in zip(row, factors, strict=True)) for row in matrix]
+    factors = module._odd_numbers(3 << 32, 2).tolist()
+    return [sum(value * factor for value, factor in zip(row, factors, strict=True)) for row in factors_of_places()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,11 +63,26 @@ def test_it_does_not_depend_on_how_many_rows_are_read_at_a_time(monkeypatch: pyt
     assert fingerprint(tensor) == own
 
 
-def test_every_place_has_an_odd_number_of_its_own() -> None:
-    places = [number % (1 << 32) for number in numbers_of_places()]
-    assert all(number % 2 for number in places)
-    assert len(set(places)) == 4096  # so two bytes, of 8 bits each, cannot change places unseen
-    assert module._matrix(torch.device("cpu"), torch.int8).abs().max() <= 63
+def test_no_two_changed_bytes_of_a_row_cancel_out() -> None:
+    rows = factors_of_places()
+    assert {math.gcd(*row) for row in rows} == {1}
+    assert len({max((a, b), (-a, -b)) for a, b in rows}) == 4096  # so no two are multiples of each other
+    assert max(abs(value) for row in rows for value in row) <= 63
+
+
+def test_the_two_sums_of_a_row_do_not_cancel_out_either() -> None:
+    first, second = module._odd_numbers(3 << 32, 2).tolist()
+    # The pairs (x, y) with x * first + y * second = 0 modulo 2**64 are a lattice; Gauss's reduction ends with the
+    # shortest. A change of a row moves its sums by less than 4096 * 255 * 63 < 2**26.
+    long, short = (1 << 64, 0), (-second * pow(first, -1, 1 << 64) % (1 << 64), 1)
+    while True:
+        long, short = sorted((long, short), key=lambda pair: -math.hypot(*pair))
+        times = round(Fraction(long[0] * short[0] + long[1] * short[1], short[0] ** 2 + short[1] ** 2))
+        if not times:
+            break
+        long = (long[0] - times * short[0], long[1] - times * short[1])
+    assert (short[0] * first + short[1] * second) % (1 << 64) == 0
+    assert max(map(abs, short)) > 1 << 28
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
