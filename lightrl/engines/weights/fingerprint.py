@@ -154,9 +154,9 @@ class Sums:
         owners, firsts, nums = np.array(self._places).T
         ends = nums.cumsum()
         indices = torch.from_numpy(np.arange(ends[-1]) + (firsts - ends + nums).repeat(nums))
-        products = torch.cat(self._products).to(torch.int64)
+        products = torch.cat(self._products, 1).to(torch.int64)
         factors = _row_factors(products.device, int((firsts + nums).max()))[indices.to(products.device)]
-        shares = (products * _sum_factors(products.device)).sum(1) * factors
+        shares = (products * _sum_factors(products.device)).sum(0) * factors
         self._totals.append((torch.from_numpy(owners.repeat(nums)), shares))
         self._products, self._places, self._num_waiting = [], [], 0
 
@@ -181,17 +181,22 @@ def _in_order(tensor: Tensor, span: Span) -> Iterator[tuple[Tensor, int]]:
 
 
 def _product(rows: Tensor) -> Tensor:
-    """Returns the product of rows of bytes and the matrix, [rows, _NUM_SUMS] integers."""
+    """Returns the product of rows of bytes and the matrix, [_NUM_SUMS, rows] integers."""
     if rows.device.type == "cpu" and _has_exact_product():
-        return torch.cat([_integer_product(part) for part in rows.split(_IN_CACHE)])
+        return _integer_product(rows)
     matrix = _matrix(rows.device, torch.float64)  # exact: a sum is below 2**31
-    return torch.cat([part.to(torch.float64).mm(matrix).to(torch.int32) for part in rows.split(_ON_DEVICE)])
+    return torch.cat([matrix.mm(part.to(torch.float64).t()).to(torch.int32) for part in rows.split(_ON_DEVICE)], 1)
 
 
 def _integer_product(rows: Tensor) -> Tensor:
     """Returns the same, vector by vector: for a matrix of few columns oneDNN leaves most of a processor idle."""
-    columns = _matrix(rows.device, torch.int8).split(1, 1)
-    return torch.cat([torch._int_mm(rows, column) for column in columns], 1)
+    sums = torch.empty(_NUM_SUMS, len(rows), 1, dtype=torch.int32)
+    columns = _matrix(rows.device, torch.int8).unsqueeze(2)
+    for start in range(0, len(rows), _IN_CACHE):
+        part = rows[start : start + _IN_CACHE]
+        for column, own in zip(columns, sums, strict=True):
+            torch._int_mm(part, column, out=own[start : start + _IN_CACHE])
+    return sums.squeeze(2)
 
 
 @functools.lru_cache
@@ -199,13 +204,13 @@ def _has_exact_product() -> bool:
     """Returns whether torch's product of 8-bit integers works on this processor, and does not saturate."""
     signs = torch.from_numpy(_odd_numbers(2 << 32, 4 * _ROW)).view(4, _ROW) >> 63
     rows, matrix = (signs ^ 127).to(torch.int8), _matrix(torch.device("cpu"), torch.int8)
-    worst = torch.where(matrix[:, 0] > 0, 127, -128).to(torch.int8)
+    worst = torch.where(matrix[0] > 0, 127, -128).to(torch.int8)
     rows = torch.cat([rows, worst.expand(28, -1)])
     try:
         got = _integer_product(rows)
     except (RuntimeError, AttributeError, TypeError):
         return False
-    return torch.equal(got.to(torch.float64), rows.to(torch.float64).mm(matrix.to(torch.float64)))
+    return torch.equal(got.to(torch.float64), matrix.to(torch.float64).mm(rows.to(torch.float64).t()))
 
 
 # ---- The numbers -------------------------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ def _zeros(device: torch.device) -> Tensor:
 
 @functools.lru_cache
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns [_ROW, _NUM_SUMS], column by column in memory, of which no two rows are parallel.
+    """Returns [_NUM_SUMS, _ROW]: the numbers of a place are parallel to no other's.
 
     So two changed bytes of a row never cancel out in both of its sums.
     """
@@ -227,13 +232,13 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     chosen = _odd_numbers(1 << 32, pairs.shape[1])
     signs = 1 - (chosen >> 31 & 2)
     order = chosen.argsort()[:_ROW]
-    return torch.from_numpy((pairs * signs)[:, order].astype(np.int8)).to(device, dtype).t()
+    return torch.from_numpy((pairs * signs)[:, order].astype(np.int8)).to(device, dtype).contiguous()
 
 
 @functools.lru_cache
 def _sum_factors(device: torch.device) -> Tensor:
-    """Returns a factor for each of the sums of a row."""
-    return torch.from_numpy(_odd_numbers(3 << 32, _NUM_SUMS)).to(device)
+    """Returns a factor for each of the sums of a row, [_NUM_SUMS, 1]."""
+    return torch.from_numpy(_odd_numbers(3 << 32, _NUM_SUMS)).to(device).unsqueeze(1)
 
 
 def _row_factors(device: torch.device, count: int) -> Tensor:

@@ -38,7 +38,7 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def factors_of_places() -> list[list[int]]:
-    return module._matrix(torch.device("cpu"), torch.int8).tolist()
+    return module._matrix(torch.device("cpu"), torch.int8).t().tolist()
 
 
 def numbers_of_places() -> list[int]:
@@ -158,6 +158,10 @@ def test_the_product_of_integers_is_checked_before_its_use(monkeypatch: pytest.M
     check = module._has_exact_product.__wrapped__ if hasattr(module._has_exact_product, "__wrapped__") else None
     if check is None:
         return  # the parameter that replaces it
-    for broken in (lambda rows, matrix: (rows.int() @ matrix.int()).clamp_max(1 << 20), None):
+
+    def saturating(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_((rows.int() @ matrix.int()).clamp_max(1 << 20))
+
+    for broken in (saturating, None):
         monkeypatch.setattr(torch, "_int_mm", broken, raising=False)
         assert not check()
