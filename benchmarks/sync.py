@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.config import GRPOConfig, parse_config
-from lightrl.parcels import all_gather_flat
 from lightrl.strategy import create_strategy
+from lightrl.strategy.layout.dtensor import gather_flat
 
 SHAPES = {"toy": (128, 4, 98), "mid": (512, 8, 32_000), "large": (1024, 8, 32_000)}  # hidden size, layers, vocabulary
-BUCKET_BYTES = 16 << 20  # of whole tensors, as fsdp gathers them on CPUs
+BUCKET_BYTES = 32 << 20  # of whole tensors, as fsdp gathers them on CPUs
 
 
 def random_model(name: str, dtype: torch.dtype) -> Any:
@@ -58,13 +58,12 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 def exchange(comm: Any, num_gathered: int, num_tensors: int) -> Callable[[], None]:
     """Returns what makes the collectives of a sync, and nothing else."""
-    own = torch.ones(BUCKET_BYTES // comm.world, dtype=torch.uint8)
-    whole, sums = torch.empty(BUCKET_BYTES // comm.world * comm.world, dtype=torch.uint8), torch.zeros(num_tensors)
+    own, sums = torch.ones(BUCKET_BYTES // comm.world, dtype=torch.uint8), torch.zeros(num_tensors)
 
     def run() -> None:
         for start in range(0, num_gathered, BUCKET_BYTES):
             length = min(BUCKET_BYTES, num_gathered - start) // comm.world
-            all_gather_flat(whole[: length * comm.world], own[:length])
+            gather_flat([own[:length]], comm.world, None)
         comm.all_reduce(sums, "sum")  # the fingerprints
         comm.max_int(0)  # whether a rank failed
 

@@ -29,7 +29,7 @@ AFTER_IT = [
     "between two phases: a decision of all ranks",  # has a rank got a signal?
 ]
 BY_FSDP = (
-    10  # gathers of 3 units forward and of 2 backward, 3 sums of gradients, 1 of the norm, 1 gather for the engine
+    11  # gathers of 3 units forward and of 2 backward, 3 sums of gradients, 1 of the norm, 2 broadcasts for the engine
 )
 
 

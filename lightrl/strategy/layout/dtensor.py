@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ from lightrl.parcels import all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
 
-_HOST_BUCKET_BYTES = 16 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
+_HOST_BUCKET_BYTES = 32 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
 
 
@@ -257,17 +258,30 @@ def _gather(
             yield name, whole.to(device)
         return
     shards = [_padded_shard(tensor, sharding, dtype, device) for _, tensor in bucket]
-    flat = torch.cat(shards) if len(shards) > 1 else shards[0]
-    num_ranks = sharding.num_shards * sharding.num_parts
-    gathered = flat.new_empty(num_ranks * flat.numel())
     group = replica if sharding.num_parts > 1 else first.device_mesh.get_group(_sharded_axis(first))
-    all_gather_flat(gathered, flat, group=group)
-    gathered = gathered.view(num_ranks, flat.numel())
+    gathered = gather_flat(shards, sharding.num_shards * sharding.num_parts, group)
     start = 0
     for name, tensor in bucket:
         length = _padded_numel(tensor, sharding)
         yield name, sharding.join(gathered[:, start : start + length], tensor.shape)
         start += length
+
+
+def gather_flat(shards: list[Tensor], num_ranks: int, group: ProcessGroup | None) -> Tensor:
+    """Returns the concatenated shards of each rank, [num_ranks, elements]."""
+    first = shards[0]
+    gathered = first.new_empty(num_ranks, sum(map(len, shards)))
+    if first.device.type != "cpu":
+        all_gather_flat(gathered.view(-1), torch.cat(shards) if len(shards) > 1 else first, group=group)
+        return gathered
+    # Gloo gathers into memory that is new each time, and copies from there; a broadcast writes where it shall.
+    torch.cat(shards, out=gathered[dist.get_rank(group)])
+    parts = gathered.view(torch.uint8)
+    sent = [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
+    for work in sent:
+        assert work is not None
+        work.wait()
+    return gathered
 
 
 def _sharded_axis(tensor: DTensor) -> int:
