@@ -27,7 +27,7 @@ from lightrl.strategy import create_strategy
 from lightrl.strategy.layout.dtensor import gather_flat
 
 SHAPES = {"toy": (128, 4, 98), "mid": (512, 8, 32_000), "large": (1024, 8, 32_000)}  # hidden size, layers, vocabulary
-BUCKET_BYTES = 32 << 20  # of whole tensors, as fsdp gathers them on CPUs
+BUCKET_BYTES = 16 << 20  # of whole tensors, as fsdp gathers them on CPUs
 
 
 def random_model(name: str, dtype: torch.dtype) -> Any:

@@ -128,8 +128,11 @@ def check_stale_shard(strategy, policy):
         strategy.update_engine_weights(policy)
     except (WeightSyncError, RankError) as error:
         assert VICTIM in str(error), error
+        assert OTHER not in str(error)
+        assert not is_whole or f"{VICTIM} differs between the ranks" in str(error)
     else:
         raise AssertionError("nobody noticed")
+    assert strategy.engine.needs_weights or not is_whole
     strategy.full_parameters = honest
     with torch.no_grad():
         shard.copy_(fresh)

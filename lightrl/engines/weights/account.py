@@ -1,9 +1,10 @@
 """The account of one weight sync: which parameters came, what is wrong with any, and whether the engine holds them.
 
 Two accounts are kept. WeightProof watches the tensors on their way to the engine: they are the trainer's, each name
-once, each with the trainer's values. The engine's own WeightAccount tells whether it holds what it was given. Engines
-differ in where a tensor ends up (placement.py); what they report about it is the same for all of them. The canary
-(strategy/serving/colocated_serving.py) checks the result by its logprobs.
+once, each with the trainer's values. On several ranks RankAgreement watches too: they are the same on all. The engine's
+own WeightAccount tells whether it holds what it was given. Engines differ in where a tensor ends up (placement.py);
+what they report about it is the same for all of them. The canary (strategy/serving/colocated_serving.py) checks the
+result by its logprobs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors, WeightSyncError
 from lightrl.engines.weights.fingerprint import KnownWeight, KnownWeights, Sums, fingerprint_of
 
@@ -263,3 +265,41 @@ class WeightProof:
             if (total, numel) != fingerprint_of(expected[name]):
                 self._account.add_problem(f"{name} differs from the trainer's")
         self._sums, self._summed = None, []
+
+
+# ---- The proof that all ranks send the same
+
+
+class RankAgreement:
+    """Reads what ranks send of their own, each the whole tensor, and reports where they differ.
+
+    A tensor is read when the engine is about to copy it, which then finds it in a cache.
+    """
+
+    def __init__(self, comm: Comm, expected: KnownWeights | None) -> None:
+        """Takes what is known of the trainer's parameters, of the same kind and in the same order on every rank."""
+        self._order = [name for name, known in (expected or {}).items() if isinstance(known, Tensor)]
+        self._comm = comm
+        self._sums = Sums()
+        self._read: list[str] = []
+
+    def watched(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Yields the pairs unchanged."""
+        own = set(self._order)
+        for name, tensor in weights:
+            if name in own:
+                self._sums.add(tensor)
+                self._read.append(name)
+            yield name, tensor
+
+    def problems(self) -> list[str]:
+        """Returns a line for each tensor that differs, the same on every rank; a collective if any was expected."""
+        if not self._order:
+            return []
+        found = dict(zip(self._read, self._sums.totals().tolist(), strict=True))
+        totals = torch.tensor([found.get(name, 0) for name in self._order])
+        largest, smallest = self._comm.all_reduce(torch.stack([totals, ~totals]), "max")  # ~x falls as x grows
+        are_equal = (largest == ~smallest).tolist()
+        return [
+            f"{name} differs between the ranks" for name, same in zip(self._order, are_equal, strict=True) if not same
+        ]

@@ -24,7 +24,7 @@ from lightrl.parcels import all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
 
-_HOST_BUCKET_BYTES = 32 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
+_HOST_BUCKET_BYTES = 16 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
 TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -156,7 +156,7 @@ class PlainLayout:
     def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> KnownWeights:
         """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather.
 
-        What a process sends by reference stands for itself.
+        What a process sends by reference stands for itself, and is not read.
         """
         known: dict[str, KnownWeight] = {}
         shares: list[_Share] = []
@@ -165,21 +165,17 @@ class PlainLayout:
             values = shard.to(dtype) if dtype not in (None, shard.dtype) and shard.is_floating_point() else shard
             if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
                 known[name] = values
-                if self.comm.world == 1:
-                    continue
+                continue
             sums = sums or Sums()
             sums.add(values, self.span(parameter))
             shares.append(_Share(name, self.whole_shape(parameter).numel(), self.is_first_holder(parameter)))
-        return known if sums is None else known | self._summed(shares, sums.totals(), known.keys())
+        return known if sums is None else known | self._summed(shares, sums.totals())
 
-    def _summed(self, shares: Sequence[_Share], own: Tensor, held: Set[str]) -> dict[str, Fingerprint]:
-        """Adds up the shares of the first holders; a tensor in which this rank differs from them proves nothing."""
+    def _summed(self, shares: Sequence[_Share], own: Tensor) -> dict[str, Fingerprint]:
+        """Adds up the shares of the first holders."""
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
-        triples = zip(shares, totals.tolist(), own.tolist(), strict=True)
         return {
-            share.name: Fingerprint(total, share.numel)
-            for share, total, mine in triples
-            if mine != total or share.name not in held
+            share.name: Fingerprint(total, share.numel) for share, total in zip(shares, totals.tolist(), strict=True)
         }
 
     # ---- Optimizer states --------------------------------------------------------------------------------------

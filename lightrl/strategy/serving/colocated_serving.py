@@ -20,6 +20,7 @@ from lightrl.engines.base import (
     EnginePrompt,
     Factory,
     InferenceEngine,
+    NamedTensors,
     SamplingParams,
     WeightSyncError,
     check_engine_name,
@@ -27,6 +28,7 @@ from lightrl.engines.base import (
     create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
+from lightrl.engines.weights.account import RankAgreement, raise_problems
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, predicting_positions, response_batch
@@ -174,14 +176,28 @@ class ColocatedServing:
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
+        update = engine.update_weights if comm.world == 1 else self._update_alike
         with comm.phase("weight sync", late=WeightSyncError):  # which comes after all pairs were consumed
-            report = engine.update_weights(self.source.full_parameters(model, dtype), version, expected=expected)
+            report = update(self.source.full_parameters(model, dtype), version, expected=expected)
         self._model = model
         every = self._options.canary_every
         if every and self.num_syncs % every == 0 and can_score(model):
             report = replace(report, canary=self.canary.check(engine, model, dtype, comm))
         self.num_syncs += 1
         self.last_sync = report
+        return report
+
+    def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
+        """Does what the engine's update_weights() does, and proves that all ranks sent the same."""
+        engine, agreement = self.require_engine(), RankAgreement(self.group.comm, expected)
+        try:
+            report = engine.update_weights(agreement.watched(weights), version, expected=expected)
+        except WeightSyncError:
+            agreement.problems()  # which the other ranks wait in
+            raise
+        problems = agreement.problems()
+        engine.version = None if problems else version  # weights that differ must not generate
+        raise_problems(problems, f"Weight sync to version {version}")
         return report
 
     def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> KnownWeights | None:

@@ -1,13 +1,17 @@
 """The account of a weight sync: names, shapes, and whether values that were given are held."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrl.comm import Comm
 from lightrl.engines.base import WeightSyncError, skeleton
 from lightrl.engines.weights.account import (
     Place,
+    RankAgreement,
     WeightAccount,
     WeightProof,
     named_shapes,
@@ -214,3 +218,37 @@ def test_a_long_list_of_lost_weights_is_cut() -> None:
     list(proof.watched([]))
     with pytest.raises(WeightSyncError, match="missing w9; .*and 10 more"):
         proof.finish(1)
+
+
+# ---- The proof that all ranks send the same
+
+
+class TwoRanks(Comm):
+    """Reduces with what another rank has given."""
+
+    def __init__(self, other: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.world, self._other, self.given = 2, other, None
+
+    def all_reduce(self, data: Any, op: str = "mean", weight: Any = None) -> Any:
+        self.given = data
+        return torch.maximum(data, data if self._other is None else self._other)
+
+
+def test_tensors_that_differ_between_ranks_are_named() -> None:
+    def given(weights: dict[str, torch.Tensor], other: torch.Tensor | None = None) -> tuple[list[str], Any]:
+        agreement = RankAgreement(comm := TwoRanks(other), expected)
+        assert list(agreement.watched(weights.items())) == list(weights.items())
+        return agreement.problems(), comm.given
+
+    expected = {**WEIGHTS, "gathered": fingerprint(WEIGHTS["a"])}
+    problems, theirs = given({**WEIGHTS, "gathered": WEIGHTS["a"]})
+    assert problems == []
+    sums = [fingerprint(item).total for item in WEIGHTS.values()]
+    assert theirs.tolist() == [sums, [~total for total in sums]]
+    assert given(WEIGHTS, theirs)[0] == []
+    for sign in (1, -1):  # whichever is larger
+        changed = {**WEIGHTS, "b": WEIGHTS["b"] + sign}
+        assert given(changed, theirs)[0] == ["b differs between the ranks"]
+    assert given({name: item for name, item in WEIGHTS.items() if name != "c"}, theirs)[0][0].startswith("c differs")
+    assert RankAgreement(TwoRanks(), {"a": expected["gathered"]}).problems() == []
