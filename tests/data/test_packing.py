@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.data.packing import TokenValues, dummy_batch, pack, split_micro_batches, unpack
+from lightrl.data.packing import TokenValues, _cut_in_order, dummy_batch, pack, split_micro_batches, unpack
 from lightrl.records import Experience, Prompt, Sample
 
 
@@ -205,6 +205,17 @@ def test_split_keeps_similar_lengths_together_at_no_cost() -> None:
     # 12 and 12 tokens either way: by sorted cuts 6 6 | 3 3 3 3, where the balanced one mixes 6 with 3.
     experiences = [of_length(position, length) for position, length in enumerate([3, 6, 3, 6, 3, 3])]
     assert lengths_of(split_micro_batches(experiences, max_tokens=12, max_samples=None)) == [[6, 6], [3, 3, 3, 3]]
+
+
+def test_cuts_in_order_are_as_even_as_the_lengths_allow() -> None:
+    """A sample joins a cut of which at least half of it is left: of 6 tokens the second 3 does, and then no 2 does."""
+    lengths = [[item.num_tokens for item in part] for part in _cut_in_order(sized(3, 3, 2, 2, 2), 2)]
+    assert lengths == [[3, 3], [2, 2, 2]]
+    assert [len(part) for part in _cut_in_order(sized(2, 2, 2), 2)] == [2, 1]  # exactly half of the second fits
+
+
+def sized(*lengths: int) -> list[Experience]:
+    return [of_length(position, length) for position, length in enumerate(lengths)]
 
 
 def test_split_without_limits_is_one_batch() -> None:
