@@ -65,7 +65,7 @@ class AverageExport(Observer):
         trainer = self._trainer
         if folder == trainer.folder.final:
             with trainer.strategy.averaged_weights(trainer.model):
-                trainer.export(trainer.folder.final_ema)
+                trainer.export(trainer.folder.root / "final_ema")
 
 
 def _uploader(config: Any) -> Callable[[Path, str], None]:

@@ -50,7 +50,6 @@ class RunFolder:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.final = root / "final"
-        self.final_ema = root / "final_ema"
         self._metrics = root / "metrics.jsonl"
         self._samples = root / "samples.jsonl"
 
