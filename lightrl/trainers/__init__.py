@@ -1,1 +1,1 @@
-"""The training algorithms, each with its step, and the loop around a step."""
+"""The training algorithms, each with its step, and the loop that runs the steps."""

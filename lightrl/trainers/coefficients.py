@@ -1,4 +1,4 @@
-"""Coefficients of KL and entropy that follow a target from step to step; they are equal on all ranks."""
+"""Coefficients of KL and entropy that adapt to a target from step to step; they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Coefficients:
         self._config = config
         self.kl = config.kl_coef
         self.entropy = config.entropy_coef
-        self._entropy_kept = config.entropy_coef  # kept while the bonus is off above its target
+        self._entropy_kept = config.entropy_coef  # remembered while entropy is above its target and the bonus off
 
     def follow(self, *, kl: float, entropy: float, num_samples: int) -> None:
-        """Sets the coefficients of the next step from what this step measured over all ranks.
+        """Sets the coefficients of the next step from this step's measurements over all ranks.
 
-        They stay where that is not finite: such an update was not made.
+        A coefficient does not change if its measurement is not finite, because such an update was not made.
         """
         config = self._config
         if not (math.isfinite(kl) and math.isfinite(entropy)):

@@ -1,4 +1,4 @@
-"""Runs whose next prompts follow from the results so far (--data.curriculum)."""
+"""Runs that choose their next prompts by the results so far (--data.curriculum)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightrl.trainers.scheduled import ScheduledTrainer, load_filter
 
 
 def with_curriculum(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
-    """Returns the trainer of a run with a curriculum, from the class of an ordinary one."""
+    """Returns the trainer class of a run with a curriculum, made from an ordinary trainer class."""
     if not isinstance(trainer_class, type):
         raise TypeError("A curriculum needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
     made: Callable[[Any], Trainer] = type(
@@ -27,20 +27,20 @@ def with_curriculum(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], 
 
 
 class CurriculumTrainer(Trainer):
-    """Goes in front of a trainer's class: it tells the curriculum what came of the prompts of each step."""
+    """Mixin for a trainer's class that tells the curriculum the results of each step's prompts."""
 
     made_by = "lightrl.trainers.curriculum:with_curriculum"
     curriculum: Curriculum
-    prompts: Any  # PromptData of the trainer
+    prompts: Any  # the trainer's PromptData
 
     def __init__(self, run: RunContext | RolloutConfig, **parts: Any) -> None:
         config: RolloutConfig = run.config if isinstance(run, RunContext) else run
         self._weigh = load_curriculum(config.data.curriculum)
-        self._fresh: list[tuple[int, int, float]] = []  # ticket, data index, mean reward of this rank's new groups
+        self._fresh: list[tuple[int, int, float]] = []  # (ticket, data index, mean reward) of this rank's new groups
         super().__init__(run, **parts)
 
     def resume(self) -> None:
-        """Puts the curriculum in the place of the sampler."""
+        """Resumes the run with the curriculum in place of the sampler."""
         config, prompts = self.config, self.prompts.train
         assert isinstance(config, RolloutConfig)
         self.curriculum = Curriculum(self._weigh, prompts, config.num_prompts, config.seed)
@@ -48,7 +48,7 @@ class CurriculumTrainer(Trainer):
         super().resume()
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Tells the curriculum the results of all ranks, and learns."""
+        """Learns from the groups after telling the curriculum the results of all ranks."""
         for group in groups:
             self.note(group)
         fresh, self._fresh = self._fresh, []
@@ -65,10 +65,10 @@ class CurriculumTrainer(Trainer):
 
 
 class _ScheduledCurriculum(CurriculumTrainer, ScheduledTrainer):
-    """The curriculum of a schedule also hears of the groups that a filter rejects."""
+    """Trainer of a scheduled run whose curriculum also learns of the groups that a filter rejects."""
 
     def filter_of(self, config: RolloutConfig) -> Filter | None:
-        """Returns the run's filter, which the curriculum hears of too."""
+        """Returns the run's filter, wrapped to tell the curriculum of the groups that it rejects."""
         keep = load_filter(config)
         if keep is None:
             return None
@@ -83,7 +83,7 @@ class _ScheduledCurriculum(CurriculumTrainer, ScheduledTrainer):
 
 
 def load_curriculum(name: str) -> Weigh:
-    """Returns the function of --data.curriculum; ValueError if there is none of that name."""
+    """Returns the function that --data.curriculum names; raises ValueError if it does not exist."""
     found = load_object(name, builtin=BUILTIN_CURRICULA, what="curriculum", example="my_curriculum")
     if not callable(found):
         raise ValueError(f"--data.curriculum {name}: this is no function of lightrl.data.curriculum.Progress.")

@@ -1,4 +1,4 @@
-"""What a run does when the disk takes no more: one sentence at its end, or --checkpoint.on_disk_error continue."""
+"""What a run does when it cannot write to disk: it ends with one sentence, or goes on if the options say so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_THE_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 
 
 def find_disk_error(error: BaseException | None, root: Path) -> OSError | None:
-    """Returns the error of the disk that is behind an error, also behind one that another rank reported; else None."""
+    """Returns the disk error that caused an error, even one that another rank reported; None if there is none."""
     while error is not None:
         found = _as_os_error(error)
         if found is not None:
@@ -39,7 +39,7 @@ def _as_os_error(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return error
     text = error.mistake if isinstance(error, RankError) else str(error)
-    found = re.search(r"\[Errno (\d+)\] [^:]*(?:: '([^']*)')?|\(os error (\d+)\)", text)  # the latter of safetensors
+    found = re.search(r"\[Errno (\d+)\] [^:]*(?:: '([^']*)')?|\(os error (\d+)\)", text)  # the latter: safetensors
     if found is None:
         return None
     code = int(found[1] or found[3])
@@ -47,7 +47,7 @@ def _as_os_error(error: BaseException) -> OSError | None:
 
 
 def describe_disk_error(error: OSError) -> str:
-    """Returns which file could not be written, and why."""
+    """Returns a text that says which file could not be written, and why."""
     where = f" for {os.fsdecode(error.filename)}" if error.filename else ""
     what = "the disk takes no more" if error.errno in _OF_THE_DISK else "the run's folder takes no more"
     return f"{what} ({error.strerror}){where}: what was written before is kept"
@@ -57,7 +57,7 @@ def describe_disk_error(error: OSError) -> str:
 
 
 class Log(Protocol):
-    """Files of a run that get lines step by step."""
+    """The files of a run that get new lines in each step."""
 
     def write(self, metrics: dict[str, float]) -> None: ...
 
@@ -67,7 +67,7 @@ class Log(Protocol):
 
 
 class LoggingTrainer(Protocol):
-    """What this module needs of a trainer."""
+    """The parts of a trainer that this module needs."""
 
     config: Any
 
@@ -79,7 +79,7 @@ class LoggingTrainer(Protocol):
 
 
 def forgive_disk_errors(trainer: LoggingTrainer, log: Log) -> Log:
-    """Has a run warn where it cannot write, and go on; returns the log to use."""
+    """Makes a run warn and go on when it cannot write; returns the log to use."""
     strategy = trainer.strategy
     kind = ForgivingBackgroundSaver if isinstance(strategy.saver, BackgroundSaver) else ForgivingSaver
     strategy.saver = kind(strategy, trainer.folder.root)
@@ -87,7 +87,7 @@ def forgive_disk_errors(trainer: LoggingTrainer, log: Log) -> Log:
 
 
 class ForgivingSaver(TrainingStateSaver):
-    """Leaves a checkpoint out that cannot be written; all ranks agree on it."""
+    """Saver that skips a checkpoint that cannot be written; all ranks agree on that."""
 
     def __init__(self, strategy: StrategyBase, root: Path) -> None:
         super().__init__(strategy)
@@ -112,11 +112,11 @@ class ForgivingSaver(TrainingStateSaver):
 
 
 class ForgivingBackgroundSaver(ForgivingSaver, BackgroundSaver):
-    """Leaves checkpoints out as well where a thread could not write one."""
+    """Saver that also skips a checkpoint that the background thread could not write."""
 
 
 class ForgivingLog:
-    """Leaves lines out that cannot be written. A folder that was removed is made again."""
+    """Log that skips lines that cannot be written and makes a removed folder again."""
 
     def __init__(self, trainer: LoggingTrainer, log: Log) -> None:
         self._trainer, self._log = trainer, log
@@ -126,7 +126,7 @@ class ForgivingLog:
         self._try(lambda: self._log.write(metrics), "no metrics of this step")
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
-        """Logs samples, or warns; only the last thing that it does, after all that ranks do together, can fail."""
+        """Logs samples, or warns; the only part that can fail comes last, after all collectives."""
         self._try(lambda: self._log.write_samples(experience), "no samples of this step")
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ForgivingLog:
 
 
 def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None:
-    """Calls a function that writes to a run's folder, or warns of what is lost. A folder that was removed is made."""
+    """Calls a function that writes to a run's folder; on a disk error, warns and makes a removed folder again."""
     folder = trainer.folder
     try:
         act()

@@ -1,6 +1,6 @@
-"""Direct preference optimisation (arXiv:2305.18290) makes the chosen of two answers likelier than the rejected one.
+"""Direct preference optimisation (arXiv:2305.18290): makes the chosen of two answers likelier than the rejected.
 
-Both are measured against the model that the training started from.
+Both likelihoods are relative to the model that the training started from.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class DPOTrainer(Trainer):
         self.resume()
 
     def step(self) -> StepReport:
-        """Draws a batch, packs this rank's part of it, scores that by the reference, learns, reports."""
+        """Draws a batch, packs this rank's part, scores it with the reference, learns, reports."""
         return self.learner.step()
 
     def pack(self, mine: Sequence[Example]) -> list[PackedBatch]:
-        """Packs this rank's examples, with the logprobs of the reference."""
+        """Packs this rank's examples with the reference's logprobs."""
         packs = self.examples.pack(mine)
         scores = self.strategy.forward(packs, model=self.reference)
         return [replace(batch, ref_logprobs=item.logprobs) for batch, item in zip(packs, scores, strict=True)]
@@ -69,7 +69,7 @@ class DPOTrainer(Trainer):
         return self.learner.evaluate()
 
     def loss(self, output: TokenScores, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
-        """The mean preference loss of the pairs, from the log-ratios of policy and reference."""
+        """Returns the mean preference loss of the pairs, from the log-ratios of policy and reference."""
         assert batch.ref_logprobs is not None
         config, num_answers = self.config, len(batch.keys)
         ratios = answer_log_ratios(

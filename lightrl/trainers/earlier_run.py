@@ -1,4 +1,4 @@
-"""What stands in a run's folder before the run: whether it is the same run, and where it continues."""
+"""Examines what is in a run's folder before the run: whether it is the same run, and where to continue."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightrl.config.yaml_text import read_yaml
 
 
 def refuse(folder: Path, error: OSError) -> NoReturn:
-    """Raises ValueError that says why a folder cannot be made or written; the error itself if it is of the lock."""
-    if not error.filename:  # not the folder but the lock
+    """Raises ValueError that says why a folder cannot be made or written; re-raises an error of the lock."""
+    if not error.filename:  # the lock failed, not the folder
         raise error
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if nearest.is_dir():
@@ -27,7 +27,7 @@ def require_same(root: Path, config: RunConfig) -> None:
     """Raises ValueError if a folder that is not empty holds anything but the run of these options."""
     saved, metrics = root / "config.yaml", root / "metrics.jsonl"
     if saved.exists() and not metrics.exists() and not (root / "checkpoints").exists():
-        return  # that run ended before its first step
+        return  # the earlier run ended before its first step
     if not saved.exists():
         raise ValueError(
             f"--output_dir {root} is not empty and is no run of lightrl (it has no config.yaml). Choose another folder."
@@ -49,7 +49,7 @@ def require_same(root: Path, config: RunConfig) -> None:
 
 
 def _require_rows(path: Path) -> None:
-    """Raises ValueError unless each line is a step's row; the last may be cut short."""
+    """Raises ValueError unless each line is the row of a step; the last may be cut short."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         if _step_of(line) is None and number < len(lines):
@@ -78,7 +78,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
-    """Returns the checkpoint that --resume asks for; None starts from the beginning."""
+    """Returns the checkpoint that --resume asks for; None means a start from the beginning."""
     if config.resume == "never":
         return None
     if config.resume == "auto":
@@ -87,7 +87,7 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """Returns the newest complete checkpoint; raises ValueError if there are some and none is complete."""
+    """Returns the newest complete checkpoint, if any; raises ValueError if there are only incomplete ones."""
     found = CheckpointDirectory(checkpoints, keep=1).latest()
     damaged = sorted(checkpoints.glob("step-*"))
     if found is None and damaged:
@@ -99,9 +99,10 @@ def newest(checkpoints: Path) -> Path | None:
 
 
 def continued(path: Path, own: Path) -> Path:
-    """Returns the checkpoint at a path or, if the path is of another run, the newest of the run's own, if there is one.
+    """Returns the checkpoint at a path or, if that is of another run, the newest of this run's own, if any.
 
-    A run that branched off another one is so continued by its own command. A path inside the run's folder goes back.
+    A run that branched off another one can thus be continued by its own command. A path inside the run's own folder
+    goes back to an earlier step.
     """
     found = checkpoint_at(path)
     if own.is_dir() and not found.resolve().is_relative_to(own.resolve()):
@@ -110,7 +111,7 @@ def continued(path: Path, own: Path) -> Path:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Returns the checkpoint at a path, which may be a run's folder, its checkpoints/, or one checkpoint."""
+    """Returns the checkpoint at a path: the folder of a run, its checkpoints/, or a single checkpoint."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."
@@ -127,13 +128,13 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def cut_after(path: Path, steps_done: int) -> None:
-    """Drops the rows after a step; a log of which no step counts is kept aside."""
+    """Drops the rows after a step; a log without a row to keep is moved aside."""
     if not steps_done:
         path.rename(_unused_name(path))
         return
     kept = []
     for line in path.read_bytes().splitlines():
-        step = _step_of(line)  # None: the line that a kill cut short
+        step = _step_of(line)  # None: a line that a kill cut short
         if step is not None and step <= steps_done:
             kept.append(line)
     temporary = path.with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""Evaluates any model that can be trained: samples held-out prompts, scores them, and writes one JSON object."""
+"""Evaluates any model that can be trained: samples for held-out prompts, scores them, writes one JSON object."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import PromptData, start_engine
 from lightrl.trainers.run import RunContext, load_start_policy
 
-_NUM_SHOWN = 3  # responses on the terminal
+_NUM_SHOWN = 3  # number of responses shown on the terminal
 
 
 class Evaluator(Trainer):
-    """Samples and scores the prompts of --eval_data once, by the code that evaluates in a training."""
+    """Samples and scores the prompts of --eval_data once, with the code that evaluates during training."""
 
     kind = "evaluate"
     config: EvaluateConfig
@@ -43,10 +43,10 @@ class Evaluator(Trainer):
             policy = load_start_policy(self.run, is_reference=True)
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
-        self.responses: list[dict[str, Any]] = []  # of the last evaluation, on rank 0
+        self.responses: list[dict[str, Any]] = []  # samples of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:
-        """Raises TypeError: an evaluation takes no step."""
+        """Raises TypeError, because an evaluation takes no steps."""
         raise TypeError("An evaluation has no steps: call evaluate() or fit().")
 
     def evaluate(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Writes the model for its users while a run goes on (--export.every), with a model card, and uploads it (--hub.push).
+"""Exports the model during a run (--export.every), with a model card, and uploads the final one (--hub.push).
 
-Writes the averaged weights beside it at the end (--ema_decay). Nothing of it is entered by a run without these options.
+At the end it also exports the averaged weights (--ema_decay). A run without these options uses none of this.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lightrl.trainers.observer import Observer
 
 
 class Export(Observer):
-    """Exports a trainer's models during the run, and puts a model card into each folder of them."""
+    """Exports a trainer's models during the run, and puts a model card into each exported folder."""
 
     def __init__(self, trainer: Any) -> None:
-        """Every rank calls it."""
+        """Prepares the exports; every rank must call it."""
         self._trainer, self._config, self._comm = trainer, trainer.config, trainer.strategy.comm
         with self._comm.phase("hub", local=True):
             self._upload = _uploader(self._config) if self._config.hub.push and self._comm.is_main else None
 
     def after_step(self, step: int) -> None:
-        """Exports the models if it is time; the end of the run exports the final ones."""
+        """Exports the models if an export is due; the final ones are exported at the end of the run."""
         every = self._config.export.every
         if every and step % every == 0 and step < self._config.max_steps:
             with self._trainer.watch.measure("time/export"):
@@ -35,11 +35,11 @@ class Export(Observer):
         partial = target.with_name(f".{target.name}")
         with self._comm.phase("export", local=True):
             if self._comm.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+                shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while writing
         self._trainer.export(partial)
         with self._comm.phase("export", local=True):
             if self._comm.is_main:
-                shutil.rmtree(target, ignore_errors=True)  # there if the run goes on from a step before it
+                shutil.rmtree(target, ignore_errors=True)  # exists if the run was resumed from an earlier step
                 partial.rename(target)
         if self._upload is not None:
             self._upload(target, f"step {step}")
@@ -61,7 +61,7 @@ class AverageExport(Observer):
         self._trainer = trainer
 
     def after_export(self, folder: Path) -> None:
-        """Exports the models once more, with their averaged weights."""
+        """Exports the models again with their averaged weights."""
         trainer = self._trainer
         if folder == trainer.folder.final:
             with trainer.strategy.averaged_weights(trainer.model):
@@ -69,7 +69,7 @@ class AverageExport(Observer):
 
 
 def _uploader(config: Any) -> Callable[[Path, str], None]:
-    """Returns a function that uploads a folder; raises at once if the hub does not take any."""
+    """Returns a function that uploads a folder; raises at once if the hub would refuse it."""
     from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
 
     return Repository(config.hub.push, is_private=config.hub.private).upload_or_warn

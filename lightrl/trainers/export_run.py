@@ -90,7 +90,7 @@ def _checkpoint_of(run: Path, step: int) -> int:
 
 
 def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
-    """Loads the weights of a checkpoint in this process, and writes them."""
+    """Loads the weights of a checkpoint in this process and writes them."""
     if isinstance(config, PPOConfig) and config.critic.shared_backbone:
         raise ValueError(
             f"{run} has checkpoints that hold the policy with the critic on its backbone (--critic.shared_backbone), "

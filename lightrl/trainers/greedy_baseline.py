@@ -1,4 +1,4 @@
-"""Estimators that compare a reward with that of a greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
+"""Estimators that compare a reward with a greedy response's to the same prompt (ReMax, arXiv:2310.10505)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightrl.rollout.collector import Prompts
 
 
 def with_baselines(trainer: Any, prompts: Prompts) -> list[ScoredGroup]:
-    """Makes the groups of a trainer, each with the reward of a greedy response to its prompt.
+    """Makes a trainer's groups, and adds to each the reward of a greedy response to its prompt.
 
-    The trainer samples as ever, and the greedy responses are generated before the engine goes to sleep.
+    The trainer samples as usual, and the greedy responses are generated before the engine goes to sleep.
     """
     with trainer.strategy.serving.kept_awake():
         samples = trainer.sample(prompts)

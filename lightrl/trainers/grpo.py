@@ -1,4 +1,4 @@
-"""GRPO (arXiv:2402.03300): sample groups of responses, score them, learn from each reward against its group's."""
+"""GRPO (arXiv:2402.03300): sample groups of responses, score them, learn from rewards relative to the group's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GRPOTrainer(Trainer):
         self, run: RunContext | GRPOConfig, *, strategy: StrategyBase | None = None, reward: OwnRewards | None = None
     ) -> None:
         config: GRPOConfig = run.config if isinstance(run, RunContext) else run
-        # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
+        # Cheap checks come first: a wrong name must not wait until a model is loaded.
         teacher = config.distillation if config.teacher_model else None
         routing = config.routing if config.routing.is_on else None
         self.objective = PolicyObjective(
@@ -91,7 +91,7 @@ class GRPOTrainer(Trainer):
         return self.report(experience)
 
     def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
-        """Samples and scores groups of the next count prompts, which have the positions from first on in the step."""
+        """Samples and scores groups for the step's next `count` prompts, whose positions begin at `first`."""
         return self.make_groups(self.prompts.draw(count, first))
 
     def make_groups(self, prompts: Prompts) -> list[ScoredGroup]:
@@ -101,7 +101,7 @@ class GRPOTrainer(Trainer):
         return self.score(self.sample(prompts))
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        """Learns once from scored groups, whatever their source. Every rank must call it, even with no group."""
         for observer in self.observers:
             observer.after_rollouts(groups)
         experience = self.compute_advantages(groups)
@@ -119,7 +119,7 @@ class GRPOTrainer(Trainer):
             return self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=temperature)
 
     def score(self, samples: list[Sample]) -> list[ScoredGroup]:
-        """Rewards every sample; a group has the samples of one prompt."""
+        """Rewards every sample; the samples of one prompt form a group."""
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
@@ -135,11 +135,11 @@ class GRPOTrainer(Trainer):
         return experience if self.run.workflow is None else with_branches(experience)
 
     def pack(self, experience: list[Experience]) -> Batch:
-        """Deals the samples out to updates, and to ranks by their tokens."""
+        """Distributes the samples over updates, and over ranks by their numbers of tokens."""
         return self.updates.deal(experience, self.step_index)
 
     def compute_old_logprobs(self, batch: Batch) -> Batch:
-        """Adds the logprobs that the ratio is to, unless they are those of the only update's own forward."""
+        """Adds the old logprobs of the ratio, unless the only update's own forward will compute them."""
         if self._needs_scores:
             batch = self._scored(batch)
         if self.updates.stale or self.objective.ratio_to != "recompute":
@@ -147,7 +147,7 @@ class GRPOTrainer(Trainer):
         return batch
 
     def compute_reference_logprobs(self, batch: Batch) -> Batch:
-        """Adds the logprobs of the frozen models that the loss compares with: the reference and the teacher."""
+        """Adds the logprobs of the frozen models in the loss: the reference and the teacher."""
         for name, model in (("ref_logprobs", self.reference), ("teacher_logprobs", self.teacher)):
             if model is not None:
                 batch = batch.with_columns(**{name: self.updates.logprobs(model, batch.samples)})
@@ -156,11 +156,11 @@ class GRPOTrainer(Trainer):
     def train(self, batch: Batch) -> None:
         """Takes one optimizer step per update and epoch."""
         updates = self.updates.packed(batch, needs_old_logprobs=self._needs_scores)
-        is_sampler = not self._needs_scores  # else its scores were compared with the engine's before
+        is_sampler = not self._needs_scores  # otherwise its scores were compared with the engine's before
         self.updates.train(self.policy, updates, self.loss, self.objective.weight, is_sampler=is_sampler)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        """The mean loss of a micro-batch."""
+        """Returns the mean loss of a micro-batch."""
         return self.objective.loss(scores, batch, self.statistics)
 
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
@@ -171,7 +171,7 @@ class GRPOTrainer(Trainer):
     # ---- Around the steps --------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Samples the held-out prompts, --eval.n times each."""
+        """Evaluates the policy on the held-out prompts, with --eval.n samples of each."""
         return evaluate(self.collector, self.prompts, self.config.eval)
 
     def close(self) -> None:
@@ -179,14 +179,14 @@ class GRPOTrainer(Trainer):
         self.rewards.close()
         super().close()
 
-    # ---- Options: each is entered only if asked for ------------------------------------------------------------
+    # ---- Options: each runs only if asked for ------------------------------------------------------------------
 
     @property
     def _needs_scores(self) -> bool:
         """Whether the policy scores all samples before the first update, alike on every rank.
 
-        A single update needs no such pass, since its own logprobs are those before it, unless tokens are selected by
-        their scores or a sample has another policy to be compared with.
+        A single update needs no such pass, since its own forward gives the logprobs before it, unless tokens are
+        selected by their scores or a sample is compared with another policy.
         """
         recomputes = self.objective.ratio_to == "recompute"
         several = self.config.optimizer_steps_per_step > 1
@@ -204,7 +204,7 @@ class GRPOTrainer(Trainer):
         return self.strategy.prepare_frozen(teacher)
 
     def _draw_until_full(self) -> Callable[[], list[ScoredGroup]]:
-        """Returns what rolls out prompts until enough groups have a signal."""
+        """Returns the sampler that rolls out prompts until enough groups give a signal."""
         sampling = DynamicSampling(
             self.config.dynamic_sampling,
             prompts=self.prompts.train,
@@ -216,7 +216,7 @@ class GRPOTrainer(Trainer):
         return lambda: sampling.fill(self.step_index, self.roll_out)
 
     def _without_overlong(self, experience: list[Experience]) -> list[Experience]:
-        """Lowers the rewards of long responses, and trains no response that was cut off, as the options ask."""
+        """Lowers the rewards of overlong responses and excludes responses that were cut off, as the options ask."""
         if self.config.overlong.buffer:
             penalties = self._overlong_penalty(experience)
             experience = [replace(item, shaping=amount) for item, amount in zip(experience, penalties, strict=True)]
@@ -225,7 +225,7 @@ class GRPOTrainer(Trainer):
         return experience
 
     def _overlong_penalty(self, experience: Sequence[Experience]) -> list[float]:
-        """The amount that is added to each reward for the length of the response."""
+        """Returns the amount that is added to each reward for the length of its response."""
         config = self.config.overlong
         lengths = torch.tensor([len(item.sample.response_ids) for item in experience], dtype=torch.float64)
         shaping: list[float] = overlong_penalty(
@@ -235,7 +235,7 @@ class GRPOTrainer(Trainer):
         return shaping
 
     def _scored(self, batch: Batch) -> Batch:
-        """Adds the logprobs before the update, and the tokens that the selector chooses in each mini-batch."""
+        """Adds the logprobs before the update, and the selector's choice of tokens in each mini-batch."""
         scored = list(self.updates.scores(self.policy, batch.samples))
         for packed, scores in scored:
             self.updates.measure_mismatch(scores.logprobs, packed)

@@ -16,7 +16,7 @@ from lightrl.imports import import_extra
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the results as JSON; a task that is unknown, or a folder without a model, ends with code 2."""
+    """Prints the results as JSON; exits with code 2 for an unknown task or a folder without a model."""
     asked = _parser().parse_args(arguments)
     try:
         results = _results(asked)
@@ -53,7 +53,7 @@ def _count(text: str) -> int:
 
 
 def _results(asked: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the harness found: results by task, and the versions and settings that they depend on."""
+    """Returns the harness's results by task, and the versions and settings that they depend on."""
     if asked.include_path and not Path(asked.include_path).is_dir():
         raise ValueError(f"--include_path {asked.include_path} is not a folder.")
     harness = import_extra("lm_eval", extra="lm-eval", needed_by="lightrl lm-eval")
@@ -88,6 +88,6 @@ def _check_tasks(tasks: Sequence[str], known: set[str]) -> None:
         raise ValueError("--tasks names no task.")
     for name in tasks:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)  # not all of them: there are thousands
+            close = difflib.get_close_matches(name, known, n=3)  # not all tasks: there are thousands
             hint = f"Did you mean {' or '.join(close)}? " if close else ""
             raise ValueError(f"--tasks {name}: there is no such task. {hint}Yours are found by --include_path.")

@@ -1,4 +1,4 @@
-"""Recomputes the hashes of the weights that a run has saved, and compares them with those written beside them."""
+"""Recomputes the hashes of the weights that a run has saved, and compares them with the stored hashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ of its checkpoints, or a folder with saved weights. The exit code is 1 if a hash
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each folder with weights; returns 1 if a stored hash is not that of the files, else 0."""
+    """Prints a line for each folder with weights; returns 1 if a stored hash does not match the files, else 0."""
     if list(argv) in (["-h"], ["--help"]):
         print_text(_HELP)
         return 0
@@ -39,18 +39,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def saved_folders(root: Path) -> list[Path]:
-    """Returns the folders of weights in a run's folder, or the folder itself if it is one; sorted."""
+    """Returns the folders with weights in a run's folder, sorted, or the folder itself if it has weights."""
     found = {path.parent for path in (*root.rglob("*.safetensors"), *root.rglob(HASH_FILE))}
     return sorted(folder for folder in found if not _is_hidden(folder.relative_to(root)))
 
 
 def _is_hidden(path: Path) -> bool:
-    """Returns whether a path leads through what a save has not completed."""
+    """Returns whether a path leads through a folder that a save has not completed."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def _checked(folder: Path) -> tuple[str, str]:
-    """Returns the hash of the files, and what is wrong with the stored one."""
+    """Returns the hash of the files and what, if anything, is wrong with the stored hash."""
     try:
         lines, stored = recompute(folder).splitlines(), folder / HASH_FILE
     except (SafetensorError, OSError, ValueError, KeyError) as error:

@@ -1,6 +1,6 @@
-"""What a run does about steps whose metrics are bad: it warns, and stops after too many of them.
+"""How a run reacts to steps with bad metrics: it warns, and stops after too many of them.
 
-The metrics are the same on every rank, so all ranks decide alike. A run whose steps are good enters findings() alone.
+The metrics are the same on every rank, so all ranks decide alike. A run with only good steps calls only findings().
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightrl.trainers.observer import Observer
 
 logger = logging.getLogger(__name__)
 
-_PASSED_STEPS = 10  # without a warning, before the same one is news again
+_PASSED_STEPS = 10  # steps without a warning, after which the same one is given again
 
 
 class UnhealthyRunError(RankError):
-    """Too many steps in a row were bad."""
+    """Raised after too many bad steps in a row."""
 
 
 # ---- What is bad -----------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class Limit(NamedTuple):
     remedy: str
 
     def told(self, metrics: Mapping[str, float], limits: Any) -> str:
-        """Returns what to say of a step beyond the limit."""
+        """Returns the warning about a step beyond the limit."""
         told = self.text.format(value=metrics[self.metric])
         return f"{told} (--health.{self.option} {getattr(limits, self.option):g}). {self.remedy}"
 
@@ -95,9 +95,9 @@ LIMITS = (
 
 
 def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
-    """Returns what is bad about a step, by metric: a sentence with the number and a remedy.
+    """Returns the problems of a step by metric, each a sentence with the number and a remedy.
 
-    limits: the options --health.*; those of a run that samples no responses have no limit of LIMITS.
+    limits: the options --health.*; a run that samples no responses has none of those in LIMITS.
     """
     found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
     found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
@@ -127,7 +127,7 @@ def _without_reward(failures: float) -> str:
 
 
 class BadSteps(Observer):
-    """Warns of what is bad about the steps of a run, of each kind when it begins, and stops the run."""
+    """Warns when a problem begins in the steps of a run, and stops the run after too many bad steps."""
 
     def __init__(self, trainer: Any) -> None:
         self.count = 0  # in a row
@@ -137,7 +137,7 @@ class BadSteps(Observer):
         self._groups: Sequence[ScoredGroup] | None = None  # of the last step, if it was told of them
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """Looks at a finished step; raises UnhealthyRunError on every rank after the last bad one that is allowed."""
+        """Checks a finished step; raises UnhealthyRunError on every rank after too many bad steps in a row."""
         limits = self._trainer.config.health
         self._found = findings(metrics, limits)
         if self._found:
@@ -159,7 +159,7 @@ class BadSteps(Observer):
             self._stop()
 
     def after_rollouts(self, groups: Sequence[ScoredGroup]) -> None:
-        """Keeps the groups that the trainer learns from: they may be the last batch of a run that stops."""
+        """Keeps the groups that the trainer learns from, as they may be the last batch before the run stops."""
         self._groups = groups
 
     def _stop(self) -> NoReturn:
@@ -179,11 +179,11 @@ def _capital(text: str) -> str:
 
 
 def batches_of(run: Path) -> Path:
-    """Returns the folder of a run that has the batches of steps after which it stopped."""
+    """Returns the folder in which a run keeps the batches of the steps that made it stop."""
     return run / "bad_batches"
 
 
 def bad_steps(trainer: Any) -> BadSteps:
-    """Returns what counts the bad steps of a trainer, as the observer that keeps the last batch."""
+    """Returns the trainer's counter of bad steps, as the observer that keeps the last batch."""
     made: BadSteps = trainer.bad_steps
     return made

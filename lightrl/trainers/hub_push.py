@@ -1,4 +1,4 @@
-"""Uploads exported models to the Hugging Face hub. The library reads the token itself; nothing here sees it."""
+"""Uploads exported models to the Hugging Face hub, whose library reads the token: nothing here sees it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Repository:
     """A repository of models on the hub."""
 
     def __init__(self, name: str, *, is_private: bool) -> None:
-        """Makes the repository if it is not there; raises LateMistakeError if the hub refuses or is out of reach."""
+        """Creates the repository unless it exists; raises LateMistakeError if the hub refuses or does not answer."""
         self._name, self._api = name, HfApi()
         try:
             self._name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
-        except Exception as error:  # where no hub answers it is one of the HTTP library, which differs by version
+        except Exception as error:  # if no hub answers, the error is of the HTTP library, which differs by version
             raise LateMistakeError(
                 f"--hub.push {name}: the hub takes no upload ({_first_line(error)}). Log in by `hf auth login`, or set "
                 "HF_TOKEN to a token that may write."
@@ -35,7 +35,7 @@ class Repository:
         return f"{self._api.endpoint}/{self._name}"
 
     def upload_or_warn(self, folder: Path, message: str) -> None:
-        """Uploads a folder; a failure is no reason to end a run whose model is on the disk."""
+        """Uploads a folder; only warns of a failure, because the model is on the disk."""
         try:
             self.upload(folder, message)
         except ValueError as error:

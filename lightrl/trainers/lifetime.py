@@ -30,19 +30,19 @@ from lightrl.strategy import StrategyBase
 from lightrl.trainers.disk_errors import describe_disk_error, find_disk_error
 from lightrl.trainers.run_folder import RunFolder, remove_empty_runs
 
-EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on from here
+EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: the same command continues from here
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_POLL_S = 1.0  # between two looks at the parent and the clock
+_POLL_S = 1.0  # between two checks of the parent and the clock
 _LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
 _INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
-_OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed, and to end by itself
+_OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed and to end on its own
 _TIDYING_S = 0.5  # for rank 0 to remove the folder of a run that never began
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
-_ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # one that nobody else sends
+_PR_SET_PDEATHSIG = 1  # an option of prctl(2)
+_ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # a signal that nobody else sends
 
 
 class StoppableRun(Protocol):
-    """What this module needs of a trainer."""
+    """The parts of a trainer that this module needs."""
 
     config: Any
     step_index: int
@@ -57,7 +57,7 @@ class StoppableRun(Protocol):
 
 
 class StoppedBySignal(SystemExit):
-    """A signal has ended the training; the exit code is 75 if the same command goes on from here."""
+    """Raised when a signal ends the training; the exit code is 75 if the same command continues from here."""
 
 
 # ---- Between the steps -----------------------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ class StoppedBySignal(SystemExit):
 
 @contextmanager
 def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
-    """Yields a function that every rank calls before a step, and that says whether there is another step.
+    """Yields a function that every rank must call before a step; it returns whether there is another step.
 
-    After a signal on any rank it writes a checkpoint and raises StoppedBySignal on all.
+    After a signal on any rank, the function writes a checkpoint and raises StoppedBySignal on all ranks.
     """
     watch = SignalWatch(run)
     watch.start()
@@ -89,7 +89,7 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
 
 
 def _tell_of_the_end(run: StoppableRun, error: RankError) -> None:
-    """Says why while signals are heard: torchrun ends this rank as soon as the other one is gone."""
+    """Explains the end while signals are still handled: torchrun ends this rank once the failed one is gone."""
     if is_under_torchrun():
         tell(error)
         _say(f"The run has ended; {how_to_go_on(run)}.")
@@ -98,7 +98,7 @@ def _tell_of_the_end(run: StoppableRun, error: RankError) -> None:
 def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
     name, every = signal.Signals(signum).name, run.config.checkpoint.every
     if run.step_index and every:
-        if run.step_index % every:  # else it has just been written
+        if run.step_index % every:  # otherwise it has just been written
             run.save()
         run.strategy.saver.finish()
     if run.strategy.comm.is_main:
@@ -107,13 +107,13 @@ def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
 
 
 def let_first_rank_tidy_up() -> None:
-    """Waits on the other ranks: torchrun ends rank 0, whose the run's folder is, as soon as one of them has left."""
+    """Makes other ranks wait for rank 0, which owns the run's folder: torchrun ends it once one of them exits."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_TIDYING_S)
 
 
 def how_to_go_on(run: StoppableRun | None) -> str:
-    """Says where the same command continues."""
+    """Returns a text that says where the same command continues."""
     if run is None:
         return "nothing was trained yet: the same command starts again"
     newest = CheckpointDirectory(run.folder.checkpoints, keep=1).latest()
@@ -127,7 +127,7 @@ def how_to_go_on(run: StoppableRun | None) -> str:
 
 
 class ClosableRun(StoppableRun, Protocol):
-    """What the end of a program needs of a trainer."""
+    """The part of a trainer that the end of a program needs."""
 
     def close(self) -> None: ...
 
@@ -157,7 +157,7 @@ def end_failed(error: BaseException, trainer: ClosableRun | None) -> NoReturn:
 
 
 def _end_if_mistaken(error: BaseException) -> None:
-    """Ends with code 2 for a mistake in the options, the data or the folder: it shows before a trainer is built."""
+    """Ends with code 2 for a mistake in the options, the data or the folder, found before a trainer is built."""
     mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
     if isinstance(mistake, MISTAKES):
         remove_empty_runs()
@@ -170,7 +170,7 @@ def _end_if_mistaken(error: BaseException) -> None:
 
 
 class SignalWatch:
-    """A thread that hears signals while the main thread waits in C, and sees that torchrun has gone."""
+    """A thread that receives signals while the main thread waits in C, and notices when torchrun is gone."""
 
     def __init__(self, run: StoppableRun) -> None:
         self.received = 0  # the first signal that asks for the end
@@ -182,7 +182,7 @@ class SignalWatch:
         self._former: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Takes over the signals that nobody handles or ignores. Outside the main thread Python allows none of it."""
+        """Takes over the signals that nobody handles or ignores. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._heard, self._written = socket.socketpair()
@@ -196,7 +196,7 @@ class SignalWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Gives the signals back."""
+        """Restores the former signal handlers."""
         if not hasattr(self, "_thread"):
             return
         signal.set_wakeup_fd(self._former_wakeup)
@@ -207,7 +207,7 @@ class SignalWatch:
         self._heard.close()
 
     def _receive(self, signum: int, _frame: object) -> None:
-        """Counts at the next step in any case; Python has written the number to the watch too, even while in C."""
+        """Notes the signal for the next step; Python also sends its number to the watch, even while C code runs."""
         if signum in _STOPPING and not self.received:
             self.received = signum
 
@@ -217,7 +217,7 @@ class SignalWatch:
                 self._react(heard)
 
     def _next_signals(self) -> bytes | None:
-        """Returns the numbers of the signals that came, which may be none yet; None once stop() was called."""
+        """Returns the numbers of the signals that arrived, perhaps none; None once stop() was called."""
         try:
             return self._heard.recv(64) or None
         except TimeoutError:
@@ -247,7 +247,7 @@ class SignalWatch:
         self.received = self.received or signum
 
     def _follow_a_failure(self) -> None:
-        """Ends soon where torchrun ends this rank because another one has failed."""
+        """Ends the process soon if torchrun is ending this rank because another one has failed."""
         comm = self._run.strategy.comm
         if comm.has_failed_elsewhere():
             if comm.failure_of_others is not None:
@@ -275,7 +275,7 @@ class SignalWatch:
 
 def _drop_lost_terminal() -> None:
     """Sends output nowhere if its terminal was closed, so that the next line printed does not end the run."""
-    for descriptor in (1, 2):  # a terminal that was closed is a device, and no terminal any more
+    for descriptor in (1, 2):  # a closed terminal is still a device but no longer a terminal
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
@@ -284,7 +284,7 @@ _told: list[RankError] = []
 
 
 def tell(error: RankError) -> None:
-    """Prints which rank failed, and how, once for each error."""
+    """Prints once per error which rank failed, and how."""
     if error not in _told:
         _told.append(error)
         leave_error(str(error))
@@ -309,7 +309,7 @@ def is_under_torchrun() -> bool:
 
 
 def end_with_torchrun() -> None:
-    """Has this rank end when torchrun is killed or others wait in vain for it; removes the folder of torchrun."""
+    """Ends this rank when torchrun is killed or others wait in vain for it; removes torchrun's folder at exit."""
     stall_watch.end_by(end_process)
     atexit.register(_remove_torchrun_folder)
     if sys.platform == "linux":
@@ -319,9 +319,9 @@ def end_with_torchrun() -> None:
 def _remove_torchrun_folder() -> None:
     """Removes torchelastic_*/RUN/attempt_*/RANK/ of the temporary folder; the last rank to leave removes the top.
 
-    It removes the empty folders of all ranks, since one that is killed removes none. torchrun never does:
+    It removes the empty folders of all ranks, since a killed rank removes none. torchrun never does:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/api.py
-    (DefaultLogsSpecs). Files that it was asked to write there keep their folders.
+    (DefaultLogsSpecs). Folders stay if torchrun was asked to write files there.
     """
     folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(folders) > 3 and folders[3].name.startswith("torchelastic_"):
@@ -331,7 +331,7 @@ def _remove_torchrun_folder() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process at once: tearing down a broken process group can wait for a rank that is gone."""
+    """Ends the process at once, because tearing down a broken process group can wait for a rank that is gone."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

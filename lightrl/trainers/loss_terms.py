@@ -1,4 +1,4 @@
-"""Optional parts of the policy's loss. `optional_terms` builds those that a run asks for, in the order they act.
+"""Optional parts of the policy's loss. `optional_terms` builds those that a run asks for, in order of action.
 
 A plain run has none: its loss is the policy loss, averaged by the aggregation.
 """
@@ -22,7 +22,7 @@ from lightrl.records import PackedBatch, TokenScores
 
 
 class CurrentCoefficients(Protocol):
-    """The coefficients of the step that the terms act in."""
+    """The coefficients of the current step."""
 
     kl: float
     entropy: float
@@ -30,7 +30,7 @@ class CurrentCoefficients(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """All that a term may read of one micro-batch."""
+    """Everything about a micro-batch that a term may read."""
 
     tokens: PolicyTokens
     scores: TokenScores
@@ -39,19 +39,19 @@ class MicroBatch:
 
 
 class LossTerm:
-    """A part that changes the tokens before the policy loss, its terms after it, or both."""
+    """A part of the loss that changes the policy loss's tokens beforehand, its terms afterwards, or both."""
 
     def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
         """Returns the tokens that the policy loss reads."""
         return tokens
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
-        """Returns the policy loss with its terms changed."""
+        """Returns the policy loss with changed terms."""
         return loss
 
 
 class EntropyFraction(LossTerm):
-    """Keeps the policy loss of the tokens of highest entropy only, chosen over the whole update by TokenSelector."""
+    """Keeps the policy loss only of the tokens of highest entropy, which TokenSelector chooses over the update."""
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
         """Sets the terms of all other tokens to 0."""
@@ -59,17 +59,17 @@ class EntropyFraction(LossTerm):
 
 
 class Interpolation(LossTerm):
-    """Compares with a proximal policy between the one that sampled and the one that is updated."""
+    """Compares with a proximal policy, between the policy that sampled and the one that is updated."""
 
     def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
-        """Puts its logprobs in place of those before the update."""
+        """Replaces the logprobs before the update by those of the proximal policy."""
         share = _packed(batch.proximal_share)
         proximal = torch.lerp(batch.sampler_logprobs, tokens.logprobs.detach(), share)
         return replace(tokens, old_logprobs=torch.where(tokens.mask, proximal, 0.0))
 
 
 class OffPolicyCorrection(LossTerm):
-    """Weighs the terms by the proximal policy's probability over the engine's, as a correction says."""
+    """Weights the terms by the proximal policy's probability over the engine's, as a correction defines."""
 
     def __init__(self, correct: Callable[[OffPolicyTokens], Correction]) -> None:
         self._correct = correct
@@ -97,7 +97,7 @@ class OffPolicyCorrection(LossTerm):
 
 
 class KLToReference(LossTerm):
-    """Measures the KL to the reference model and, unless it is in the rewards, adds it to the loss."""
+    """Measures the KL to the reference model and adds it to the loss, unless it is part of the rewards."""
 
     def __init__(self, config: AlgorithmConfig, coefficients: CurrentCoefficients, *, in_loss: bool) -> None:
         self._config = config
@@ -105,7 +105,7 @@ class KLToReference(LossTerm):
         self._in_loss = in_loss
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
-        """Adds the coefficient x the KL to the term of each token."""
+        """Adds coefficient x KL to the term of each token."""
         kl = kl_terms(
             policy=micro.scores.logprobs,
             reference=_packed(micro.batch.ref_logprobs),
@@ -118,13 +118,13 @@ class KLToReference(LossTerm):
 
 
 class EntropyBonus(LossTerm):
-    """Rewards entropy, by a coefficient that may follow a target."""
+    """Rewards entropy with a coefficient that may follow a target."""
 
     def __init__(self, coefficients: CurrentCoefficients) -> None:
         self._coefficients = coefficients
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
-        """Subtracts the coefficient x the entropy from the term of each token."""
+        """Subtracts coefficient x entropy from the term of each token."""
         if not self._coefficients.entropy:
             return loss
         bonus = entropy_bonus(micro.scores.entropy, micro.tokens.mask, coef=self._coefficients.entropy)
@@ -132,13 +132,13 @@ class EntropyBonus(LossTerm):
 
 
 class Distillation(LossTerm):
-    """Follows a teacher by the reverse KL to it, in each token's advantage or as a term of the loss."""
+    """Follows a teacher by the reverse KL, as part of each token's advantage or as a term of the loss."""
 
     def __init__(self, config: DistillationConfig) -> None:
         self._config = config
 
     def prepare(self, tokens: PolicyTokens, batch: PackedBatch) -> PolicyTokens:
-        """Weighs the advantages of the rewards, and adds the teacher's judgement of each token if it goes there."""
+        """Weights the rewards' advantages and, if distillation is part of them, adds the teacher's for each token."""
         config, advantages = self._config, self._config.reward_weight * tokens.advantages
         if config.kind == "advantage":
             teacher = _packed(batch.teacher_logprobs)
@@ -148,7 +148,7 @@ class Distillation(LossTerm):
         return replace(tokens, advantages=advantages)
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
-        """Measures the reverse KL, and adds it to the terms if it goes there."""
+        """Measures the reverse KL and, if distillation is a term of the loss, adds it to the terms."""
         tokens, teacher, mask = micro.tokens, _packed(micro.batch.teacher_logprobs), micro.tokens.mask
         distance = torch.where(mask, tokens.logprobs.detach() - teacher, 0.0)
         micro.statistics.mean("distillation/reverse_kl", float(distance.sum()), float(mask.sum()))

@@ -1,4 +1,4 @@
-"""Writes the README.md of an exported model: where it comes from, its recipe, its metrics, the hash of its weights."""
+"""Writes the README.md of an exported model: its origin, its recipe, its metrics and the hash of its weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _card(config: Any, metrics: Mapping[str, float], step: int, weights: str) ->
 
 
 def changed_options(config: Any) -> dict[str, Any]:
-    """Returns the options that make the run what it is, where they differ from the defaults; without secrets."""
+    """Returns the options that define the run and differ from their defaults, without secrets."""
     defaults = dict(flatten(as_dict(type(config)())))
     return {
         name: value
@@ -66,7 +66,7 @@ def changed_options(config: Any) -> dict[str, Any]:
 
 
 def _metrics_of(root: Path, step: int) -> dict[str, float]:
-    """Returns the newest value of each metric that a reader asks for."""
+    """Returns the newest value of each metric that a reader wants to know."""
     path = root / "metrics.jsonl"
     found: dict[str, float] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():

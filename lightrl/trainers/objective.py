@@ -1,7 +1,7 @@
-"""The objective of a run, from the names in its config: the loss of a micro-batch, and advantages of scored samples.
+"""The objective that a run's config names: the loss of a micro-batch, and the advantages of scored samples.
 
-The functions that are chosen are loaded before anything expensive, and called once on two tokens if they are a user's
-own or have parameters: a wrong name or parameter raises at once. Their traits decide what they are given.
+The chosen functions are loaded before anything expensive, and called once on two tokens if they are a user's own or
+have parameters, so that a wrong name or parameter raises at once. Their traits decide which arguments they get.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from lightrl.trainers.router_terms import RouterTerm
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not given
-Trial: TypeAlias = Callable[[], tuple[Any, ...]]  # makes the arguments of a call that a function is tried with
+OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not passed
+Trial: TypeAlias = Callable[[], tuple[Any, ...]]  # makes the arguments for a trial call
 
-# A loss with one of these options at another value has terms beside the policy loss, or follows a target.
+# If one of these options has another value, the loss has more terms than the policy loss, or follows a target.
 _OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
 _OF_TERMS += ["correction", "correction_args", "proximal", "old_logprobs"]
 
 
 class LossParts(TypedDict, total=False):
-    """What a trainer adds to the loss that the options of the algorithm describe."""
+    """A trainer's additions to the loss that the options of the algorithm describe."""
 
-    kl_in_loss: bool  # False measures the KL to the reference here and leaves it to the rewards
+    kl_in_loss: bool  # False: the loss only measures the KL to the reference, which is in the rewards
     distillation: DistillationConfig | None  # how a teacher is followed; None without a teacher
     selects_tokens: bool  # whether the trainer chooses tokens over a whole update, by a TokenSelector
-    routing: RoutingConfig | None  # what is asked of the routers of a mixture of experts; None asks nothing
+    routing: RoutingConfig | None  # the options for routers of a mixture of experts; None: none are set
 
 
 @dataclass
 class FixedCoefficients:
-    """The coefficients of KL and entropy that follow no target."""
+    """The coefficients of KL and entropy if they follow no target."""
 
     kl: float
     entropy: float
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the coefficients, for a run that goes on from the checkpoint with a target."""
+        """Returns the coefficients, for a run that continues from the checkpoint with a target."""
         return {"kl": self.kl, "entropy": self.entropy, "entropy_kept": self.entropy}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Keeps the coefficients of this run's config."""
+        """Ignores the state: the coefficients are those of this run's config."""
 
 
 class PolicyLoss:
@@ -78,7 +78,7 @@ class PolicyLoss:
         self.needs_selection = False  # whether a TokenSelector must choose tokens over a whole update
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
         self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
-        self.ratio_to = "recompute"  # the policy before the update
+        self.ratio_to = "recompute"  # of old logprobs: the policy before the update
         self._terms: list[LossTerm] = []
         plain = AlgorithmConfig()
         has_terms = any(getattr(config, name) != getattr(plain, name) for name in _OF_TERMS)
@@ -143,17 +143,17 @@ class PolicyLoss:
 
 
 class PolicyObjective(PolicyLoss):
-    """The loss, and from the rewards of samples to their advantages."""
+    """The loss, and the way from the rewards of samples to their advantages."""
 
     def __init__(self, config: AlgorithmConfig, *, group_size: int | None = None, **parts: Unpack[LossParts]) -> None:
         """Loads and tries the functions that the config names.
 
         Args:
             config: The options of the algorithm.
-            group_size: Samples of each prompt; ValueError if the advantages need more. None does not check it.
+            group_size: Samples of each prompt; ValueError if the advantages need more. None skips the check.
             distillation: How a teacher is followed; None without a teacher.
             selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
-            routing: What is asked of the routers of a mixture of experts; None asks nothing.
+            routing: The options for routers of a mixture of experts; None if none are set.
         """
         super().__init__(config, **parts)
         self._estimate: Callable[[ScoredSamples], Tensor] = load_and_try(
@@ -179,14 +179,14 @@ class PolicyObjective(PolicyLoss):
     def advantages(
         self, experience: Sequence[Experience], comm: Comm, baselines: Sequence[float] | None = None
     ) -> list[Experience]:
-        """Returns those of this rank's scored samples that have a reward, each with its advantage.
+        """Returns this rank's scored samples that have a reward, each with its advantage.
 
-        Groups must be whole on a rank. Every rank calls it, also without samples. The reward of a sample that is not
-        trained counts in its group's mean all the same.
+        Groups must be whole on a rank. Every rank must call it, even without samples. The reward of a sample that is
+        not trained still counts in its group's mean.
 
         Args:
             experience: The scored samples of this rank; NO_REWARD leaves one out.
-            comm: For estimators that whiten or need a share of all ranks' samples; others use no collective.
+            comm: For estimators that whiten or need statistics of all ranks' samples; others use no collective.
             baselines: The reward of the greedy response to each sample's prompt.
         """
         if baselines is not None:
@@ -202,7 +202,7 @@ class PolicyObjective(PolicyLoss):
         return [replace(item, advantage=advantage) for item, advantage in zip(kept, advantages, strict=True)]
 
     def _estimated(self, scored: ScoredSamples, comm: Comm) -> Tensor:
-        """Returns the advantages, [B] float64, whitened over all ranks where the estimator asks for it."""
+        """Returns the advantages, [B] float64, whitened over all ranks if the estimator asks for it."""
         if "signal_share" in self._traits.needs:
             scored = replace(scored, signal_share=_signal_share(scored, comm))
         advantages = self._estimate(scored).double() if len(scored.rewards) else scored.rewards
@@ -217,14 +217,14 @@ def load_and_try(
 ) -> Callable[..., Any]:
     """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
 
-    A built-in function that is given no parameters needs no trial.
+    A built-in function without parameters needs no trial.
 
     Args:
         kind: The kind of function.
         name: Its name or path.
         args: Its parameters as name=value.
-        trial: Returns what to call it with.
-        option: The option that names it, where that is not the kind.
+        trial: Returns the arguments of the trial call.
+        option: The option that names it, if not the kind.
         given: Parameters that have options of their own; None leaves one to the function's default.
     """
     option = f"algorithm.{option or kind}"
@@ -293,7 +293,7 @@ def _two_samples() -> tuple[ScoredSamples]:
 
 
 def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statistics) -> None:
-    """Adds the metrics of the policy loss before any term changes it; the KL is 0 unless its term adds to it."""
+    """Adds the metrics of the policy loss before any term changes it; the KL stays 0 unless its term adds to it."""
     count = int(mask.sum())
     statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
     statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
@@ -333,7 +333,7 @@ def _given_twice(given: OwnOptions, parameters: Mapping[str, Any], option: str) 
 
 
 def _failed_trial(reason: str, option: str, name: str, parameters: Mapping[str, Any], given: OwnOptions) -> ValueError:
-    """Names the options that set what the reason speaks of; where it names no parameter, all parameters."""
+    """Names the options for the parameters that the reason mentions, or all parameters if it mentions none."""
     sources = [f"--algorithm.{key}" for key in given if key in reason]
     if parameters and (not sources or any(key in reason for key in parameters)):
         sources.append(f"{option}_args")

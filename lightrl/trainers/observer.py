@@ -1,6 +1,6 @@
-"""What looks on while a trainer trains: an Observer, whose methods are the moments of a run.
+"""Observer: looks on while a trainer trains; its methods are called at the moments of a run.
 
-An observer changes nothing that is computed. What does is a step of the trainer that a subclass overrides, such as
+An observer changes nothing that is computed. To change that, override a method of the trainer in a subclass, such as
 GRPOTrainer.make_groups().
 """
 
@@ -15,10 +15,10 @@ from lightrl.records import Experience, PackedBatch, ScoredGroup, StateValues, T
 
 
 class Observer:
-    """Is told of the moments of a run, in the order of the methods, once it is among a trainer's observers.
+    """Base class of what a trainer tells about the moments of a run, here in order, once it is in `observers`.
 
-    A subclass overrides the moments that it needs. All ranks are told alike, so that it may call collectives, except
-    where a method says otherwise. Of several observers, the first in the list hears of a moment first.
+    A subclass overrides the moments that it needs. All ranks call an observer alike, so it may use collectives, except
+    where a method says otherwise. Observers are called in the order of the list.
     """
 
     @contextmanager
@@ -28,26 +28,26 @@ class Observer:
         self.after_step(step)
 
     def after_rollouts(self, groups: Sequence[ScoredGroup]) -> None:
-        """Hears of this rank's scored groups, from which the trainer learns next."""
+        """Receives this rank's scored groups, from which the trainer learns next."""
 
     def after_forward(self, scores: TokenScores | StateValues, batch: PackedBatch) -> None:
-        """Hears of the scores of a micro-batch that is trained, before their loss; no collective, it is a busy place.
+        """Receives the scores of each trained micro-batch before the loss; it must be fast and use no collective.
 
-        Of each update there are as many as micro-batches, first those of a critic, if it is a model of its own.
+        An update calls it once per micro-batch, first for those of a critic, if the critic is a model of its own.
         """
 
     def after_step(self, step: int) -> None:
-        """Hears that a step is done; trainer.step_index is its number by now. What it takes counts in time/step."""
+        """Follows a step, whose number trainer.step_index now is. The time it takes counts in time/step."""
 
     def sample_columns(self, item: Experience) -> Mapping[str, Any]:
-        """Returns what to add to a sample's line in samples.jsonl; rank 0 alone asks, for the logged samples."""
+        """Returns entries for a sample's line in samples.jsonl; only rank 0 calls it, for the logged samples."""
         return {}
 
     def after_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hears of the numbers of a step over all ranks, once metrics.jsonl has them; 0 is before any training."""
+        """Receives the metrics of a step over all ranks, once metrics.jsonl has them; step 0 is before any training."""
 
     def after_export(self, folder: Path) -> None:
-        """Hears that the models were written to a folder for their users, during the run or at its end."""
+        """Follows an export of the models to a folder, during the run or at its end."""
 
     def close(self) -> None:
-        """Ends with the trainer, also after a signal; not after an error."""
+        """Cleans up when the trainer ends, even after a signal, but not after an error."""

@@ -1,4 +1,4 @@
-"""What SFT, DPO and reward-model training hold to learn from answers in their data: one optimizer step per batch."""
+"""The parts that SFT, DPO and reward-model training share: they learn from answers in data, batch by batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_update, even_parts
 from lightrl.trainers.run import RunContext, load_start_policy
 
-Examples = Mapping[int, Example]  # the whole batch by position: ranks that split a model see each other's examples
+Examples = Mapping[int, Example]  # of the whole batch, by position: ranks that split a model see each other's examples
 LossFn = Callable[[Any, PackedBatch, Examples, Statistics], Tensor]
 """The mean loss of a micro-batch, from the model's output; what it measures goes to the statistics."""
 PackFn = Callable[[Sequence[Example]], list[PackedBatch]]
@@ -30,10 +30,10 @@ WeightFn = Callable[[PackedBatch], float | Tensor]
 
 
 class ExampleData:
-    """The examples of a run: draws the batch of each step, takes this rank's part of it, and packs that."""
+    """The examples of a run: draws each step's batch, takes this rank's part, and packs it."""
 
     def __init__(self, run: RunContext, build: Callable[[Sequence[Any]], Sequence[Example]]) -> None:
-        """build: makes one example of each record."""
+        """Reads the data; build makes one example from a record."""
         self._run = run
         config: OfflineConfig = run.config
         with run.strategy.comm.phase("set-up", local=True):
@@ -42,7 +42,7 @@ class ExampleData:
         evaluated = evaluated[: config.eval.max_examples or None]
         self.evaluation = [replace(example, position=position) for position, example in enumerate(evaluated)]
         self.sampler = PromptSampler(len(self.train), config.batch_size, config.seed)
-        self._end = 0  # number of examples to draw in all; 0 fills every batch
+        self._end = 0  # total number of examples to draw; 0 fills every batch
         if not config.max_steps:
             self._end = config.num_epochs * len(self.train)
             config = replace(config, max_steps=-(-self._end // config.batch_size))
@@ -50,7 +50,7 @@ class ExampleData:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """The number of passes over the data so far."""
         num_drawn = min(self.sampler.num_drawn, self._end) if self._end else self.sampler.num_drawn
         return num_drawn / len(self.train)
 
@@ -63,19 +63,19 @@ class ExampleData:
         return [replace(self.train[index], position=position) for position, index in enumerate(drawn)]
 
     def of_rank(self, batch: Sequence[Example]) -> list[Example]:
-        """Returns this rank's part of a global batch, with about as many tokens as any other's."""
+        """Returns this rank's part of a global batch; all ranks get about the same number of tokens."""
         rank, world = self._run.strategy.comm.rank, self._run.strategy.comm.world
         owners = [position % world for position in range(len(batch))]
         ranks = assign_to_ranks([example.num_tokens for example in batch], owners, world)
         return [example for example, owner in zip(batch, ranks, strict=True) if owner == rank]
 
     def pack(self, mine: Sequence[Example]) -> list[PackedBatch]:
-        """Cuts this rank's examples into micro-batches, the same number on every rank; missing ones are dummies."""
+        """Cuts this rank's examples into micro-batches, the same number on every rank; dummies fill up."""
         parts = even_parts(mine, self.config, self._run.strategy.comm)
         return [pack_examples(part, encode=self._run.encoder).to(self._run.strategy.device) for part in parts]
 
     def describe(self) -> str:
-        """The batch arithmetic in one line."""
+        """Returns the batch arithmetic in one line."""
         config, count, world = self.config, len(self.train), self._run.strategy.comm.world
         per_rank = -(-config.batch_size // world)
         if config.micro_batch_size:
@@ -96,7 +96,7 @@ class ExampleLearner:
     def __init__(
         self, trainer: Trainer, examples: ExampleData, loss: LossFn, weight: WeightFn, pack: PackFn | None = None
     ) -> None:
-        """pack: cuts this rank's examples into micro-batches; None does no more than that."""
+        """pack: cuts this rank's examples into micro-batches; None only packs them."""
         self._trainer = trainer
         self._examples = examples
         self._loss = loss
@@ -104,7 +104,7 @@ class ExampleLearner:
         self._pack = pack or examples.pack
 
     def step(self) -> StepReport:
-        """Draws a batch, packs this rank's part of it, learns, reports."""
+        """Draws a batch, packs this rank's part, learns, reports."""
         trainer, statistics = self._trainer, self._trainer.statistics
         batch = self._examples.draw()
         mine, by_position = self._examples.of_rank(batch), _by_position(batch)
@@ -124,7 +124,7 @@ class ExampleLearner:
         return StepReport(metrics=statistics.reduce(trainer.strategy.comm))
 
     def evaluate(self) -> dict[str, float]:
-        """Measures eval/loss, and what the loss reports of its micro-batches, over all held-out examples at once."""
+        """Measures eval/loss, and the other metrics of the loss, over all held-out examples at once."""
         trainer, statistics, examples = self._trainer, Statistics(), self._examples.evaluation
         if not examples:
             return {}
@@ -142,7 +142,7 @@ def _by_position(examples: Sequence[Example]) -> Examples:
 
 
 def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequence[Example], int]:
-    """Returns the examples that fit into the model's context, and the number of the others."""
+    """Returns the examples that fit into the model's context, and the number of those that do not."""
     config: OfflineConfig = run.config
     if config.data.max_tokens > run.context:
         raise ValueError(
@@ -152,7 +152,7 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
     fitting, num_skipped = keep_fitting(examples, max_tokens=max_tokens, too_long=config.data.too_long)
     longest: Example | None = None
     longest_answer = 0
-    for example in fitting:  # once, since streamed ones are made anew each time
+    for example in fitting:  # read once, since streamed examples are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
     run.longest_sequences.append(longest_answer)
@@ -168,14 +168,14 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
 
 
 def load_policy_without_entropy(run: RunContext) -> Policy:
-    """Loads the model that the run starts from; no loss here reads the entropy, so none is computed."""
+    """Loads the model that the run starts from, without entropy, since no loss of offline training reads it."""
     policy = load_start_policy(run)
     policy.entropy = False
     return policy
 
 
 def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], nn.Module]) -> nn.Module:
-    """Loads a model and gives it an optimizer and a schedule over the whole run."""
+    """Loads a model and gives it an optimizer, and a schedule over the whole run."""
     strategy = run.strategy
     with strategy.comm.phase("loading the model", local=True):
         model = load()
@@ -184,12 +184,12 @@ def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], 
 
 
 def pair_weight(batch: PackedBatch) -> float:
-    """The number of pairs in a micro-batch."""
+    """Returns the number of pairs in a micro-batch."""
     return float(len(pair_positions(batch)))
 
 
 def describe_pairs(chosen: Tensor, rejected: Tensor, statistics: Statistics) -> None:
-    """Adds the statistics of the rewards of both answers of every pair, each [P]; a tie counts as no success."""
+    """Adds statistics of the pairs' rewards for both answers, each [P]; a tie counts as no success."""
     with torch.no_grad():
         margins = chosen - rejected
         statistics.mean("accuracy", float((margins > 0).sum()), len(margins))

@@ -1,4 +1,4 @@
-"""PPO (arXiv:1707.06347): samples get an advantage per token from a critic's values, then policy and critic learn."""
+"""PPO (arXiv:1707.06347): tokens get advantages from a critic's values, then policy and critic learn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, pre
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
-_HEAD_SEED = 5  # keeps the draws of a new value head apart from the other draws of the run
+_HEAD_SEED = 5  # separates the draws of a new value head from the run's other draws
 
 
 class PPOTrainer(Trainer):
@@ -58,7 +58,7 @@ class PPOTrainer(Trainer):
         self, run: RunContext | PPOConfig, *, strategy: StrategyBase | None = None, reward: OwnRewards | None = None
     ) -> None:
         config: PPOConfig = run.config if isinstance(run, RunContext) else run
-        # What costs nothing comes first: a wrong name must not wait for a model to be loaded.
+        # Cheap checks come first: a wrong name must not wait until a model is loaded.
         self.objective = PolicyLoss(
             config.algorithm, kl_in_loss=config.algorithm.kl_in_reward == "none", routing=config.routing
         )
@@ -111,7 +111,7 @@ class PPOTrainer(Trainer):
         return self.score(self.sample(prompts))
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Learns once from scored groups, wherever they come from. Every rank calls it, even with no group."""
+        """Learns once from scored groups, whatever their source. Every rank must call it, even with no group."""
         for observer in self.observers:
             observer.after_rollouts(groups)
         with self.timed("learn", "learn"):
@@ -132,22 +132,22 @@ class PPOTrainer(Trainer):
             )
 
     def score(self, samples: list[Sample]) -> list[ScoredGroup]:
-        """Rewards every sample; a group has the samples of one prompt."""
+        """Rewards every sample; the samples of one prompt form a group."""
         with self.watch.measure("time/reward"):
             rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
         return grouped(samples, rewards, self.config.group_size, self.step_index)
 
     def pack(self, groups: Sequence[ScoredGroup]) -> Batch:
-        """Deals the samples that have a reward out to updates, and to ranks by their tokens."""
+        """Distributes the samples with a reward over updates, and over ranks by their numbers of tokens."""
         experience = [item for item in ungrouped(groups) if has_reward(item.reward)]
         experience = experience if self.run.workflow is None else with_branches(experience)
         return self.updates.deal(experience, self.step_index)
 
     def compute_old_logprobs(self, batch: Batch) -> Batch:
-        """Adds the logprobs that the ratio is to, unless they are those of the only update's own forward.
+        """Adds the old logprobs of the ratio, unless the only update's own forward will compute them.
 
-        On a shared backbone the same pass gives the critic's values.
+        On a shared body, the same pass gives the critic's values.
         """
         if self.critic is None or self._needs_scores:
             batch = self._scored(batch)
@@ -156,13 +156,13 @@ class PPOTrainer(Trainer):
         return batch
 
     def compute_reference_logprobs(self, batch: Batch) -> Batch:
-        """Adds the logprobs of the frozen model that the policy started from, where something compares with it."""
+        """Adds the logprobs of the frozen model that the policy started from, if anything compares with it."""
         if self.reference is None:
             return batch
         return batch.with_columns(ref_logprobs=self.updates.logprobs(self.reference, batch.samples))
 
     def compute_values(self, batch: Batch) -> Batch:
-        """Adds the values of a critic of its own."""
+        """Adds the values of a critic that is a model of its own."""
         if self.critic is None:
             return batch
         values: dict[Key, list[float]] = {}
@@ -171,7 +171,7 @@ class PPOTrainer(Trainer):
         return batch._replace(values=values)
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds an advantage and a return for each token; every rank calls it, even with no sample."""
+        """Adds an advantage and a return for each token; every rank must call it, even with no sample."""
         samples = batch.samples
         targets = self.token_advantages.targets(
             samples,
@@ -190,7 +190,7 @@ class PPOTrainer(Trainer):
     def train(self, batch: Batch) -> None:
         """Takes one optimizer step of each model per update and epoch.
 
-        The order of the two models does not matter: both learn towards targets that were computed before.
+        The order of the two models does not matter: both learn from targets that were computed beforehand.
         """
         updates = self.updates.packed(batch, needs_old_logprobs=self._needs_scores)
         if self.critic is not None:
@@ -206,12 +206,12 @@ class PPOTrainer(Trainer):
             self.updates.train(self.policy, updates, self.loss, self.objective.weight, is_sampler=is_sampler)
 
     def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
-        """The mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
+        """Returns the mean loss of a micro-batch: the policy's, and the critic's if the two share a body."""
         loss = self.objective.loss(scores, batch, self.statistics)
         return loss + self.value_loss(scores, batch) if isinstance(scores, ScoresAndValues) else loss
 
     def value_loss(self, scores: StateValues | ScoresAndValues, batch: PackedBatch) -> Tensor:
-        """The mean loss of the critic's values over a micro-batch."""
+        """Returns the mean loss of the critic's values over a micro-batch."""
         return self.value_objective.loss(scores, batch, self.statistics)
 
     def report(self, experience: Sequence[Experience] = ()) -> StepReport:
@@ -222,18 +222,18 @@ class PPOTrainer(Trainer):
     # ---- Around the steps --------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Samples the held-out prompts, --eval.n times each."""
+        """Evaluates the policy on the held-out prompts, with --eval.n samples of each."""
         return evaluate(self.collector, self.prompts, self.config.eval)
 
     def save_models(self, folder: Path) -> None:
-        """Writes the policy, and the critic beside it."""
+        """Writes the policy, and the critic next to it."""
         if isinstance(self.policy, ActorCritic):
             head = dict(self.strategy.full_parameters(self.policy.value_head))
             if self.strategy.comm.is_main:
                 folder.mkdir(parents=True, exist_ok=True)
-                save_value_head(folder, head)  # first, so that the folder's hash counts it
+                save_value_head(folder, head)  # first, so that the folder's hash includes it
         super().save_models(folder)
-        if self.critic is not None and folder == self.folder.final:  # final_ema has no average of the critic
+        if self.critic is not None and folder == self.folder.final:  # final_ema holds no average of the critic
             critic_folder = folder.with_name("final_critic")
             self.strategy.save_pretrained(self.critic, critic_folder)
             if self.strategy.comm.is_main:
@@ -247,7 +247,7 @@ class PPOTrainer(Trainer):
     # ---- Models ------------------------------------------------------------------------------------------------
 
     def _load_actor_critic(self) -> Policy:
-        """The policy with a value head on its own body."""
+        """Loads the policy with a value head on its own body."""
         policy = load_start_policy(self.run)
         head = load_value_head(
             self.run.model_path,
@@ -262,7 +262,7 @@ class PPOTrainer(Trainer):
         return shared
 
     def _add_critic(self) -> None:
-        """Loads a critic of its own after the policy was prepared: rank 0 never holds both models whole."""
+        """Loads a separate critic once the policy was prepared, so that rank 0 never holds both models whole."""
         option = "--critic_model" if self.config.critic_model else "--model"
         with self.strategy.comm.phase("loading the critic", local=True), naming(option):
             critic = self._load_critic()
@@ -326,8 +326,8 @@ class PPOTrainer(Trainer):
     def _needs_scores(self) -> bool:
         """Whether the policy scores all samples before the first update.
 
-        A single update needs no such pass, since its own logprobs are those before it, unless the reward has a KL term,
-        a sample has another policy to be compared with, or a frozen policy takes no update that could measure the
+        A single update needs no such pass, since its own forward gives the logprobs before it, unless the reward has a
+        KL term, a sample is compared with another policy, or the policy is frozen, so that no update can measure the
         mismatch.
         """
         source = self.objective.ratio_to
@@ -336,7 +336,7 @@ class PPOTrainer(Trainer):
         return (several and source == "recompute") or (is_wanted and source != "engine")
 
     def _scored(self, batch: Batch) -> Batch:
-        """Adds the policy's logprobs before the update; on a shared backbone also the values."""
+        """Adds the policy's logprobs before the update and, on a shared body, the values."""
         logprobs: dict[Key, list[float]] = {}
         values: dict[Key, list[float]] = {}
         for packed, scores in self.updates.scores(self.policy, batch.samples):
@@ -348,12 +348,12 @@ class PPOTrainer(Trainer):
 
     def _measure(self, scores: TokenScores, batch: PackedBatch) -> None:
         self.updates.measure_mismatch(scores.logprobs, batch)
-        if self._is_frozen:  # no loss will measure the entropy
+        if self._is_frozen:  # otherwise no loss would measure the entropy
             entropy = torch.where(batch.loss_mask, scores.entropy.detach(), 0.0)
             self.statistics.mean("entropy", float(entropy.sum()), int(batch.loss_mask.sum()))
 
     def _kl_in_reward(self, columns: Mapping[str, TokenValues | TokenMasks]) -> dict[Key, list[float]] | None:
-        """The KL to the reference of each response token, by sample; None if the reward has no such term."""
+        """Returns the KL to the reference for each response token, by sample; None if the reward has no KL term."""
         kind = self.config.algorithm.kl_in_reward
         if kind == "none":
             return None
@@ -370,13 +370,13 @@ class PPOTrainer(Trainer):
 
 def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch) -> dict[Key, list[float]]:
     """Returns the values before each response token and after the last one."""
-    parts = unpack(batch, scores.values.cpu())  # at once, not sample by sample
+    parts = unpack(batch, scores.values.cpu())  # one transfer, not one per sample
     finals = dict(zip(batch.keys, scores.final_values.tolist(), strict=True))
     return {key: [*part.tolist(), finals[key]] for key, part in parts.items()}
 
 
 def _with_mean_advantages(batch: Batch) -> list[Experience]:
-    """Samples by position, each with the mean of its advantages, for the log."""
+    """Returns the samples by position, each with the mean of its advantages, for the log."""
     advantages = batch.columns["advantages"]
     means = [
         replace(item, advantage=sum(advantages[item.key]) / max(len(advantages[item.key]), 1)) for item in batch.samples

@@ -1,6 +1,6 @@
-"""Records where the time of a run goes (--profile): phases of every rank, traces of torch, memory of the GPU.
+"""Records where a run spends its time (--profile): phases of every rank, traces of torch, memory of the GPU.
 
-Nothing of it is entered by a run without the option.
+A run without the option uses none of this.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from lightrl.config.profile_option import profiled_steps
 from lightrl.trainers.observer import Observer
 
-Event = dict[str, Any]  # of the Trace Event Format, which Chrome and Perfetto read
+Event = dict[str, Any]  # in the Trace Event Format, which Chrome and Perfetto read
 
-_MEMORY_EVENTS = 200_000  # allocations that a snapshot remembers
+_MEMORY_EVENTS = 200_000  # most allocations in a snapshot
 
 
 class Profile(Observer):
-    """Records the phases of a trainer, and its chosen steps by torch."""
+    """Records the phases of a trainer, and chosen steps with torch's profiler."""
 
     def __init__(self, trainer: Any) -> None:
-        """Every rank calls it."""
+        """Starts the recording; every rank must call it."""
         self._comm, self._folder = trainer.strategy.comm, trainer.folder.root / "profile"
         steps = profiled_steps(trainer.config.profile)
         with self._comm.phase("set-up", local=True):
@@ -39,7 +39,7 @@ class Profile(Observer):
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Records the step as a span, and by torch if it is chosen."""
+        """Records the step as a span and, if it is chosen, with torch's profiler."""
         with self._traced.step(step), self._timeline.span(f"step {step}", "step"):
             yield
         self._write()
@@ -58,11 +58,11 @@ class Profile(Observer):
 
 
 class Timeline:
-    """The spans of one rank, in the time that all ranks share."""
+    """The time spans of one rank, on a clock that all ranks share."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._start = time.time_ns() - time.perf_counter_ns()  # of the counter, which does not jump
+        self._start = time.time_ns() - time.perf_counter_ns()  # by the performance counter, which does not jump
         self._threads: dict[int, int] = {}
         self._events: list[Event] = [
             {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
@@ -70,12 +70,12 @@ class Timeline:
         ]
 
     def named(self, name: str) -> AbstractContextManager[None]:
-        """Returns a span of the name that Comm.span() gives: what a trainer measures begins with time/."""
+        """Returns a span for a name of Comm.span(); names that a trainer measures begin with time/."""
         return self.span(name.removeprefix("time/"), "time" if name.startswith("time/") else "phase")
 
     @contextmanager
     def span(self, name: str, category: str) -> Iterator[None]:
-        """Records the time of the body, also in a trace of torch that is being made."""
+        """Records the time of the body, and marks it in torch's trace if one is being recorded."""
         started = time.perf_counter_ns()
         try:
             with torch.profiler.record_function(name):
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def append_events(path: Path, events: Sequence[Event]) -> None:
-    """Adds events to a trace, which is whole JSON after each call."""
+    """Adds events to a trace file, which is valid JSON after each call."""
     text = ",\n".join(map(json.dumps, events))
     if not path.exists():
         path.write_text(f"[\n{text}\n]\n")
@@ -114,7 +114,7 @@ def append_events(path: Path, events: Sequence[Event]) -> None:
 
 
 class TracedSteps:
-    """Runs torch's profiler from the first to the last of some steps, and writes what it saw on this rank."""
+    """Runs torch's profiler from the first to the last of some steps, and writes this rank's trace."""
 
     def __init__(self, steps: range, folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = steps, folder, rank

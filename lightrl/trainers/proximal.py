@@ -1,4 +1,4 @@
-"""Old logprobs of other policies than the one before the update. Entered for samples of older weights alone."""
+"""Old logprobs of other policies than the one before the update; used only for samples of older weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightrl.trainers.policy_step import Batch
 
 
 def with_other_policy(batch: Batch, algorithm: AlgorithmConfig, step: int, older: Set[Key]) -> Batch:
-    """Adds what the ratio is to, where that is not the policy before the update.
+    """Adds the values that the ratio compares with, if they are not the logprobs before the update.
 
     Args:
-        batch: With the logprobs before the update, where the options ask for them.
+        batch: With the logprobs before the update, if the options ask for them.
         algorithm: The options.
         step: The number of the step; its weights have this version, and the update makes the next one.
         older: The samples that have tokens of older weights.
@@ -31,7 +31,7 @@ def with_other_policy(batch: Batch, algorithm: AlgorithmConfig, step: int, older
         }
         return batch.with_columns(proximal_share=shares)
     if algorithm.used_correction == "none":
-        # A correction makes the comparison with the policy that sampled; without one the ratio does.
+        # A correction compares with the policy that sampled; without one, the ratio must.
         sampled = {key: part for key, part in batch.sampler_logprobs.items() if key in older}
         return batch.with_columns(old_logprobs={**batch.columns["old_logprobs"], **sampled})
     return batch

@@ -17,7 +17,7 @@ from lightrl.trainers.staleness import older_samples
 
 
 def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
-    """Returns what builds the trainer of a run that writes or reads a record, from the class of an ordinary one."""
+    """Returns the builder of a trainer that writes or reads a record, made from an ordinary trainer class."""
 
     def build(config: RolloutConfig) -> Trainer:
         if not hasattr(trainer_class, "learn_from"):
@@ -34,12 +34,12 @@ def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]
 
 
 class RecordingTrainer(Trainer):
-    """Goes in front of a trainer's class: writes the groups of each step before it learns from them, if it does."""
+    """Mixin for a trainer's class that writes each step's groups before it learns from them."""
 
     made_by = "lightrl.trainers.recorded:recorded"
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
-        """Writes the groups, and learns from them unless --rollout.record_only says otherwise."""
+        """Writes the groups, and learns from them unless --rollout.record_only is set."""
         options, comm = self.config.rollout, self.strategy.comm
         kept = [_of_first_weights(group) for group in groups] if options.record_only else groups
         with comm.phase("recording", local=True):
@@ -51,13 +51,13 @@ class RecordingTrainer(Trainer):
 
 
 def _of_first_weights(group: ScoredGroup) -> ScoredGroup:
-    """Returns the group with the version of the weights that made it, which no step changes though it syncs them."""
+    """Returns the group with version 0 for all tokens: in a run that only records, no step changes the weights."""
     samples = tuple(replace(sample, versions=(0,) * len(sample.versions)) for sample in group.samples)
     return replace(group, samples=samples)
 
 
 class ReplayTrainer(Trainer):
-    """Goes in front of a trainer's class: its groups are those of a record."""
+    """Mixin for a trainer's class that takes its groups from a record."""
 
     made_by = "lightrl.trainers.recorded:recorded"
 
@@ -67,18 +67,18 @@ class ReplayTrainer(Trainer):
         super().__init__(run, **parts)
 
     def step(self) -> StepReport:
-        """Learns from the groups that were recorded of the step."""
+        """Learns from the groups that were recorded in this step."""
         return learn_from_record(self, Path(self.config.rollout.from_))
 
     def evaluate(self) -> dict[str, float]:
-        """Returns nothing: without an engine nothing can be sampled."""
+        """Returns no metrics, since nothing can be sampled without an engine."""
         return {}
 
 
 def learn_from_record(trainer: Any, record: Path, *, has_whole_rollout: bool = True) -> StepReport:
-    """Learns once from the groups that a record has of the trainer's step.
+    """Learns once from the groups that a record holds for the trainer's step.
 
-    has_whole_rollout: whether those are all that were sampled, so that they tell what the rollout was like.
+    has_whole_rollout: whether these are all groups that were sampled, so that they can describe the rollout.
     """
     comm, step = trainer.strategy.comm, trainer.step_index
     with comm.phase("reading the record", local=True):

@@ -1,4 +1,4 @@
-"""Repeats an asynchronous run from its schedule, on ranks that train and generate in turn; or a step of any run."""
+"""Repeats an asynchronous run from its schedule, on ranks that train and generate in turn, or a step of any run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightrl.trainers.repeated_step import repeat_step
 
 
 class Replay(Trainer):
-    """Goes in front of a trainer's class: its samples are made as those of a recorded run were."""
+    """Mixin for a trainer's class that makes its samples as a recorded run made them."""
 
-    made_by = None  # the recorded run's options decide what is learned, while its ranks are not needed
-    prompts: Any  # PromptData of the trainer
+    made_by = None  # the recorded run's options decide what is learned; its ranks are not needed
+    prompts: Any  # the trainer's PromptData
     collector: Any
 
     def __init__(self, config: RolloutConfig, recorded: Path) -> None:
@@ -36,7 +36,7 @@ class Replay(Trainer):
         self.collector = make(self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train)
 
     def close(self) -> None:
-        """Ends the episodes that are under way, and then the run."""
+        """Ends the unfinished episodes, and then the run."""
         if isinstance(self.collector, ReplayedEpisodes):
             self.collector.close()
         super().close()
@@ -51,7 +51,7 @@ class ReplayedPPO(Replay, PPOTrainer):
 
 
 def replay(arguments: Sequence[str]) -> int:
-    """Repeats the run whose folder comes first, or its step --step N; other arguments win over its config.yaml."""
+    """Repeats the run in the folder given first, or its step --step N; other arguments override its config.yaml."""
     if arguments and arguments[0] in ("-h", "--help"):
         _parser().parse_args(["--help"])
     recorded = Path(arguments[0] if arguments else "")
@@ -78,7 +78,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 def _repeating(kind: type[Replay], recorded: Path, config: RolloutConfig) -> Replay:
     trainer = kind(config, recorded)
-    if config.may_share_prompts:  # as build_trainer() let the recorded run do
+    if config.may_share_prompts:  # as in the recorded run, where build_trainer() did it
         share_by_itself(trainer)
     return trainer
 

@@ -1,4 +1,4 @@
-"""Repeats one step of a run, to the bit on as many ranks: `lightrl replay RUN --step N`, also for a debugger."""
+"""Repeats one step of a run (`lightrl replay RUN --step N`), bit for bit on as many ranks, or in a debugger."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def repeat_step(
     step: int,
     is_debugged: bool = False,
 ) -> int:
-    """Repeats a step, which counts from 1, from the newest checkpoint before it; returns 1 if its metrics differ.
+    """Repeats a step, counted from 1, from the newest checkpoint before it; returns 1 if its metrics differ, else 0.
 
     Args:
         build: Makes the trainer of the run from its options.
-        read_options: Returns the options of the run with these arguments in addition.
+        read_options: Returns the run's options with additional arguments.
         run: The folder of the run.
         step: The number of the step.
-        is_debugged: Enter the debugger before the step.
+        is_debugged: Whether to enter the debugger before the step.
     """
     wanted = _metrics_of(run, step)
     before = [done for done in CheckpointDirectory(run / "checkpoints", keep=1).steps() if done < step]
     resumed = ["--resume", str(CheckpointDirectory(run / "checkpoints", keep=1).path(before[-1]))] if before else []
-    # A trainer that a program made itself shares no prompts, whatever its config.yaml says.
+    # A trainer that a program created itself shares no prompts, whatever its config.yaml says.
     whole = [] if "tokens/computed_share" in wanted or not wanted else ["--share_prompts", "False"]
     different: list[str] = []
 
@@ -76,7 +76,7 @@ def _repeat(trainer: Trainer, run: Path, step: int, wanted: Mapping[str, Any], *
 
 
 def _learn_again(trainer: Any, record: Path) -> StepReport:
-    """Learns from a kept batch, which lacks the groups that dynamic sampling drew and did not learn from."""
+    """Learns from a kept batch, which lacks the groups that dynamic sampling drew but did not use."""
     config = trainer.config
     draws_more = isinstance(config, GRPOConfig) and config.dynamic_sampling.enabled
     return learn_from_record(trainer, record, has_whole_rollout=not draws_more)
@@ -91,7 +91,7 @@ def _one_step(trainer: Trainer, take: Callable[[], StepReport]) -> StepReport:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, float]) -> list[str]:
-    """Returns a line for each metric that is not the same number; a null in a file is what is not finite."""
+    """Returns a line for each metric that differs; a null in a file means a number that is not finite."""
     numbers = {name: found[name] if math.isfinite(found[name]) else None for name in _compared(wanted, found)}
     return [f"{name} was {wanted[name]}, now {new}" for name, new in numbers.items() if new != wanted[name]]
 

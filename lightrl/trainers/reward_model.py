@@ -1,4 +1,4 @@
-"""Reward-model training (Bradley-Terry) makes the chosen of two answers to a prompt score higher than the rejected."""
+"""Reward-model training (Bradley-Terry): makes the chosen of two answers score higher than the rejected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RMTrainer(Trainer):
         self.resume()
 
     def step(self) -> StepReport:
-        """Draws a batch, packs this rank's part of it, learns, reports."""
+        """Draws a batch, packs this rank's part, learns, reports."""
         return self.learner.step()
 
     def evaluate(self) -> dict[str, float]:
@@ -58,7 +58,7 @@ class RMTrainer(Trainer):
         return self.learner.evaluate()
 
     def loss(self, output: Tensor, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
-        """The mean Bradley-Terry loss of the pairs. output: the score of each sequence, [S]."""
+        """Returns the mean Bradley-Terry loss of the pairs. output: the score of each sequence, [S]."""
         chosen_index, rejected_index = pair_sequences(batch)
         chosen, rejected = output[chosen_index], output[rejected_index]
         margins = torch.tensor([examples[position].margin for position in pair_positions(batch)]).to(chosen)

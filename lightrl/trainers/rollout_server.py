@@ -1,4 +1,4 @@
-"""RolloutServer: a rank that only generates (--rollout_ranks). It does what trainer rank 0 asks for over the link."""
+"""RolloutServer: a rank that only generates (--rollout_ranks) and obeys trainer rank 0 over the link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RolloutServer:
     def __init__(self, config: RolloutConfig, role: Role) -> None:
         options = _server_options(config, role)
         self.config = config
-        self.step_index = 0  # that the run began with
+        self.step_index = 0  # those at the start of the run
         self._has_passed_on = False  # a signal, to the trainer
         self._own_rewards: RewardSet | None = None  # of production
         self.strategy: StrategyBase = create_strategy(options)
@@ -69,11 +69,11 @@ class RolloutServer:
             self._actions |= {"name": self.production.name, "drop": self.production.drop}
 
     def fit(self) -> None:
-        """Serves until the trainer ends the run. A signal is the trainer's to act on: it stops the run, and this."""
+        """Serves until the trainer ends the run. Signals are left to the trainer, which then stops the run."""
         watch = SignalWatch(self)
         try:
             self.link.meet()
-            # Not before: a rank that connects waits in C, has nothing to save, and is to end at once by a signal.
+            # Not earlier: while connecting, a rank waits in C with nothing to save, so a signal should end it at once.
             watch.start()
             self.link.on_look = partial(self._pass_on, watch)
             if self.production is not None:
@@ -88,7 +88,7 @@ class RolloutServer:
         self.link.peers.end()
 
     def _pass_on(self, watch: SignalWatch) -> None:
-        """Tells the trainer of the signal that this rank has got, once."""
+        """Tells the trainer once of the signal that this rank has received."""
         if watch.received and not self._has_passed_on:
             self._has_passed_on = True
             self.link.put(SIGNAL, str(watch.received).encode())
@@ -101,7 +101,7 @@ class RolloutServer:
                 return
 
     def _carry_out(self, command: Command) -> bool:
-        """Does what the trainer asks for; returns False at the end of the run."""
+        """Carries out a command of the trainer; returns False at the end of the run."""
         if command["do"] == "stop":
             return False
         self._actions[command["do"]](command)
@@ -125,7 +125,7 @@ class RolloutServer:
             self.production.begin(command)
 
     def _save(self, command: Command) -> None:
-        """Tells what is under way, for a checkpoint."""
+        """Sends the state of unfinished work, for a checkpoint."""
         assert self.production is not None, "asked for above --rollout.max_staleness 0 alone"
         self.link.answer(to_bytes(self.production.save()))
 
@@ -136,7 +136,7 @@ class RolloutServer:
             engine.update_weights(weights, command["version"], expected=expected)
 
     def _roll_out(self, command: Command) -> None:
-        """Makes and scores this rank's part of a step's samples, as a trainer with an engine does."""
+        """Generates and scores this rank's part of a step's samples, as a trainer with an engine does."""
         config, comm, statistics = self.config, self.strategy.comm, Statistics()
         batch = [(position, self.prompts.train[index]) for position, index in enumerate(command["prompts"])]
         samples = self.collector.sample(
@@ -152,7 +152,7 @@ class RolloutServer:
         )
 
     def _evaluate(self, command: Command) -> None:
-        """Evaluates; groups that are under way wait, and go on afterwards."""
+        """Evaluates; unfinished groups wait until it is done."""
         if self.production is not None:
             self.production.finish_scoring()
         with self.strategy.serving.require_engine().set_aside():
@@ -165,7 +165,7 @@ class RolloutServer:
     # ---- Set-up ------------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> None:
-        """Builds the engine; its weights come over the link, and so the model here has none."""
+        """Builds the engine; its weights come over the link, so the model here has none."""
         config, serving = self.config, self.strategy.serving
         with self.strategy.comm.phase("starting the engine", local=True):
             policy = load_policy(
@@ -201,13 +201,13 @@ class RolloutServer:
         parts = (config, self.link, serving.require_engine(), serving.group)
         prompts = self.prompts.train
         if isinstance(self.collector, EpisodeCollector):
-            self._own_rewards = RewardSet.from_config(config)  # episodes use the others at the same time
+            self._own_rewards = RewardSet.from_config(config)  # episodes use self.rewards meanwhile
             return EpisodeProduction(*parts, prompts=prompts, rewards=self._own_rewards, collector=self.collector)
         return Production(*parts, prompts=prompts, rewards=self.rewards, collector=self.collector)
 
 
 def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
-    """Returns the options of a run without a trainer; its folder is the trainer's, and none is opened here."""
+    """Returns the options for a run without a trainer, which opens no folder: the run's folder is the trainer's."""
     return replace(
         config,
         strategy="single" if role.num_rollout == 1 else "ddp",
@@ -225,7 +225,7 @@ def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
 
 
 def _groups(samples: list[Sample], rewards: list[float], step: int) -> list[ScoredGroup]:
-    """Returns the samples by prompt, those of which are adjacent."""
+    """Groups samples by prompt; samples of a prompt are adjacent."""
     groups = []
     for _, part in groupby(zip(samples, rewards, strict=True), key=lambda pair: pair[0].position):
         own, scores = zip(*part, strict=True)

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to the policy's loss and metrics; built only where --routing.* asks for it."""
+"""Terms and metrics that a mixture of experts adds to the policy's loss; built only if --routing.* asks for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightrl.trainers.loss_terms import LossTerm, MicroBatch
 class RouterTerm(LossTerm):
     """Reports how often trainer and engine would choose other experts, and adds the losses of the routers.
 
-    A token's term gets the loss of its sequence, so that every aggregation averages it as it does the policy loss.
+    A token's term gets the loss of its sequence, so that every aggregation averages it like the policy loss.
     """
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
 
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
-        """Adds coefficient x loss of the sequence to the term of each trained token."""
+        """Adds coefficient x the sequence's loss to the term of each trained token."""
         routing = micro.scores.routing
         assert routing is not None, "the policy has no RoutingReplay"
         if self._config.replay:

@@ -1,4 +1,4 @@
-"""What a trainer starts from: `open_run` finds the strategy, the run's folder, a checkpoint, data and tokenizer."""
+"""The parts that a trainer starts from; `open_run` finds strategy, folder, checkpoint, data and tokenizer."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class RunContext:
     config: Any  # the trainer's own kind of RolloutConfig or OfflineConfig
     strategy: StrategyBase
     folder: RunFolder
-    checkpoint: Path | None  # to continue from; None starts at step 0
+    checkpoint: Path | None  # to continue from; None: start at step 0
     model_path: str  # a folder or a Hugging Face name
-    context: int  # tokens of prompt and response together that the model takes
+    context: int  # most tokens, prompt and response together, that the model takes
     tokenizer: PreTrainedTokenizerBase
-    media: MediaProcessor | None  # None: the model takes text alone
+    media: MediaProcessor | None  # None: the model takes only text
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
     train_records: Sequence[Any]  # the lines of --train_data
     eval_records: Sequence[Any]
-    workflow: Workflow | None = None  # that makes the samples; None: one response to each prompt
-    longest_sequences: list[int] = field(default_factory=list)  # tokens of that of each data set read so far
+    workflow: Workflow | None = None  # makes the samples; None: one response to each prompt
+    longest_sequences: list[int] = field(default_factory=list)  # tokens, one per data set read so far
     observers: list[Observer] = field(default_factory=list)  # of the trainer
 
 
 def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None = None) -> RunContext:
-    """Joins the world and checks folder, data and model files, in this order, before any weights are loaded.
+    """Joins the world, then checks folder, data and model files in this order, before any weights are loaded.
 
     Args:
         config: the options of the run.
@@ -132,7 +132,7 @@ def _checked_model(model: str, strategy: StrategyBase) -> str:
 
 
 def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
-    """Loads the model that the run starts from, on this rank and not yet prepared; to be trained, with its adapters."""
+    """Loads the model that the run starts from, with its adapters if it is to be trained; it is not yet prepared."""
     materialize, remote_code = run.strategy.materializes_weights, run.config.trust_remote_code
     policy = load_policy(
         run.model_path, materialize=materialize, trust_remote_code=remote_code, is_reference=is_reference
@@ -147,7 +147,7 @@ def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
 
 
 def _attach_options(run: RunContext, policy: Policy) -> None:
-    """Adds the adapters and the replay of routers that the options ask for."""
+    """Adds adapters and the replay of routers, if the options ask for them."""
     if run.config.lora.is_on:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
         serve_as_configured(run.strategy, run.config)
@@ -156,16 +156,16 @@ def _attach_options(run: RunContext, policy: Policy) -> None:
 
 
 def fix_for_run(run: RunContext, model: nn.Module) -> None:
-    """Fixes rotary frequencies that vary with the length for the longest sequence in the data, if there are any."""
+    """Fixes rotary frequencies that vary with the length, if any, at those of the longest sequence in the data."""
     if run.longest_sequences and fixed_length(model) is not None:
         fix_frequencies(model, max(run.longest_sequences))
         run.strategy.print(f"{type(model).__name__}: {describe_fixed(model)}.")
 
 
 def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
-    """Returns the frozen model that the policy is compared with: itself without its adapters, or a copy of the start.
+    """Returns the frozen reference: the policy without its adapters, or the model that the run starts from.
 
-    Call it after the policy was prepared: before that, rank 0 would hold both models whole.
+    Call it after the policy was prepared; otherwise rank 0 would hold both models whole.
     """
     if run.config.lora.is_on:
         return WithoutAdapters(policy)

@@ -1,4 +1,4 @@
-"""The folder of a run: what is logged there, which process writes it, and which inputs the run began with.
+"""The folder of a run: the logs in it, the process that owns it, and the inputs that the run began with.
 
 It holds owner.json while a run lives, config.yaml, inputs.json, metrics.jsonl, samples.jsonl, tensorboard/,
 checkpoints/, final/ and final_ema/.
@@ -31,16 +31,16 @@ from lightrl.trainers import earlier_run
 
 logger = logging.getLogger(__name__)
 
-OWNER_NAME = "owner.json"  # host and pid of the process that writes the run's files, for people and for the refusal
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # what a file system without locks answers
+OWNER_NAME = "owner.json"  # host and pid of the process that writes the run's files, for people and error messages
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without locks
 _INPUTS_NAME = "inputs.json"
-_WHOLE = 64 << 20  # bytes of a file that is read wholly; of a larger one as much, in blocks from all over it
+_WHOLE = 64 << 20  # bytes that are hashed: a small file whole, blocks from all over a larger one
 _BLOCKS = 64
-_OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, also inside name=[module:one, module:two]
+_OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, even inside name=[module:one, module:two]
 
 _Columns = Callable[[Experience], Mapping[str, Any]]
 
-_new_paths: list[Path] = []  # that this process has made under runs/
+_new_paths: list[Path] = []  # folders that this process has made under runs/
 
 
 class RunFolder:
@@ -61,7 +61,7 @@ class RunFolder:
             earlier_run.require_same(self.root, config)
 
     def open(self, config: RunConfig, steps_done: int) -> None:
-        """Saves the config, and drops what an interrupted run logged after the checkpoint that this one continues."""
+        """Saves the config, and drops rows that an interrupted run logged after the checkpoint to continue from."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "config.yaml").write_text(to_yaml(config))
         note_inputs(self.root, config, continues=steps_done > 0)
@@ -76,11 +76,11 @@ class RunFolder:
         _append(self._metrics, [{"step": step, **{name: _number(value) for name, value in metrics.items()}}])
 
     def append_samples(self, step: int, experience: Iterable[Experience], more: _Columns = lambda _: {}) -> None:
-        """Adds a line per sample to samples.jsonl; more: returns what else to say of a sample."""
+        """Adds a line per sample to samples.jsonl; more: returns additional entries for a sample."""
         _append(self._samples, [{**self.sample_row(step, item), **more(item)} for item in experience])
 
     def sample_row(self, step: int, item: Experience) -> dict[str, Any]:
-        """Returns what samples.jsonl says of a sample."""
+        """Returns the row of a sample in samples.jsonl."""
         sample = item.sample
         return {
             "step": step,
@@ -100,18 +100,18 @@ class RunFolder:
         }
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Reads what has been logged so far."""
+        """Reads the metrics that have been logged so far."""
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
 
 
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
-    """Returns folder and checkpoint. Rank 0 decides, since ranks may see different files; its errors reach all."""
+    """Returns folder and checkpoint. Rank 0 decides, as ranks may see different files; its errors reach all ranks."""
     folder, checkpoint, problem = RunFolder(Path()), None, ""
     if comm.is_main:
         try:
             folder = RunFolder((Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute())
             folder.check(config)
-            if kind != "rollout":  # such a rank generates for a trainer, whose folder it is
+            if kind != "rollout":  # such a rank generates for a trainer, which owns the folder
                 own(folder.root)
             if folder.checkpoints.is_dir() or config.resume not in ("auto", "never"):
                 checkpoint = earlier_run.find_checkpoint(config, folder.checkpoints)
@@ -125,7 +125,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
 
 
 def new_run_path(kind: str) -> Path:
-    """Makes a folder that no other run has, even one started in the same second."""
+    """Makes a folder that differs from any other run's, even if that started in the same second."""
     name, number = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}", 1
     while True:
         path = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -139,7 +139,7 @@ def new_run_path(kind: str) -> Path:
 
 
 def remove_empty_runs() -> None:
-    """Removes the folder that a refused run has made and not written to, and runs/ with its last folder."""
+    """Removes the folder that a refused run has made but not written to, and runs/ if it is then empty."""
     disown_all()
     while _new_paths:
         path = _new_paths.pop()
@@ -155,7 +155,7 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except OSError:
         with suppress(OSError):
-            os.truncate(path, size)  # half a line would spoil the next one
+            os.truncate(path, size)  # half a line would corrupt the next one
         raise
 
 
@@ -171,18 +171,18 @@ def _number(value: float) -> float | int | None:
 
 
 class _Owned(NamedTuple):
-    descriptor: int  # open while this process owns the folder: closing it drops the lock
-    made: list[Path]  # folders that own() made, the innermost first
+    descriptor: int  # open while this process owns the folder, as closing it drops the lock
+    made: list[Path]  # folders that own() made, innermost first
 
 
 _owned: dict[Path, _Owned] = {}  # by folder
 
 
 def own(root: Path) -> None:
-    """Makes this process the only one that writes a run's folder.
+    """Makes this process the only one that may write a run's folder.
 
-    Raises ValueError if another process does, and if the folder cannot be written. A process may open a folder
-    again that it owns.
+    Raises ValueError if another process owns it, or if the folder cannot be written. A process may open a folder
+    that it owns again.
     """
     if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
         return
@@ -201,7 +201,7 @@ def own(root: Path) -> None:
 
 
 def disown(root: Path) -> None:
-    """Gives back a folder that this process owns, and removes it if it holds nothing else and was made for the run."""
+    """Gives back a folder that this process owns; removes it if it was made for the run and holds nothing else."""
     if root not in _owned:
         return
     descriptor, made = _owned.pop(root)
@@ -230,7 +230,7 @@ def _lock(root: Path) -> int:
             _check_owner(root, _read_owner(descriptor), error)
         if _is_same_file(descriptor, path):
             return descriptor
-        os.close(descriptor)  # its owner has ended and removed the file meanwhile
+        os.close(descriptor)  # meanwhile its owner has ended and removed the file
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
@@ -241,7 +241,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def _check_owner(root: Path, owner: dict[str, Any], error: OSError) -> None:
-    """Raises ValueError if the folder has another owner that lives, or may live."""
+    """Raises ValueError if the folder has another owner that is alive, or may be."""
     if error.errno in (errno.EACCES, errno.EAGAIN):
         raise _in_use(root, owner)
     if error.errno not in _NO_LOCKS:
@@ -265,7 +265,7 @@ def _in_use(root: Path, owner: dict[str, Any], remedy: str = "") -> ValueError:
 
 
 def _read_owner(descriptor: int) -> dict[str, Any]:
-    """Returns what the owner wrote; empty if it has just begun."""
+    """Returns the facts that the owner wrote; empty if it has just begun."""
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
@@ -288,7 +288,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start(pid: int) -> int | None:
-    """Returns when a process began, in ticks since the machine started: a pid alone may be that of a later one."""
+    """Returns a process's start time in ticks since the machine started, since a pid may be reused."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
@@ -296,13 +296,13 @@ def _start(pid: int) -> int | None:
 
 
 # ---- The inputs ------------------------------------------------------------------------------------------------------
-# The hashes of the files that the options name tell when the data or the code is no longer what it was at the start.
+# The hashes of the files that the options name show whether the data or the code has changed since the start.
 
 
 def note_inputs(root: Path, config: RunConfig, *, continues: bool) -> None:
-    """Writes the hashes of the files that the options name; warns of those that changed since a run began.
+    """Writes the hashes of the files that the options name; warns of files that changed since the run began.
 
-    The run goes on: what changed may be a mended line. But its numbers are no longer those of one undisturbed run.
+    The run goes on, since the change may be a corrected line. But its numbers are not those of an undisturbed run.
     """
     path = root / _INPUTS_NAME
     found = {str(file): hash_of(file) for file in sorted({*_data_files(config), *_code_files(config)})}
@@ -322,7 +322,7 @@ def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, str]) -> None:
 
 
 def hash_of(path: Path) -> str:
-    """Returns a hash of the size and the content of a file; of a very large one, of 64 MiB from all over it."""
+    """Returns a hash of a file's size and content; of a very large file, only 64 MiB from all over it are read."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -342,7 +342,7 @@ def _data_files(config: RunConfig) -> Iterator[Path]:
 
 
 def _code_files(config: RunConfig) -> Iterator[Path]:
-    """Yields the files of the strategy, the rewards and the workflow that are not lightrl's own."""
+    """Yields the source files of a strategy, rewards or a workflow that are not lightrl's own."""
     names = [config.strategy]
     if isinstance(config, RolloutConfig):
         names += [*config.reward, config.rollout.workflow, *config.rollout.workflow_args]
@@ -352,12 +352,12 @@ def _code_files(config: RunConfig) -> Iterator[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Returns the file of a module, or of a path to one; None if there is none that can be read."""
+    """Returns the source file of a module or of a path to one; None if there is no readable file."""
     if module.endswith(".py"):
         return Path(module) if Path(module).is_file() else None
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # an argument that only looks like a name
+    except (ImportError, ValueError):  # an argument that only looks like a module's name
         return None
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
@@ -365,6 +365,6 @@ def _file_of(module: str) -> Path | None:
 def _read_hashes(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):  # a run of a version that wrote none
+    except (OSError, ValueError):  # written by a version that kept no hashes
         return {}
     return content if isinstance(content, dict) else {}

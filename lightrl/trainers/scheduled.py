@@ -1,4 +1,4 @@
-"""Runs in which a step leaves prompts under way for the next one (--rollout.over_issue, --rollout.filter)."""
+"""Runs in which a step leaves unfinished prompts to the next one (--rollout.over_issue, --rollout.filter)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import Batch, PolicyUpdates
 from lightrl.trainers.run import RunContext
 
-SCHEDULERS = {"wait": AsyncScheduler, "drop": DroppingScheduler}  # by --rollout.late
+SCHEDULERS = {"wait": AsyncScheduler, "drop": DroppingScheduler}  # keys: values of --rollout.late
 COLLECTORS = {"wait": ScheduledCollector, "drop": LateDropCollector}
 BUILTIN_FILTERS = {"unequal_rewards": "lightrl.trainers.scheduled:unequal_rewards"}
 
 
 def unequal_rewards(group: ScoredGroup) -> bool:
-    """Keeps groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476)."""
+    """Keeps groups whose rewards differ, since other groups teach nothing (DAPO, arXiv:2503.14476)."""
     return group.has_signal
 
 
 def scheduled(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
-    """Returns the trainer of a scheduled run, from the class of an ordinary one."""
+    """Returns the trainer class of a scheduled run, made from an ordinary trainer class."""
     if not isinstance(trainer_class, type):
         raise TypeError("A scheduled run needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
     made: Callable[[Any], Trainer] = type(f"Scheduled{trainer_class.__name__}", (ScheduledTrainer, trainer_class), {})
@@ -40,7 +40,7 @@ def scheduled(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Traine
 
 
 class ScheduledTrainer(Trainer):
-    """Goes in front of a trainer's class: its batches are those of a schedule, which its checkpoints hold."""
+    """Mixin for a trainer's class that takes its batches from a schedule, which checkpoints include."""
 
     made_by = "lightrl.trainers.scheduled:scheduled"
     collector: ScheduledCollector
@@ -72,7 +72,7 @@ class ScheduledTrainer(Trainer):
         return load_filter(config)
 
     def resume(self) -> None:
-        """Begins the schedule, or continues that of a checkpoint."""
+        """Resumes the run and begins the schedule, or continues a checkpoint's."""
         comm, size = self.strategy.comm, self.strategy.serving.group.size
         scheduler = scheduler_of(self.config)
         self.schedule = Schedule(scheduler, comm, self.prompts.train, self.prompts.sampler.index_at, engine_size=size)
@@ -80,13 +80,13 @@ class ScheduledTrainer(Trainer):
         super().resume()
 
     def close(self) -> None:
-        """Ends the episodes that are under way, and then the run."""
+        """Ends the unfinished episodes, and then the run."""
         self.collector.close()
         super().close()
 
 
 class YoungUpdates(PolicyUpdates):
-    """Leaves out the tokens that --rollout.max_token_staleness calls too old; a sample of such alone has expired."""
+    """Leaves out tokens older than --rollout.max_token_staleness; a sample with no other tokens has expired."""
 
     def __init__(self, run: RunContext, statistics: Statistics) -> None:
         super().__init__(run, statistics)
@@ -95,14 +95,14 @@ class YoungUpdates(PolicyUpdates):
         self._step = 0
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
-        """Masks old tokens, and deals the samples out to updates and ranks."""
+        """Masks old tokens, and distributes the samples over updates and ranks."""
         self._step = step
         if self._max_age:
             experience = [self._without_old_tokens(item, step) for item in experience]
         return super().deal(experience, step)
 
     def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
-        """Compares engine and trainer, with --rollout.keep_cache also where old keys and values were read.
+        """Compares engine and trainer; with --rollout.keep_cache, also for tokens that read old keys and values.
 
         Those are the tokens of the newest weights in samples that older weights began.
         """
@@ -143,7 +143,7 @@ def scheduler_of(config: RolloutConfig) -> Scheduler:
 
 
 def load_filter(config: RolloutConfig) -> Filter | None:
-    """Returns the function of --rollout.filter; ValueError if there is none of that name."""
+    """Returns the function that --rollout.filter names; raises ValueError if it does not exist."""
     if not config.rollout.filter:
         return None
     found = load_object(config.rollout.filter, builtin=BUILTIN_FILTERS, what="filter", example="my_filter")
@@ -154,7 +154,7 @@ def load_filter(config: RolloutConfig) -> Filter | None:
 
 
 def check_schedule(config: RolloutConfig) -> None:
-    """Raises ValueError for options that a scheduled run does not have."""
+    """Raises ValueError for options that a scheduled run does not support."""
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise ValueError(
             "--dynamic_sampling.enabled does not go with a schedule: use --rollout.filter unequal_rewards, which "

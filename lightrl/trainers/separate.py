@@ -1,4 +1,4 @@
-"""Runs in which some ranks train and others generate (--rollout_ranks): what a rank becomes, and what is refused."""
+"""Runs in which some ranks train and others generate (--rollout_ranks): the roles of ranks, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
 
-BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # by --rollout.late
-_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio")  # options of --rollout that such runs take
+BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # keys: values of --rollout.late
+_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio")  # options of --rollout that such runs support
 
 
 def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
-    """Returns what builds this rank's part of the run: a trainer of that class, or the server of its samples."""
+    """Returns the builder of this rank's part of the run: a trainer of that class, or a server of samples."""
 
     def build(config: RolloutConfig) -> Trainer | RolloutServer:
         check_split(config)
@@ -49,19 +49,19 @@ def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig]
 
 
 def curriculum_of(config: RolloutConfig) -> tuple[type[Trainer], ...]:
-    """Returns what a trainer's class needs in front of it for --data.curriculum; ValueError if there is no such one."""
+    """Returns the mixins for --data.curriculum; raises ValueError if there is no such curriculum."""
     if not config.data.curriculum:
         return ()
-    load_curriculum(config.data.curriculum)  # here, because this runs on the rollout ranks too
+    load_curriculum(config.data.curriculum)  # checked here, because this runs on the rollout ranks too
     return (CurriculumTrainer,)
 
 
 class Learner(Trainer):
-    """Goes in front of a trainer's class: its samples come from the rollout ranks, and its weights go there."""
+    """Mixin for a trainer's class that gets samples from the rollout ranks and sends them the weights."""
 
     made_by = "lightrl.trainers.separate:in_role"
     collector: RemoteCollector
-    prompts: Any  # PromptData of the trainer
+    prompts: Any  # the trainer's PromptData
 
     def __init__(self, config: RolloutConfig, role: Role) -> None:
         self._link: Link | None = None
@@ -75,7 +75,7 @@ class Learner(Trainer):
             raise
 
     def resume(self) -> None:
-        """Reads the checkpoint; that of a run whose production never stops holds the tickets that were used."""
+        """Reads the checkpoint, which holds the used tickets if production never stops."""
         self._tickets = Tickets(self.strategy.comm)
         if self.config.rollout.max_staleness:
             self.saved["tickets"] = self._tickets
@@ -103,7 +103,7 @@ class Learner(Trainer):
         return made
 
     def fit(self) -> dict[str, float]:
-        """Trains to max_steps; an error is posted for the rollout ranks."""
+        """Trains to max_steps; reports an error to the rollout ranks."""
         try:
             return super().fit()
         except Exception as error:
@@ -126,30 +126,30 @@ class Learner(Trainer):
             self._link.peers.report(error)
 
     def _explained(self, error: Exception) -> Exception:
-        """Returns an error that says which rank is gone, if that is what broke a collective."""
+        """Returns an error that says which rank is gone, if a collective broke for that reason."""
         if self._peers is None or not isinstance(error, RuntimeError):
             return error
         failure = self._peers.failure_soon()
         return RankError(f"{failure}\n{error}") if failure and failure not in str(error) else error
 
     def _hear_signal(self) -> None:
-        """Acts on a signal that a rollout rank alone has got as if it had come to this one."""
+        """Acts on a signal that only a rollout rank has received, as if this rank had received it."""
         link = self._link
         assert link is not None, "it alone calls this"
         if link.has(SIGNAL):
             signum = int(link.take(SIGNAL))
-            if signal.getsignal(signum) is not signal.SIG_DFL:  # else nothing is trained yet, or no more
+            if signal.getsignal(signum) is not signal.SIG_DFL:  # otherwise nothing is being trained
                 os.kill(os.getpid(), signum)
 
     def _make_strategy(self, config: RolloutConfig) -> StrategyBase:
-        """Makes the trainer's strategy, on which no engine leans."""
+        """Creates the trainer's strategy, which has no engine of its own."""
         options = replace(config, engine_tp_size=1, engine_sleep_level=0, canary_every=0)
         strategy = create_strategy(options)
         strategy.serving = RemoteServing(strategy, options, lambda: self._connect(strategy))
         return strategy
 
     def _connect(self, strategy: StrategyBase) -> Link | None:
-        """Makes the trainer's end of the link, on its first rank."""
+        """Creates the trainer's end of the link, on its first rank."""
         if not strategy.comm.is_main:
             self._peers = PeerWatch(self._role)
             self._peers.begin()
@@ -166,7 +166,7 @@ class Learner(Trainer):
 
 
 def check_split(config: RolloutConfig) -> None:
-    """Raises ValueError for an option that separate ranks do not have."""
+    """Raises ValueError for an option that separate ranks do not support."""
     collective = [name for name in config.reward if name.split("=")[0] == "reward_model"]
     if not collective:
         rewards = RewardSet.from_config(config)
@@ -178,7 +178,7 @@ def check_split(config: RolloutConfig) -> None:
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
     _check_engine(config)
-    check_own_options(config, strategy_class(config.strategy))  # here, since rollout ranks make another strategy
+    check_own_options(config, strategy_class(config.strategy))  # here, as rollout ranks create another strategy
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if isinstance(config, GRPOConfig):
@@ -191,7 +191,7 @@ def _check_advantage(name: str) -> None:
 
 
 def _check_schedule(config: RolloutConfig) -> None:
-    """Raises ValueError for an option of schedules on ranks that do both; what concerns the age is common."""
+    """Raises ValueError for a schedule's option that needs ranks that do both; options about age work for either."""
     defaults = ScheduleConfig()
     for name in (item.name for item in fields(defaults) if item.name not in _BOUNDED):
         if getattr(config.rollout, name) != getattr(defaults, name):
@@ -199,7 +199,7 @@ def _check_schedule(config: RolloutConfig) -> None:
 
 
 def _check_engine(config: RolloutConfig) -> None:
-    """Raises ValueError for what is asked of an engine beside the trainer; the defaults ask nothing."""
+    """Raises ValueError for options of an engine beside the trainer that differ from their defaults."""
     remedies = {
         "canary_every": "the fingerprints prove each sync, and mismatch/* compares logprobs",
         "engine_sleep_level": "the engine has its device for itself and never sleeps",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning makes the assistant's tokens likelier, each of them with the same weight."""
+"""Supervised fine-tuning: makes the assistant's tokens likelier, all with the same weight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SFTTrainer(Trainer):
         self.resume()
 
     def step(self) -> StepReport:
-        """Draws a batch, packs this rank's part of it, learns, reports."""
+        """Draws a batch, packs this rank's part, learns, reports."""
         return self.learner.step()
 
     def evaluate(self) -> dict[str, float]:
@@ -54,15 +54,15 @@ class SFTTrainer(Trainer):
         return self.learner.evaluate()
 
     def weight(self, batch: PackedBatch) -> Tensor:
-        """The number of trained tokens."""
+        """Returns the number of trained tokens."""
         return batch.loss_mask.sum()
 
     def loss(self, output: TokenScores, batch: PackedBatch, examples: Examples, statistics: Statistics) -> Tensor:
-        """The mean negative log likelihood of the trained tokens."""
+        """Returns the mean negative log likelihood of the trained tokens."""
         weights = token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys))
         trained = torch.where(batch.loss_mask, output.logprobs.detach(), 0.0)
         likelihoods = sequence_sums(trained, batch.sequence_index, len(batch.keys)).exp()
-        num_examples = sum(position >= 0 for position, _ in batch.keys)  # a dummy has none
+        num_examples = sum(position >= 0 for position, _ in batch.keys)  # a dummy has no tokens
         # The share of samples at temperature 1 that would be exactly this response.
         statistics.mean("probability", float(likelihoods.sum()) if num_examples else 0.0, num_examples)
         return mean_loss(-output.logprobs, weights)

@@ -1,4 +1,4 @@
-"""The newest checkpoint without damage: a run that continues skips a damaged one, names it, and never deletes it."""
+"""Finds the newest undamaged checkpoint: a continued run skips and names a damaged one, but never deletes it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def newest_sound(checkpoint: Path, comm: Comm, *, resume: str) -> Path:
-    """Returns the checkpoint, or with --resume auto the newest before it that has no damage; raises ValueError if none.
+    """Returns the checkpoint if it is sound or, with --resume auto, the newest sound one; ValueError if none is.
 
-    Every rank calls it and checks a share of the files.
+    Every rank must call it, and checks a share of the files.
     """
     while True:
         with comm.phase("checking the checkpoint", local=True):
@@ -33,7 +33,7 @@ def newest_sound(checkpoint: Path, comm: Comm, *, resume: str) -> Path:
 
 
 def _skip(checkpoint: Path, damage: str, resume: str) -> Path:
-    """Returns the checkpoint before; the damaged one keeps its files under another name."""
+    """Returns the previous checkpoint; renames the damaged one and keeps its files."""
     older = CheckpointDirectory(checkpoint.parent, keep=1).before(checkpoint)
     if resume != "auto":
         raise ValueError(f"--resume {checkpoint} is damaged: {damage}. Give another step.")

@@ -1,4 +1,4 @@
-"""Finds the samples of a step that older weights made, and says how old they are. For runs that can have some."""
+"""Finds samples that older weights made and measures their age, for runs that can have such samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrl.records import Experience
 
 
 def older_samples(mine: Sequence[Experience], step: int, comm: Comm) -> frozenset[Key]:
-    """Returns the samples of all ranks that have a token of older weights, alike on every rank.
+    """Returns the keys of all ranks' samples with a token of older weights; the result is the same on every rank.
 
     Ranks that split a model run the loss on each other's samples. The version of the weights is the number of the step
     that they were synced for.
@@ -21,7 +21,7 @@ def older_samples(mine: Sequence[Experience], step: int, comm: Comm) -> frozense
 
 
 def describe_staleness(mine: Sequence[Experience], step: int, statistics: Statistics) -> None:
-    """Adds by how many steps the weights of the policy's tokens are behind, and how many weights a sample is of."""
+    """Adds how many steps old the weights of tokens are, and how many versions of weights made a sample."""
     own = [
         [version for version, is_own in zip(item.sample.versions, item.sample.is_own, strict=True) if is_own]
         for item in mine

@@ -1,4 +1,4 @@
-"""Advantages and returns per token from the rewards of samples, independent of the ranks that hold them."""
+"""Advantages and returns per token, computed from the rewards of samples whichever ranks hold them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightrl.trainers.objective import load_and_try
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTargets:
-    """The targets of policy and critic: per sample, one number for each response token."""
+    """The targets of policy and critic: for each sample, one number per response token."""
 
     advantages: dict[Key, list[float]]
     returns: dict[Key, list[float]]
@@ -38,7 +38,7 @@ def _two_tokens() -> tuple[TokenRewards]:
 
 
 class TokenAdvantages:
-    """The estimator of a run, tried before anything expensive, and the moments of all that it has seen."""
+    """The estimator of a run, tried before anything expensive, and the moments of all rewards and advantages so far."""
 
     def __init__(self, config: PPOAlgorithmConfig) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class TokenAdvantages:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the moments of a checkpoint."""
-        if "rewards" in state:  # a checkpoint of version 0.1 holds sums
+        if "rewards" in state:  # sums of a checkpoint of version 0.1
             state = {f"{name}_moments": _moments_of_sums(*state[f"{name}s"]) for name in ("reward", "advantage")}
         self._reward_moments = torch.tensor(state["reward_moments"], dtype=torch.float64)
         self._advantage_moments = torch.tensor(state["advantage_moments"], dtype=torch.float64)
@@ -72,11 +72,11 @@ class TokenAdvantages:
         comm: Comm,
         statistics: Statistics,
     ) -> TokenTargets:
-        """Returns the targets of this rank's samples. Every rank calls it, also without samples.
+        """Returns the targets of this rank's samples. Every rank must call it, even without samples.
 
         Args:
             experience: This rank's samples of the step.
-            values: The critic's values by sample, one before each response token and one behind the last.
+            values: The critic's values by sample, one before each response token and one after the last.
             kl: The KL of each response token by sample, subtracted from its reward; None subtracts nothing.
             kl_coef: Weight of that KL.
             comm: Sums over the ranks.
@@ -123,7 +123,7 @@ class TokenAdvantages:
         return clip_values(rewards, self._config.reward_clip) if self._config.reward_clip else rewards
 
     def _final_value(self, sample: Sample, values: TokenValues) -> float:
-        """Returns the value behind the last token: 0 where the response ended, or counts as ended."""
+        """Returns the value after the last token: 0 if the response ended, or counts as ended."""
         goes_on = sample.finish_reason != "stop" and self._config.truncation == "bootstrap"
         return values[sample.key][-1] if goes_on else 0.0
 
@@ -138,12 +138,12 @@ class TokenAdvantages:
 
 
 def _turns(sample: Sample) -> list[int]:
-    """Returns the number of the turn that each response token belongs to; what is heard belongs to the turn before."""
+    """Returns the turn of each response token; tokens that the policy did not choose belong to the turn before."""
     return [bisect_right(sample.turns, index) for index in range(len(sample.response_ids))]
 
 
 def _earned(sample: Sample) -> list[float]:
-    """Returns what each response token earned: a turn's reward at the turn's last token that the policy chose."""
+    """Returns each response token's reward: a turn's reward goes to the last token that the policy chose in it."""
     earned, is_own = [0.0] * len(sample.response_ids), sample.is_own
     ends = (*sample.turns[1:], len(sample.response_ids))
     for start, end, reward in zip(sample.turns, ends, sample.turn_rewards, strict=False):
@@ -154,18 +154,18 @@ def _earned(sample: Sample) -> list[float]:
 
 
 def _less_baseline(estimated: TokenReturns, values: Tensor, mask: Tensor) -> TokenReturns:
-    """Subtracts the critic's values from returns of an estimator that takes no critic."""
+    """Subtracts the critic's values from the returns of an estimator that does not use a critic."""
     return replace(estimated, advantages=torch.where(mask, estimated.advantages - values, 0.0))
 
 
 def _moments_of_sums(count: float, total: float, squares: float) -> list[float]:
-    """Returns what moments_of() would, from the count, the sum and the sum of squares."""
+    """Returns the result of moments_of() from the count, the sum and the sum of squares."""
     mean = total / count if count else 0.0
     return [count, mean, max(0.0, squares - count * mean * mean)]
 
 
 def _flat(parts: Sequence[Sequence[float]]) -> Tensor:
-    """Joins the values as float64, so that the order of the samples does not show after rounding to float32."""
+    """Joins the values as float64, so that the order of samples has no effect after rounding to float32."""
     return torch.tensor([value for part in parts for value in part], dtype=torch.float64)
 
 
@@ -180,14 +180,14 @@ def _moments(values: Tensor, comm: Comm) -> Tensor:
 
 
 def _merged(before: Tensor, now: Tensor) -> Tensor:
-    """Returns the moments of the run with those of a step, which are left out if a value was not finite."""
+    """Returns the run's moments including those of a step, unless one of its values was not finite."""
     return merged_moments(torch.stack([before, now])) if now.isfinite().all() else before
 
 
 def _report(advantages: Tensor, returns: Tensor, values: Tensor, comm: Comm, statistics: Statistics) -> None:
-    """Adds the metrics of the numbers before anything is normalised.
+    """Adds metrics of the numbers before normalisation.
 
-    An explained variance of 1 is a critic that predicted every return; 0 is one that knows no more than their mean.
+    An explained variance of 1 means that the critic predicted every return; 0, that it knows only their mean.
     """
     parts = {"advantage": advantages, "critic/return": returns, "critic/value": values}
     for name, part in parts.items():

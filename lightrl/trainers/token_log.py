@@ -1,6 +1,6 @@
-"""Writes each token of the logged samples with what the training made of it (--log.tokens).
+"""Writes each token of the logged samples with its values in the training (--log.tokens).
 
-Nothing of it is entered by a run without the option.
+A run without the option uses none of this.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from lightrl.records import Experience, PackedBatch, Sample, StateValues, TokenS
 from lightrl.rewards.scoring import RewardError
 from lightrl.trainers.observer import Observer
 
-Values = dict[str, list[float | None]]  # of the tokens of a sample, by name; None is not finite
-Rewards = dict[tuple[Key, str], dict[str, float]]  # by sample and text: evaluations have such keys too
+Values = dict[str, list[float | None]]  # values of a sample's tokens, by name; None: not finite
+Rewards = dict[tuple[Key, str], dict[str, float]]  # by sample and text, since evaluations use the same sample keys
 
-_DIGITS = 4  # of a value in samples.jsonl that matter
+_DIGITS = 4  # kept of a value in samples.jsonl
 
 
 def token_log(trainer: Any) -> Observer:
-    """Returns what adds tokens and rewards to the lines of samples.jsonl; every rank calls it."""
+    """Returns the observer that adds tokens and rewards to samples.jsonl; every rank must call it."""
     if not hasattr(trainer, "loss"):
         raise ValueError(
             f"--log.tokens needs a trainer that has loss(scores, batch), as those of GRPO and PPO: "
@@ -32,20 +32,20 @@ def token_log(trainer: Any) -> Observer:
 
 
 class TokenLog(Observer):
-    """What is known of the tokens of the first samples of a step."""
+    """Collects the values of the tokens of a step's first samples."""
 
     def __init__(self, first: int, trainer: Any) -> None:
-        self._first = first  # samples of a step; each of these is of one of as many prompts
+        self._first = first  # logged samples of a step, which come from at most as many prompts
         self._comm, self._decode = trainer.strategy.comm, trainer.run.tokenizer.decode
-        self._values: dict[Key, Values] = {}  # of this rank in the step
+        self._values: dict[Key, Values] = {}  # this rank's, in the current step
         self._rewards: Rewards = {}
-        self._all_values: dict[Key, Values] = {}  # of all ranks in the step that has ended
+        self._all_values: dict[Key, Values] = {}  # all ranks', in the step that has ended
         self._all_rewards: Rewards = {}
         if len(trainer.rewards.rewards) > 1:
             trainer.rewards.hear(self.note_rewards)
 
     def after_forward(self, scores: TokenScores | StateValues, batch: PackedBatch) -> None:
-        """Keeps the values of a micro-batch. Of several updates on a sample, the first and the last one count."""
+        """Keeps the values of a micro-batch: the ratio of a sample's last update, and other values of its first."""
         if isinstance(scores, StateValues):
             return
         before = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -64,20 +64,20 @@ class TokenLog(Observer):
                     known[name] = [_short(value) for value in part.tolist()]
 
     def note_rewards(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Any]) -> None:
-        """Keeps a reward of each sample."""
+        """Keeps a named reward of each sample."""
         for sample, outcome in zip(samples, outcomes, strict=True):
             if sample.position < self._first and not isinstance(outcome, RewardError):
                 self._rewards.setdefault((sample.key, sample.text), {})[label] = float(outcome)
 
     def after_step(self, step: int) -> None:
-        """Takes what all ranks know: the rank that trained a sample need not be the one that made it."""
+        """Gathers the values of all ranks, since a sample may be trained on another rank than the one that made it."""
         parts = self._comm.all_gather_object((self._values, self._rewards))
         self._values, self._rewards = {}, {}
         self._all_values = {key: values for part, _ in parts for key, values in part.items()}
         self._all_rewards = {key: values for _, part in parts for key, values in part.items()}
 
     def sample_columns(self, item: Experience) -> dict[str, Any]:
-        """Returns the tokens and rewards of a sample. One that was not trained has no more than the engine knew."""
+        """Returns the tokens and rewards of a sample; an untrained sample has only the engine's values."""
         sample = item.sample
         tokens: dict[str, Any] = {
             "text": [self._decode([token]) for token in sample.response_ids],

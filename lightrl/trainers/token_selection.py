@@ -1,8 +1,7 @@
-"""Chooses the tokens that a loss treats apart, over all ranks and before the update is split into micro-batches.
+"""Chooses the tokens that a loss treats specially, over all ranks, before the update is cut into micro-batches.
 
-Chosen per micro-batch they would depend on the split. The choice compares the policy's scores before the update. The
-loss states its own choice (`@loss(selects_tokens=...)`); --algorithm.entropy_fraction keeps the tokens of highest
-entropy.
+A choice per micro-batch would depend on the split. The choice is based on the policy's scores before the update. A loss
+declares its own choice (`@loss(selects_tokens=...)`); --algorithm.entropy_fraction keeps the tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class TokenSelector:
     ) -> dict[str, TokenMasks]:
         """Returns the masks of this rank's samples of one update, by pack()'s names.
 
-        Every rank calls it, also without samples.
+        Every rank must call it, even without samples.
 
         Args:
             experience: This rank's samples of the update.
-            logprobs: Of the policy before the update, by sample.
-            entropy: Of the policy before the update, by sample.
-            seed: Of the run and the step.
+            logprobs: Those of the policy before the update, by sample.
+            entropy: That of the policy before the update, by sample.
+            seed: Depends on the run and the step.
             comm: Sums and gathers over the ranks.
-            statistics: Gets the fraction of tokens that each choice selects.
+            statistics: Receives the fraction of tokens that each choice selects.
         """
         tokens = _tokens_of(experience, logprobs, entropy, mix_seed(_SELECTION_STREAM, seed), comm)
         masks: dict[str, Tensor] = {}
@@ -75,7 +74,7 @@ class TokenSelector:
 
 
 def _bound_and_tried(select: Callable[..., Tensor], config: AlgorithmConfig) -> Callable[[UpdateTokens], Tensor]:
-    """Gives the selection its parameters and calls it once, so that a bad parameter raises before the run starts."""
+    """Binds a selection's parameters and calls it once, so that a bad parameter raises before the run starts."""
     option = "--algorithm.selection_args"
     given = named_values(config.selection_args, "algorithm.selection_args")
     bound = bind(select, given, f"{option}: the selection of {config.loss}")

@@ -14,14 +14,14 @@ from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 
 class ValueObjective:
-    """The value loss, averaged over tokens and sequences as the policy's loss is, so that the two can be added."""
+    """The value loss, averaged over tokens and sequences like the policy's loss, so that the two can be added."""
 
     def __init__(self, config: CriticConfig, token_weights: Callable[[PackedBatch], TokenWeights]) -> None:
         self._config = config
         self._token_weights = token_weights
 
     def loss(self, scores: StateValues | ScoresAndValues, batch: PackedBatch, statistics: Statistics) -> Tensor:
-        """Returns the mean over the micro-batch times its coefficient; the metrics are without the coefficient."""
+        """Returns the mean over the micro-batch times the coefficient; the metrics leave out the coefficient."""
         assert batch.old_values is not None
         assert batch.returns is not None
         mask, weights = batch.loss_mask, self._token_weights(batch)

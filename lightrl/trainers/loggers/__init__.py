@@ -1,1 +1,1 @@
-"""Loggers by name (--log.to). A run enters attach.py and the file of each logger that it names, and no other."""
+"""Loggers by name (--log.to). A run imports only attach.py and the file of each logger that it names."""

@@ -23,50 +23,50 @@ BUILTIN = {
     "mlflow": "lightrl.trainers.loggers.mlflow:MLflowLogger",
     "swanlab": "lightrl.trainers.loggers.swanlab:SwanLabLogger",
 }
-PROJECT = "lightrl"  # unless the service's own environment variable names another
-_ID_FILE = "logger_id"  # keeps a run that is continued in one line of the service
+PROJECT = "lightrl"  # default, unless the service's own environment variable names another
+_ID_FILE = "logger_id"  # lets a continued run stay the same run in the service
 _SECRET = re.compile(r"(^|[._])(key|secret|token|password)$")
 _USER_OF_URL = re.compile(r"//[^/@\s]+@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """What a logger is told of the run that it logs."""
+    """Facts about the run that a logger logs."""
 
-    name: str  # of the run's folder
-    id: str  # the same whenever the run is continued
+    name: str  # name of the run's folder
+    id: str  # unchanged when the run is continued
     folder: Path
     step: int  # steps done before
-    options: Mapping[str, Any]  # by their full names, without secrets
+    options: Mapping[str, Any]  # by full name, without secrets
 
 
 class Logger(Protocol):
-    """A class of one's own is made with a LoggedRun, on rank 0 alone."""
+    """Interface of a logger; the class, perhaps a user's, is called with a LoggedRun on rank 0 only."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step; step 0 is the evaluation before any training."""
+        """Logs the metrics of a step; step 0 is the evaluation before any training."""
 
     def close(self) -> None:
         """Writes what has not been written yet."""
 
 
 class Loggers(Observer):
-    """The loggers that a trainer's options name; other ranks than 0 have none."""
+    """The loggers that a trainer's options name; only rank 0 has any."""
 
     def __init__(self, trainer: Any) -> None:
-        """Every rank calls it."""
+        """Creates the loggers; every rank must call it."""
         self._trainer, self._comm = trainer, trainer.strategy.comm
         with self._comm.phase("loggers", local=True):
             self._loggers = _start(trainer.config.log.loggers, trainer) if self._comm.is_main else []
 
     def after_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands them to the loggers."""
+        """Passes the metrics to the loggers."""
         for logger in self._loggers:
             with self._comm.phase("log"):
                 self._forgiven(partial(logger.log, step, metrics))
 
     def _forgiven(self, write: Callable[[], None]) -> None:
-        """Writes, and only warns of an error of the disk if the options ask for it."""
+        """Writes; if the options ask for it, only warns of a disk error."""
         if self._trainer.config.checkpoint.on_disk_error == "continue":
             forgive(self._trainer, write, "a logger lacks the metrics of this step")
         else:
@@ -92,7 +92,7 @@ def _start(names: tuple[str, ...], trainer: Any) -> list[Logger]:
 
 
 def _id_of(folder: Path) -> str:
-    """Returns the name under which services know the run; a new folder gets a new one."""
+    """Returns the id under which services know the run; a new folder gets a new one."""
     path = folder / _ID_FILE
     if not path.is_file():
         path.write_text(f"{uuid.uuid4().hex[:8]}\n")
@@ -100,7 +100,7 @@ def _id_of(folder: Path) -> str:
 
 
 def public_options(config: Any) -> dict[str, Any]:
-    """Returns all options by name, without what may be a secret: keys and tokens, and users in URLs."""
+    """Returns all options by name, without possible secrets: keys, tokens, and users in URLs."""
     found: dict[str, Any] = {}
     for name, value in flatten(as_dict(config)):
         if isinstance(value, str):

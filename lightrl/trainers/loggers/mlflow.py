@@ -1,4 +1,4 @@
-"""Logs to MLflow: to the server of MLFLOW_TRACKING_URI, or else to a database in the run's folder."""
+"""Logs to MLflow: to the server that MLFLOW_TRACKING_URI names, or else to a database in the run's folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from lightrl.imports import import_extra
 from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 
-_LONGEST = 500  # characters of a parameter
+_LONGEST = 500  # longest parameter, in characters
 
 
 class MLflowLogger:
-    """Logs to a run of MLflow; one that is continued gets a further run of the same name."""
+    """Logs to a run of MLflow; a continued run gets another run of the same name."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._mlflow = import_extra("mlflow", extra="mlflow", needed_by="--log.to mlflow")

@@ -1,4 +1,4 @@
-"""Logs to SwanLab: by SWANLAB_MODE to its service, or else to swanlog/ in the run's folder."""
+"""Logs to SwanLab: to its service if SWANLAB_MODE says so, or else to swanlog/ in the run's folder."""
 
 from __future__ import annotations
 

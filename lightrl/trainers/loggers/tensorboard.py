@@ -1,4 +1,4 @@
-"""Logs to TensorBoard by name. --log.tensorboard True does so without it."""
+"""Logs to TensorBoard if --log.to names it; --log.tensorboard True works without this file."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class TensorBoardLogger:
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes what is not written yet."""
+        """Flushes what has not been written yet."""
         self._board.close()

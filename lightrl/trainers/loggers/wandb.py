@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases. WANDB_MODE=offline, WANDB_PROJECT and its other variables hold."""
+"""Logs to Weights & Biases, which obeys WANDB_MODE=offline, WANDB_PROJECT and its other variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 
 
 class WandbLogger:
-    """Logs to a run of W&B that a continued run continues."""
+    """Logs to a run of W&B; a continued run goes on in the same one."""
 
     def __init__(self, run: LoggedRun) -> None:
         wandb = import_extra("wandb", extra="wandb", needed_by="--log.to wandb")
@@ -21,7 +21,7 @@ class WandbLogger:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.options),
-            # Neither the command line, with its options as they were typed, nor code or output leaves the machine.
+            # The command line as it was typed, code and output do not leave the machine.
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
         )
 
@@ -30,5 +30,5 @@ class WandbLogger:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Ends the run of W&B, whose service writes the last of its file by the end of the process."""
+        """Ends the run of W&B, whose service finishes its file by the end of the process."""
         self._run.finish()
