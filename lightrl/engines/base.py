@@ -1,7 +1,7 @@
-"""InferenceEngine: what an engine is to the rest of lightrl, which does not know which engine it has.
+"""InferenceEngine: the interface of an engine; the rest of lightrl does not know which engine is behind it.
 
-Engines are chosen by name or by import path (create_engine). The functions at the end read what an engine needs off the
-trainer's model: its end tokens, its architecture and the folder that it came from.
+Engines are chosen by name or import path (create_engine). The functions at the end read from the trainer's model what
+an engine needs: its end tokens, its architecture and the folder that it came from.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BUILTIN_ENGINES = {
     "vllm": "lightrl.engines.vllm.build:build_vllm_engine",
     "sglang": "lightrl.engines.sglang.engine:build_sglang_engine",
 }
-RECORDING_ENGINES = {  # in place of those, where --routing.replay asks for the experts that an engine chose
+RECORDING_ENGINES = {  # replace those if --routing.replay asks for the experts that an engine chose
     "native": "lightrl.engines.native.recording:build_recording_engine",
     "vllm": "lightrl.engines.vllm.recording:build_recording_engine",
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-EnginePart = Literal["weights", "kv_cache"]  # each wakes up alone
-_CHANGING = (  # settings that make what is drawn another distribution than a trainer computes
+EnginePart = Literal["weights", "kv_cache"]  # the parts wake up separately
+_CHANGING = (  # settings with which tokens are drawn from another distribution than a trainer computes
     "adapter",
     "top_p",
     "top_k",
@@ -48,24 +48,24 @@ _CHANGING = (  # settings that make what is drawn another distribution than a tr
 
 
 class WeightSyncError(ValueError):
-    """The engine does not hold the trainer's weights; the message names the parameters."""
+    """Raised when the engine does not hold the trainer's weights; the message names the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
     """The input of one request."""
 
-    token_ids: tuple[int, ...]  # ONE placeholder per image or video, however many tokens the model makes of it
+    token_ids: tuple[int, ...]  # ONE placeholder per image or video, however many tokens it becomes in the model
     images: tuple[Any, ...] = ()  # PIL images, in the order of their placeholders
     videos: tuple[Any, ...] = ()  # uint8 arrays [frames, height, width, 3]
-    kept: Any = field(default=None, compare=False, repr=False)  # Completion.kept of the sample that goes on
+    kept: Any = field(default=None, compare=False, repr=False)  # Completion.kept of the sample that is continued
 
 
 AnyPrompt = EnginePrompt | Sequence[int]
 
 
 def as_prompt(prompt: AnyPrompt) -> EnginePrompt:
-    """Returns a prompt from plain token ids, or the prompt that it was given."""
+    """Returns an EnginePrompt for plain token ids; returns an EnginePrompt unchanged."""
     if isinstance(prompt, EnginePrompt):
         return prompt
     return EnginePrompt(token_ids=tuple(int(token) for token in prompt))
@@ -81,7 +81,7 @@ class EngineGroup:
 
     @classmethod
     def shared(cls, comm: Comm, size: int) -> EngineGroup:
-        """Returns this rank's group of so many ranks, which drive one engine by tensor parallelism; a collective."""
+        """Returns this rank's group of `size` ranks that drive one engine by tensor parallelism; a collective."""
         if size < 1 or comm.world % size:
             valid = ", ".join(str(n) for n in range(1, comm.world + 1) if comm.world % n == 0)
             raise ValueError(f"--engine_tp_size {size} does not divide {comm.world} ranks. Valid: {valid}.")
@@ -89,7 +89,7 @@ class EngineGroup:
 
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """This rank's index within the group."""
         return self.comm.rank % self.size
 
     def broadcast(self, item: T) -> T:
@@ -103,29 +103,29 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling settings of one request. The draw of token t of sample i depends on (seed, i, t) alone.
+    """The sampling settings of one request. The draw of token t of sample i depends only on (seed, i, t).
 
-    Without a seed gather_and_generate and engine_generate_local draw anew at each call; an engine takes it as 0.
+    Without a seed, gather_and_generate and engine_generate_local draw anew at each call; an engine takes None as 0.
     """
 
     max_new_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0 keeps the whole vocabulary
+    top_k: int = 0  # 0: no limit
     n: int = 1  # samples for the prompt
     seed: int | None = None
     first_sample: int = 0  # index i of the first of the n samples
-    first_token: int = 0  # index t of the first draw: above 0 where a sample goes on that was stopped half way
+    first_token: int = 0  # index t of the first draw: above 0 if a stopped sample is continued
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # texts that end a sample; the tokens that complete one are its last
-    min_new_tokens: int = 0  # no end token comes before as many, and no stop string counts
-    presence_penalty: float = 0.0  # taken from the logit of every token that was generated before
-    frequency_penalty: float = 0.0  # the same for each time that it was
+    stop: tuple[str, ...] = ()  # texts that end a sample, with the token that completes one
+    min_new_tokens: int = 0  # no end token may come before, and no stop string counts before
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that was generated before
+    frequency_penalty: float = 0.0  # subtracted once for each time that it was
     repetition_penalty: float = (
         1.0  # divides a positive logit of a token of prompt or response, multiplies a negative one
     )
-    adapter: str = POLICY  # which LoRA adapter generates: the trained one, BASE for none, or a name of --lora.others
+    adapter: str = POLICY  # the LoRA adapter to use: the trained one, BASE for none, or a name of --lora.others
 
     def __post_init__(self) -> None:
         in_range = min(self.max_new_tokens, self.n) >= 1 and min(self.temperature, self.top_k, self.min_new_tokens) >= 0
@@ -134,24 +134,24 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that came before change what comes next."""
+        """Whether earlier tokens change the logits of later ones."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a trainer, which knows the policy and a temperature, computes the same logprobs for the tokens."""
+        """Whether a trainer, which knows only the policy and the temperature, computes the same logprobs."""
         return not self._changes()
 
     def require_trainable(self, *, reports_allowed: bool = False) -> None:
-        """Raises ValueError for settings that make a trainer compute other logprobs for the tokens.
+        """Raises ValueError for settings with which a trainer would compute different logprobs.
 
-        reports_allowed: the engine says which tokens top-p and top-k left, so that a trainer can follow these two.
+        reports_allowed: the engine reports the tokens that top-p and top-k left, so a trainer can follow these two.
         """
         if changes := self._changes(skipped=("top_p", "top_k") if reports_allowed else ()):
             raise _not_trainable(changes)
 
     def _changes(self, skipped: Collection[str] = ()) -> list[str]:
-        """Returns the settings, as name=value, that make it another distribution than the policy's at a temperature."""
+        """Returns, as name=value, the settings that make the distribution differ from the policy's at a temperature."""
         names = [name for name in _CHANGING if name not in skipped]
         fields = type(self).__dataclass_fields__
         return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != fields[name].default]
@@ -180,12 +180,12 @@ class Completion:
     sample_index: int
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]  # the end token included, when it stopped by one
-    logprobs: tuple[float, ...]  # of the distribution sampled from: after temperature, top-k and top-p
+    logprobs: tuple[float, ...]  # of the distribution that was sampled: after temperature, top-k and top-p
     versions: tuple[int, ...]  # weight version that produced each token
     finish_reason: FinishReason
     routing: NDArray[np.int16] | None = field(default=None, compare=False, repr=False)  # as Sample.routing
     allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)  # as Sample.allowed
-    kept: Any = field(default=None, compare=False, repr=False)  # what an engine needs for the sample to go on, if more
+    kept: Any = field(default=None, compare=False, repr=False)  # what else an engine needs to continue the sample
 
 
 class InferenceEngine(ABC):
@@ -195,15 +195,15 @@ class InferenceEngine(ABC):
     result, whether its engine runs on every rank or only on the first.
     """
 
-    max_model_len: int  # prompt and new tokens
+    max_model_len: int  # prompt and new tokens together
     vocab_size: int
-    image_token_id: int | None = None  # placeholder of an image in a prompt; None: takes no images
+    image_token_id: int | None = None  # placeholder of an image in a prompt; None: no images
     video_token_id: int | None = None
     sleep_levels: tuple[int, ...] = (1,)  # 1 frees the KV cache (and may move weights away), 2 drops the weights too
-    returns_routing = False  # True: completions of a mixture of experts have the experts that were chosen
-    reports_allowed = False  # True: completions have the tokens that top-p and top-k left to draw from
-    adapters: tuple[str, ...] = (POLICY,)  # that a request may ask for
-    wake_hint: str = ""  # the option to lower when there is no memory to wake up
+    returns_routing = False  # True: completions of a mixture of experts include the chosen experts
+    reports_allowed = False  # True: completions include the tokens that top-p and top-k left
+    adapters: tuple[str, ...] = (POLICY,)  # names that a request may ask for
+    wake_hint: str = ""  # the option to lower if there is no memory to wake up
 
     @abstractmethod
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
@@ -219,34 +219,34 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests (None: all) and returns what each unfinished sample has so far, reason "abort"."""
+        """Stops the requests (None: all); returns each unfinished sample so far, with the reason "abort"."""
 
     @abstractmethod
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Consumes (HF name, full tensor) pairs to the end and drops every cache that older weights filled.
+        """Loads (HF name, full tensor) pairs, all of which it consumes, and drops all caches of older weights.
 
-        Raises WeightSyncError that names any parameter that is missing, unknown, misshapen, or that the engine does not
-        hold afterwards as it was given. Requests under way go on with the keys and values that they have.
+        Raises WeightSyncError that names any parameter that is missing, unknown, misshapen, or not held afterwards as
+        it was given. Unfinished requests go on with the keys and values that they have.
         """
 
     @abstractmethod
     def sleep(self, level: int = 1) -> int:
-        """Frees memory; returns the bytes freed. After level 2 all weights must be loaded again. No request may run."""
+        """Frees memory; returns the bytes freed. No request may run. After level 2, weights must be loaded again."""
 
     @abstractmethod
     def wake(self, part: EnginePart) -> None:
-        """Gets the memory of a part back. "weights" comes first, "kv_cache" after the weights were loaded."""
+        """Takes back the memory of a part: "weights" first, "kv_cache" after the weights were loaded."""
 
     @abstractmethod
     def close(self) -> None:
         """Frees everything; the engine cannot be used afterwards."""
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
-        """Returns the prompt's length in the context: more than its ids where an image becomes several tokens."""
+        """Returns the prompt's length in the context, which exceeds its ids if an image becomes several tokens."""
         return len(prompt.token_ids)
 
     def generate(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Completion]:
-        """Runs the prompts to their end; returns n completions per prompt, flattened in the order given."""
+        """Runs all prompts to completion; returns a flat list of n completions per prompt, in order."""
         order = {self.submit(prompt, param): i for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))}
         done: list[Completion] = []
         while self.has_unfinished():
@@ -267,11 +267,11 @@ def _not_trainable(given: Sequence[str]) -> ValueError:
     )
 
 
-Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, an import path, or what makes an engine
+Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, an import path, or a factory
 
 
 def check_engine_name(name: str) -> None:
-    """Raises ValueError unless this is a built-in name, which imports nothing, or a path that can be imported."""
+    """Raises ValueError unless this is a built-in name, which is not imported, or a path that can be imported."""
     if name not in BUILTIN_ENGINES:
         load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
 
@@ -279,7 +279,7 @@ def check_engine_name(name: str) -> None:
 def create_engine(
     name: Factory, *, source: Any, tokenizer: Any, options: Any, device: torch.device, group: EngineGroup | None = None
 ) -> InferenceEngine:
-    """Calls the engine's class or factory; returns what it made if it is an InferenceEngine.
+    """Creates an engine by calling its class or factory, which must return an InferenceEngine.
 
     Args:
         name: a built-in name, the import path of a class or factory, or a factory.
@@ -287,7 +287,7 @@ def create_engine(
         tokenizer: the model's tokenizer.
         options: the options of the run.
         device: the device of this rank.
-        group: the ranks that drive the engine together; None is this rank alone.
+        group: the ranks that drive the engine together; None means this rank alone.
     """
     factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
     if isinstance(factory, type):
@@ -299,7 +299,7 @@ def create_engine(
 
 
 def create_recording_engine(name: Factory, **parts: Any) -> InferenceEngine:
-    """Makes an engine, by the arguments of create_engine, that returns the experts which it chose."""
+    """Creates an engine that returns the experts it chose; takes the arguments of create_engine."""
     engine = create_engine(RECORDING_ENGINES.get(name, name) if isinstance(name, str) else name, **parts)
     if not engine.returns_routing:
         engine.close()
@@ -318,11 +318,11 @@ def _check_class(name: str, engine_class: type) -> None:
         raise ValueError(f"Engine {name!r} is no subclass of lightrl.InferenceEngine.")
 
 
-# ---- What an engine reads off the trainer's model
+# ---- What an engine reads from the trainer's model
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Returns the end tokens that the generation config, the model config and the tokenizer name, ascending."""
+    """Returns the end tokens that generation config, model config and tokenizer name, in ascending order."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -342,13 +342,13 @@ def skeleton(source: PreTrainedModel) -> PreTrainedModel:
 
 
 def architecture_of(source: PreTrainedModel) -> str:
-    """Returns the name of the model's class as it was before FSDP put its own class in front."""
+    """Returns the name of the model's class, even after FSDP has put a class of its own in front."""
     classes = [kind for kind in type(source).__mro__ if issubclass(kind, PreTrainedModel)]
     return next(kind.__name__ for kind in classes if not hasattr(kind, "unshard"))
 
 
 def model_folder(source: PreTrainedModel, processor: Any, scratch: Path) -> str:
-    """Returns the folder or hub name that the model came from, or scratch with the model's configuration in it."""
+    """Returns the folder or hub name that the model came from, or else `scratch` with the model's config in it."""
     name = str(source.name_or_path or "")
     if (Path(name) / "config.json").is_file() if name else False:
         return name

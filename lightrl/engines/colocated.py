@@ -1,4 +1,4 @@
-"""ColocatedEngine: the state machine around an engine, with its weight version, its requests, and every guard."""
+"""ColocatedEngine: the state machine around an engine, with its weight version, its requests and all checks."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ class SyncReport:
     version: int
     num_bytes: int
     seconds: float
-    canary: float | None = None  # largest difference of a logprob, engine against trainer, where it was looked at
+    canary: float | None = None  # largest difference between logprobs of engine and trainer, if checked
 
     @property
     def gb_per_s(self) -> float:
-        """The rate of the transfer."""
+        """The rate of the transfer, in GB per second."""
         return self.num_bytes / 1e9 / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the caller submitted. The engine's own request may be a later part of it."""
+    """A request of the caller, of which the engine's own request may be a later part."""
 
     request_id: int  # the caller's
     prompt: EnginePrompt
     params: SamplingParams
-    partial: Completion | None = None  # what was generated of it before
+    partial: Completion | None = None  # what was generated before
 
     def rest(self, partial: Completion) -> tuple[EnginePrompt, SamplingParams]:
-        """Returns the request that makes the engine go on after the partial completion."""
+        """Returns the request with which the engine continues after a partial completion."""
         num_done = len(partial.output_token_ids)
         if self.params.has_penalties and num_done:
             raise ValueError("A sample with penalties cannot go on after it was stopped: they count its first tokens.")
@@ -85,19 +85,19 @@ class _Request:
 
 
 class ColocatedEngine:
-    """An engine beside the trainer in one process. Transitions are idempotent; a failure leaves it resumable."""
+    """An engine in the trainer's process. Its transitions are idempotent and can be repeated after a failure."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: Any = None) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer  # reads what was generated, where a request has stop strings
-        self.version: int | None = None  # of the weights it holds; None: it holds none that may generate
-        self.freed_bytes = 0  # by the last sleep
+        self.tokenizer = tokenizer  # decodes completions of requests with stop strings
+        self.version: int | None = None  # of the weights it holds; None: no usable weights
+        self.freed_bytes = 0  # in the last sleep
         self._phase = _Phase.AWAKE
-        self._running: dict[int, _Request] = {}  # by the engine's request id
-        self._num_left: dict[int, int] = {}  # unfinished samples of each
+        self._running: dict[int, _Request] = {}  # keyed by the engine's request id
+        self._num_left: dict[int, int] = {}  # unfinished samples of each request
         self._next_request_id = 0
-        self._ended: list[Completion] = []  # by themselves, while the rest was set aside for new weights
-        self._parked: list[_Request] = []  # samples under way that wait for the engine to wake up
+        self._ended: list[Completion] = []  # ended on their own, while others were set aside for new weights
+        self._parked: list[_Request] = []  # unfinished samples that wait for the engine to wake up
         self._placeholder_ids = {engine.image_token_id, engine.video_token_id} - {None}  # of images and videos
 
     @property
@@ -113,7 +113,7 @@ class ColocatedEngine:
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[AnyPrompt], params: Sequence[SamplingParams]) -> list[Completion]:
-        """Returns n completions per prompt in the order given. A bad prompt is refused before anything is submitted."""
+        """Returns n completions per prompt, in order. A bad prompt is refused before anything is submitted."""
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters.")
         self._require_ready()
@@ -141,8 +141,8 @@ class ColocatedEngine:
     def submit(self, prompt: AnyPrompt, params: SamplingParams, partial: Completion | None = None) -> int:
         """Queues a request and returns its id; ids count up.
 
-        A partial completion, of an aborted sample, makes that sample go on where it stopped. It is still one sample:
-        give the parameters that the request began with.
+        With the partial completion of an aborted sample, that sample is continued where it stopped. It is still one
+        sample: give the parameters with which the request began.
         """
         self._require_ready()
         checked = as_prompt(prompt)
@@ -162,13 +162,13 @@ class ColocatedEngine:
         return completions
 
     def has_unfinished(self) -> bool:
-        """Whether step() has something to return, now or later."""
+        """Whether step() still has something to return, now or later."""
         return bool(self._ended or self._parked) or self.engine.has_unfinished()
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests (None: all); returns what each unfinished sample has, with the reason "abort".
+        """Stops the requests (None: all); returns each unfinished sample so far, with the reason "abort".
 
-        An engine that runs in its own processes may have ended a sample by then: it comes with the reason why.
+        An engine in processes of its own may have ended a sample by then, which keeps its own reason.
         """
         chosen = None if request_ids is None else set(request_ids)
         own = [key for key, item in self._running.items() if chosen is None or item.request_id in chosen]
@@ -196,7 +196,7 @@ class ColocatedEngine:
         self._running[engine_id], self._num_left[engine_id] = request, params.n
 
     def _as_requested(self, item: Completion, running: Mapping[int, _Request]) -> Completion:
-        """Checks the engine's completion and makes it one of the caller's request; running: by the engine's ids."""
+        """Checks the engine's completion and maps it to the caller's request; running: requests by engine id."""
         if not len(item.output_token_ids) == len(item.logprobs) == len(item.versions):
             raise RuntimeError(f"{type(self.engine).__name__}: {_describe_lengths(item)}")
         request = running[item.request_id]
@@ -207,7 +207,7 @@ class ColocatedEngine:
         params = request.params
         return cut_after_stop(item, params.stop, self.tokenizer, params.min_new_tokens) if params.stop else item
 
-    # ---- Guards: the only ones around a prompt, for every engine --------------------------------------------------
+    # ---- Checks of a prompt, the only ones, for every engine -------------------------------------------------------
 
     def _require_ready(self) -> None:
         if self._phase is not _Phase.AWAKE or self.version is None:
@@ -233,20 +233,20 @@ class ColocatedEngine:
     def update_weights(
         self, weights: NamedTensors, version: int, *, expected: KnownWeights | None = None, recompute_kv: bool = True
     ) -> SyncReport:
-        """Loads (HF name, full tensor) pairs and stamps what follows with the version.
+        """Loads (HF name, full tensor) pairs; tokens generated from now on carry the version.
 
-        A sleeping engine wakes up to hold weights only, and requests under way go on with the new weights.
+        A sleeping engine wakes up only to hold weights, and unfinished requests go on with the new weights.
 
         Args:
             weights: the pairs, consumed to the end.
-            version: the number that the tokens generated from now on carry.
-            expected: the trainer's fingerprints, which prove that the pairs are the trainer's; None proves nothing.
-            recompute_kv: False lets requests under way keep the keys and values of the older weights.
+            version: the version of these weights.
+            expected: the trainer's fingerprints, which prove that the pairs are the trainer's; None skips the proof.
+            recompute_kv: False lets unfinished requests keep the keys and values of the older weights.
         """
         started = time.perf_counter()
         self._wake_weights()
         set_aside = self._set_aside() if recompute_kv and self._running else []
-        self.version = None  # a sync that breaks half way leaves weights that must not generate
+        self.version = None  # a sync that breaks halfway leaves weights that must not generate
         proof = WeightProof(expected)
         self.engine.load_weights(proof.watched(weights), version)
         proof.finish(version)
@@ -256,9 +256,9 @@ class ColocatedEngine:
         return SyncReport(version=version, num_bytes=proof.num_bytes, seconds=time.perf_counter() - started)
 
     def _set_aside(self) -> list[_Request]:
-        """Takes every sample under way out of the engine; each becomes a request of its own, computed from its prompt.
+        """Takes all unfinished samples out of the engine, each as a request that is computed again from its prompt.
 
-        In an engine that runs by itself some may have ended meanwhile: the next step() returns them.
+        In an engine that runs on its own, some may have ended meanwhile; the next step() returns them.
         """
         requests = {item.request_id: item for item in self._running.values()}
         stopped = [replace(item, kept=None) for item in self.abort()]
@@ -266,7 +266,7 @@ class ColocatedEngine:
         return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Takes every request out of the engine for the body, which may generate; afterwards they go on."""
+        """Takes all requests out of the engine while the body runs, which may generate; then continues them."""
         return self._without_requests() if self._running or self._ended else nullcontext()
 
     @contextmanager
@@ -285,13 +285,13 @@ class ColocatedEngine:
     def sleep(self, level: int = 1) -> int:
         """Frees the KV cache, and with level 2 the weights too; returns the bytes freed.
 
-        Requests under way keep what they have, and go on when the engine is awake again.
+        Unfinished requests keep what they have, and go on when the engine is awake again.
         """
         if level not in self.engine.sleep_levels:
             raise ValueError(_describe_bad_level(self.engine, level))
         if self._phase is _Phase.ASLEEP:
             return 0
-        self.wake()  # engines sleep as a whole, from awake only
+        self.wake()  # engines go to sleep as a whole, and only when awake
         if self._running:
             self._park()
         if level == 2:
@@ -310,7 +310,7 @@ class ColocatedEngine:
         self._parked = self._set_aside()
 
     def wake(self) -> None:
-        """Makes the engine ready to generate: first the weights wake up, then the KV cache."""
+        """Makes the engine ready to generate: wakes the weights first, then the KV cache."""
         self._wake_weights()
         if self._phase is _Phase.WEIGHTS_AWAKE:
             self._wake_part("kv_cache", _Phase.AWAKE)
@@ -334,7 +334,7 @@ class ColocatedEngine:
         self._phase = phase
 
     def _wake_after_clearing(self, part: EnginePart, error: BaseException) -> None:
-        """Tries once more, since the trainer's cached memory is given back only when asked for."""
+        """Wakes a part again after clearing caches, because the trainer's cached memory is freed only on request."""
         logger.warning("no memory to wake the engine's %s (%s); clearing caches and trying again", part, error)
         clear_caches()
         try:
@@ -353,7 +353,7 @@ class ColocatedEngine:
 
 
 def _joined(partial: Completion, item: Completion) -> Completion:
-    """Puts what was generated before in front of what was generated now."""
+    """Joins an earlier part of a sample and a later one."""
     return replace(
         item,
         prompt_token_ids=item.prompt_token_ids[: len(item.prompt_token_ids) - len(partial.output_token_ids)],
@@ -364,7 +364,7 @@ def _joined(partial: Completion, item: Completion) -> Completion:
 
 
 def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Completion:
-    """Cuts before the first sampled image or video placeholder: a trainer would look for the image behind it."""
+    """Cuts before the first sampled image or video placeholder, whose image a trainer would look for."""
     end = next((i for i, token in enumerate(item.output_token_ids) if token in placeholder_ids), None)
     return item if end is None else cut_to(item, end, "length")
 
@@ -422,7 +422,7 @@ def _check_placeholders(
 
 
 def clear_caches() -> None:
-    """Gives memory that is only cached back to the device."""
+    """Gives cached memory back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

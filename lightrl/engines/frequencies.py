@@ -1,6 +1,6 @@
-"""Makes an engine with rotary code of its own choose the frequencies that the trainer's model was fixed to.
+"""Makes an engine with its own rotary code choose the frequencies to which the trainer's model was fixed.
 
-Called only for models whose frequencies vary with the length (lightrl.models.fixed_rope).
+Used only for models whose frequencies vary with the length (lightrl.models.fixed_rope).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_le
 
 
 def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Sets vLLM's max_model_len, by which it chooses the factors of `longrope` once for all its requests.
+    """Sets vLLM's max_model_len, from which it chooses the factors of `longrope`, once for all requests.
 
-    It takes the long factors where max_model_len is above the original length. Its `dynamic` rope never grows:
+    vLLM takes the long factors if max_model_len exceeds the original length. Its `dynamic` rope never grows:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/rotary_embedding/__init__.py
     """
     longest, original = _lengths(source)
@@ -23,7 +23,7 @@ def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
         _refuse_growth(source, longest, "vllm")
         return
     given = int(arguments.get("max_model_len") or -1)
-    if given < 0:  # vLLM would hold the original length, whatever the trainer has chosen
+    if given < 0:  # vLLM would keep the original length, whatever the trainer chose
         arguments["max_model_len"] = longest
     elif (given > original) != (longest > original):
         theirs, ours = ("long", "short") if given > original else ("short", "long")
@@ -35,9 +35,9 @@ def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def check_sglang(source: PreTrainedModel) -> None:
-    """Raises ValueError where SGLang would take other frequencies than the trainer.
+    """Raises ValueError if SGLang would use other frequencies than the trainer.
 
-    It chooses the factors of `longrope` anew for each batch of requests, and scales `dynamic` rope for its full length:
+    SGLang chooses the factors of `longrope` for each batch of requests, and scales `dynamic` rope for the full length:
     https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/layers/rotary_embedding/rope_variant.py
     """
     longest, original = _lengths(source)
@@ -55,7 +55,7 @@ def check_sglang(source: PreTrainedModel) -> None:
 
 
 def _lengths(source: PreTrainedModel) -> tuple[int, int | None]:
-    """Returns the longest sequence that the model was fixed for, and the original length of `longrope`."""
+    """Returns the sequence length to which the model was fixed, and the original length of `longrope`."""
     fix_frequencies(source)  # no change, unless nobody fixed it
     longest = fixed_length(source)
     assert longest is not None

@@ -1,7 +1,7 @@
-"""Link: the connection between the ranks that train and those that generate, and the trainer's end of it, an engine.
+"""Link: connects the ranks that train with those that generate; LinkEngine is the trainer's end of it.
 
-Trainer rank 0 and all rollout ranks share a group of their own. Commands and answers go through the store, weights over
-the group. A rank that dies is noticed at once: everybody listens to a connection over which nothing comes.
+Trainer rank 0 and all rollout ranks form a group. Commands and answers go through the store, weights over the group.
+The death of a rank is noticed at once, because every rank listens on a connection that carries no data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightrl.roles import Role
 
 Command = dict[str, Any]
 
-SIGNAL = "signal"  # key of a signal that a rollout rank has got
+SIGNAL = "signal"  # key of a signal that a rollout rank has received
 
-_POLL_S = (0.0005, 0.01)  # between two looks at the store: at first, and after a while
-_LOOK_S = 0.5  # between two looks for errors of the other role
-_ALIGNMENT = 16  # bytes: a view of a bucket must begin at a multiple of its element's size
+_POLL_S = (0.0005, 0.01)  # between two reads of the store: at first, and after a while
+_LOOK_S = 0.5  # between two checks for errors of the other role
+_ALIGNMENT = 16  # bytes: a view into a bucket must begin at a multiple of its element size
 
 
 class Link:
@@ -36,20 +36,20 @@ class Link:
 
     def __init__(self, role: Role, device: torch.device, timeout: timedelta) -> None:
         self.role = role
-        self.num_bytes = 0  # of weights, sent or received
+        self.num_bytes = 0  # bytes of weights, sent or received
         self._device = device
         self._timeout = timeout
         self._rank = 0 if role.is_trainer else role.rank + 1
         self._size = role.num_rollout + 1
         self._store: Any = store_of("link")
         self.peers = PeerWatch(role)
-        self.on_look: Callable[[], None] | None = None  # called at every look for errors of others
+        self.on_look: Callable[[], None] | None = None  # called at every check for errors of others
         self._num_commands = 0
         self._num_claims = 0
         self._looked_at = 0.0
 
     def meet(self) -> None:
-        """Waits for the other ranks of the link, and connects."""
+        """Waits for the other ranks of the link and connects to them."""
         self._store.set(f"here/{self._rank}", "")
         everyone = [f"here/{rank}" for rank in range(self._size)]
         self.wait(lambda: self._store.check(everyone), "the other role to be ready")
@@ -62,7 +62,7 @@ class Link:
     # ---- Waiting -----------------------------------------------------------------------------------------------
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
-        """Waits until something is done; RankError if the other role has failed, or at the time-out."""
+        """Waits until something is done; raises RankError if the other role has failed, or at the time-out."""
         started = time.monotonic()
         while not is_done():
             self.require_others()
@@ -72,7 +72,7 @@ class Link:
             time.sleep(min(max(waited / 10, _POLL_S[0]), _POLL_S[1]))
 
     def require_others(self) -> None:
-        """Raises RankError with what another rank said if one has failed."""
+        """Raises RankError with the report of another rank if one has failed."""
         if self.on_look is not None:
             self.on_look()
         if not self.peers.lost and time.monotonic() - self._looked_at < _LOOK_S:
@@ -84,7 +84,7 @@ class Link:
     # ---- Commands and answers ----------------------------------------------------------------------------------
 
     def post(self, command: Command) -> None:
-        """Gives all rollout ranks a command."""
+        """Sends a command to all rollout ranks."""
         self._store.set(f"command/{self._num_commands}", json.dumps(command))
         self._num_commands += 1
 
@@ -96,11 +96,11 @@ class Link:
         return command
 
     def has_command(self) -> bool:
-        """Whether next_command() has one at once."""
+        """Whether next_command() would return at once."""
         return bool(self._store.check([f"command/{self._num_commands}"]))
 
     def answer(self, content: bytes) -> None:
-        """Answers the last command; every rollout rank does."""
+        """Answers the last command; every rollout rank must do so."""
         self.put(f"answer/{self._num_commands}/{self.role.rank}", content)
 
     def answers(self) -> list[bytes]:
@@ -112,15 +112,15 @@ class Link:
     # ---- Values of the store -----------------------------------------------------------------------------------
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes a value that any rank of the link can take."""
+        """Writes a value that any rank of the link can read or take."""
         self._store.set(key, content)
 
     def has(self, key: str) -> bool:
-        """Whether there is such a value."""
+        """Whether there is a value under the key."""
         return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes:
-        """Returns a value, which stays."""
+        """Returns a value without removing it."""
         content: bytes = self._store.get(key)
         return content
 
@@ -131,13 +131,13 @@ class Link:
         return content
 
     def count(self, key: str, add: int = 0) -> int:
-        """Adds to a counter that all ranks of the link share, and returns it."""
+        """Adds to a counter that all ranks of the link share, and returns its new value."""
         return int(self._store.add(key, add))
 
     def claim(self, key: str, limit: int) -> int | None:
-        """Takes the next number of a counter; None at the limit. No two ranks get the same, whatever limits they have.
+        """Takes the next number of a counter; None at the limit. No two ranks get the same, even if limits differ.
 
-        Trainer rank 0 has begun the counter by put(key, b"0").
+        Trainer rank 0 must have started the counter with put(key, b"0").
         """
         while True:
             current = self._store.get(key).decode()
@@ -145,12 +145,12 @@ class Link:
             if number >= limit:
                 return None
             self._num_claims += 1
-            wanted = f"{number + 1} {self._rank} {self._num_claims}"  # nobody else writes the same text
+            wanted = f"{number + 1} {self._rank} {self._num_claims}"  # unique: nobody else writes the same text
             if self._store.compare_set(key, current, wanted).decode() == wanted:
                 return number
 
     def claimed(self, key: str) -> int:
-        """Returns how many numbers of a counter were taken."""
+        """Returns how many numbers of a counter have been taken."""
         return int(self._store.get(key).split()[0])
 
     # ---- Weights -----------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Link:
         expected: KnownWeights | None,
         bucket_bytes: int,
     ) -> None:
-        """Sends (name, tensor) pairs in buckets of about this size; the rollout ranks receive_weights()."""
+        """Sends (name, tensor) pairs in buckets of about this size; rollout ranks call receive_weights()."""
         fingerprints = {name: [*fingerprint_of(known)] for name, known in (expected or {}).items()}
         self._send_text(None if expected is None else fingerprints)
         bucket: list[tuple[str, Tensor]] = []
@@ -177,7 +177,7 @@ class Link:
         self._send_text([])
 
     def receive_weights(self) -> tuple[dict[str, Fingerprint] | None, Iterator[tuple[str, Tensor]]]:
-        """Returns the trainer's fingerprints, and the pairs, which must be consumed to the end."""
+        """Returns the trainer's fingerprints and the pairs, all of which must be consumed."""
         expected = self._receive_text()
         if expected is not None:
             expected = {name: Fingerprint(*values) for name, values in expected.items()}
@@ -235,20 +235,20 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 class LinkEngine(InferenceEngine):
-    """The engine of a trainer whose samples come from other ranks: it passes weights on and generates nothing."""
+    """Engine of a trainer whose samples come from other ranks: it passes weights on and generates nothing."""
 
     sleep_levels = (0, 1, 2)
 
     def __init__(self, link: Link | None, *, max_model_len: int, vocab_size: int, bucket_bytes: int) -> None:
-        """link: None on all trainer ranks but the first, which only take part in gathering the weights."""
+        """Takes the link; None on all trainer ranks but the first, which only help to gather the weights."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.expected: KnownWeights | None = None  # of the weights that come next
+        self.expected: KnownWeights | None = None  # those of the next weights
         self._link = link
         self._bucket_bytes = bucket_bytes
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Sends the weights to the rollout ranks, with the fingerprints by which they prove them."""
+        """Sends the weights to the rollout ranks, with the fingerprints that prove them."""
         if self._link is None:
             for _ in weights:
                 pass
@@ -257,27 +257,27 @@ class LinkEngine(InferenceEngine):
         self._link.send_weights(weights, self.expected, self._bucket_bytes)
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
-        """Refuses: the rollout ranks generate."""
+        """Raises an error, because only rollout ranks generate."""
         raise RuntimeError("With --rollout_ranks a trainer has no engine of its own: ask the collector for samples.")
 
     def step(self) -> list[Completion]:
-        """Has nothing to do."""
+        """Returns nothing, as there are no requests."""
         return []
 
     def has_unfinished(self) -> bool:
-        """Returns False: no request is ever under way."""
+        """Returns False, as there are no requests."""
         return False
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Has nothing to stop."""
+        """Returns nothing, as there are no requests."""
         return []
 
     def sleep(self, level: int = 1) -> int:
-        """Frees nothing: the device is the trainer's alone."""
+        """Frees nothing, since only the trainer uses the device."""
         return 0
 
     def wake(self, part: EnginePart) -> None:
         """Takes no memory."""
 
     def close(self) -> None:
-        """Leaves the link to its owner."""
+        """Does nothing: the link's owner closes it."""

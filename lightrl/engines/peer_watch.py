@@ -1,7 +1,7 @@
-"""PeerWatch: which ranks of a run with separate roles have ended, and what they said.
+"""PeerWatch: detects which ranks of a run with separate roles have ended, and why.
 
-Trainer rank 0 listens to all other ranks of both roles, and they to it, over connections on which nothing comes: a
-receive ends with the peer's farewell, or with its process.
+Trainer rank 0 and all other ranks of both roles listen to each other over connections that carry no data: a receive
+ends only with the peer's farewell, or with its process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightrl.roles import Role
 
 _TAG = 7
 _LEAVING_S = 5.0
-_NEWS_S = 1.0  # an error may be known before the end of the process that caused it
+_NEWS_S = 1.0  # an error may be seen before the process that caused it has ended
 
 
 class PeerWatch:
-    """What this rank knows of the end of others."""
+    """Tells this rank whether and how other ranks have ended."""
 
     def __init__(self, role: Role) -> None:
         self.lost: list[int] = []  # ranks of the whole run
@@ -37,7 +37,7 @@ class PeerWatch:
         self._threads: dict[int, threading.Thread] = {}
 
     def begin(self) -> None:
-        """Connects; every rank of both roles calls it."""
+        """Connects the ranks; every rank of both roles must call it."""
         role, me = self._role, self._role.place
         size = role.num_trainers + role.num_rollout
         self._group: Any = watch_group(me, size)
@@ -47,24 +47,24 @@ class PeerWatch:
             thread.start()
 
     def failure(self) -> str:
-        """Returns what the failed ranks said, or that they are gone; empty if all is well."""
+        """Returns the reports of failed ranks, or that they are gone; empty if all is well."""
         return self._said(self._role.other) or (self._describe_lost() if self.lost else "")
 
     def failure_soon(self) -> str:
-        """Returns failure(), for which it waits a moment: a broken collective may be known first."""
+        """Returns failure() after waiting for it a moment, since a broken collective may be noticed first."""
         deadline = time.monotonic() + _NEWS_S
         while not (found := self.failure()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 
     def report(self, error: BaseException) -> None:
-        """Posts why this rank leaves, for the other role to read."""
+        """Posts the reason why this rank leaves, for the other role to read."""
         self._boards[self._role.name].post_error(error)
 
     def end(self) -> None:
-        """Says farewell, so that nobody takes this rank's end for a failure, and waits a moment for that of others."""
+        """Says farewell, so that this rank's end is not taken for a failure, and waits a moment for other ranks."""
         for peer in self._threads:
-            with suppress(RuntimeError):  # it has gone first
+            with suppress(RuntimeError):  # the peer has gone first
                 self._group.send([torch.zeros(1)], peer, _TAG).wait()
         for thread in self._threads.values():
             thread.join(_LEAVING_S)
@@ -77,7 +77,7 @@ class PeerWatch:
             self.lost.append(peer)
 
     def _describe_lost(self) -> str:
-        """Returns what the ranks that ended have posted, which comes a moment later, or that they posted nothing."""
+        """Returns what ended ranks have posted, which may come a moment later, or that they posted nothing."""
         self._boards[self._role.other].errors_of_others()  # waits
         said = "\n".join(filter(None, map(self._said, self._boards)))
         names = ", ".join(map(self._role.name_of, sorted(self.lost)))
@@ -87,6 +87,6 @@ class PeerWatch:
         )
 
     def _said(self, role: str) -> str:
-        """Returns what ranks of a role other than this one have posted."""
+        """Returns the errors that ranks of a role, other than this one, have posted."""
         errors = self._boards[role].errors_now()
         return "\n".join(f"{role} rank {rank} failed:\n{errors[rank]}" for rank in sorted(errors))

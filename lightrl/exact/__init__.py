@@ -1,1 +1,1 @@
-"""What `--exact` attaches to a run, so that no bit of its result depends on how it is spread; see docs/exact.md."""
+"""The parts that `--exact` adds to a run, so that no bit of its result depends on the ranks; see docs/exact.md."""

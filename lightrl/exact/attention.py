@@ -1,9 +1,9 @@
 """Attention whose bits are the same in the trainer and in the engine, for any pack, batch or padding.
 
-With lightrl/exact/environment.py a row of a matrix product does not depend on the other rows. Three rules keep the
-rest alike. A product has at least LEAST_ROWS rows, because few rows are computed in another way. Softmax
-sees at least LEAST_KEYS keys, because fewer do not fill a vector. The keys are mixed KEY_BLOCK at a time, because a
-longer sum is cut by its length, and the engine pads the keys where the trainer does not.
+With lightrl/exact/environment.py, a row of a matrix product does not depend on the other rows. Three rules keep
+everything else equal. A product has at least LEAST_ROWS rows, because fewer rows are computed in a different way.
+Softmax sees at least LEAST_KEYS keys, because fewer do not fill a vector. Keys are mixed KEY_BLOCK at a time, because
+a longer sum is split depending on its length, and the engine pads the keys while the trainer does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINER_ATTENTION = "lightrl_exact_packed"
 ENGINE_ATTENTION = "lightrl_exact_rows"
 LEAST_KEYS = 32
 KEY_BLOCK = 128
-ROW_BLOCK = 128  # tokens of a sequence that attend together, to no key behind the last of them
+ROW_BLOCK = 128  # tokens of a sequence that attend together, to keys up to the last of them
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -51,7 +51,7 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 
     Args:
         queries: [b, heads, t, dim]; keys and values [b, kv_heads, t, dim].
-        window: a token sees itself and the window - 1 before it; None: all before it.
+        window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.
     """
     count, num_heads, length, dim = queries.shape
     num_kv_heads, padding = keys.shape[1], max(0, LEAST_KEYS - length)
@@ -62,7 +62,7 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         sees = sees.triu(1 - window)
     mask = torch.zeros(sees.shape, dtype=queries.dtype, device=queries.device).masked_fill_(~sees, float("-inf"))
     grouped = queries.reshape(count * num_kv_heads, group, length, dim)
-    # Split and cat, because the backward of a slice fills a tensor of the whole size.
+    # Split and cat, because the backward of a slice fills a tensor of the full size.
     key_blocks, value_blocks = keys.split(ROW_BLOCK, dim=1), values.split(ROW_BLOCK, dim=1)
     outputs = []
     for index, rows in enumerate(grouped.split(ROW_BLOCK, dim=2)):
@@ -84,7 +84,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each sequence of a pack; transformers calls it in each layer of the trainer."""
+    """Computes causal attention within each sequence of a pack; the trainer's layers call it through transformers."""
     layout = kwargs.get(LAYOUT_KEYWORD) or CURRENT_LAYOUT.get()
     if layout is None or _changes_scores(kwargs):
         raise _unsupported(module)
@@ -111,7 +111,7 @@ def row_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of prompts, or of one token a row; transformers calls it in each layer of the engine."""
+    """Computes attention of prompts, or of one token per row; the engine's layers call it through transformers."""
     if _changes_scores(kwargs):
         raise _unsupported(module)
     scaling = scaling or query.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""The native engine of a run with `--exact`: its logprobs are those of the trainer, bit for bit."""
+"""The native engine of a run with `--exact`: its logprobs equal the trainer's, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lightrl.models.policy import logit_scale, softcap_of
 
 logger = logging.getLogger(__name__)
 
-_COMPARED_LENGTHS = (7, 50)  # of sequences on which the fused forward must have the bits of the modules
+_COMPARED_LENGTHS = (7, 50)  # lengths of sequences on which the fused forward must give the modules' bits
 
 
 class ExactCache(RowCache):
-    """Row storage that a decode step reads in at least LEAST_KEYS positions."""
+    """Row storage of which a decode step reads at least LEAST_KEYS positions."""
 
     least_read = LEAST_KEYS
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
-        """Grows to hold rows x positions."""
+        """Grows the storage to hold rows x positions."""
         super().reserve(rows, max(positions, LEAST_KEYS), most_rows, max(most_positions, LEAST_KEYS))
 
 
 class ExactModules(ModuleForward):
-    """The model's own modules, as in the trainer, with the attention and the head of lightrl/exact."""
+    """Runs the model's own modules, as in the trainer, with the attention and the head of lightrl/exact."""
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         super().__init__(model, decoder)
@@ -69,18 +69,18 @@ class ExactModules(ModuleForward):
 
 
 class ExactLinear(FusedLinear):
-    """Linear layers of one input as one product, whose rows have the same bits in any number."""
+    """Linear layers of one input as one product; the bits of a row do not depend on the number of rows."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight.t(), self.bias)
 
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
-        """Rounds the product before it is added, as the modules do."""
+        """Adds the product to hidden states after rounding it, as the modules do."""
         hidden.add_(self(inputs))
 
 
 class ExactForward(FusedForward):
-    """The fused forward with every number rounded where the model's modules round it."""
+    """The fused forward, with every number rounded where the model's modules round it."""
 
     make_linear = ExactLinear
 
@@ -102,14 +102,14 @@ class ExactForward(FusedForward):
         return linear(hidden, self._head.weight)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # addcmul rounds once where the modules round twice.
+        # addcmul rounds once, but the modules round twice.
         rotated = (heads * cos).add_(heads.roll(self._dim // 2, -1).mul_(sin))
         queries, keys = rotated.split_with_sizes((self._num_heads, self._num_kv_heads), 1)
         return queries, keys
 
 
 class ExactRunner(ModelRunner):
-    """Runs the fused forward where it was found to give the bits of the modules, and else the modules."""
+    """Runs the fused forward if it was found to give the modules' bits, and the modules otherwise."""
 
     trusts_tests = False
     make_cache = ExactCache
@@ -117,7 +117,7 @@ class ExactRunner(ModelRunner):
     make_fused = ExactForward
 
     def verify(self, vocab_size: int, cache: SampleState) -> SampleState:
-        """Compares the forward with the plain model, and a fused one with the modules, bit for bit."""
+        """Compares the forward with the plain model, and a fused forward with the modules, bit for bit."""
         is_new = self._verified is None
         cache = super().verify(vocab_size, cache)
         if isinstance(cache, SampleCaches):
@@ -138,7 +138,7 @@ class ExactRunner(ModelRunner):
 
 
 def draw_exactly(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Returns tokens and logprobs as sample() does, the logprobs with the bits of chosen_logprobs() by LogitSteps."""
+    """Returns tokens and logprobs like sample(), but logprobs with the bits of chosen_logprobs() with LogitSteps."""
     scores = logits if plan.temperature is None else logits / plan.temperature
     if plan.filters is not None:
         scores = keep_allowed(scores, plan.filters)
@@ -147,7 +147,7 @@ def draw_exactly(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[
 
 
 class ExactEngine(NativeEngine):
-    """Generates by the arithmetic of the trainer."""
+    """Generates with the trainer's arithmetic."""
 
     make_runner = ExactRunner
     draw = staticmethod(draw_exactly)

@@ -1,4 +1,4 @@
-"""The policy of a run with `--exact`: it scores tokens with the bits of the engine's logprobs."""
+"""The policy of a run with `--exact`: its logprobs have the same bits as the engine's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightrl.models.policy import Policy
 
 
 def make_exact(policy: Policy) -> None:
-    """Gives a policy the attention and the head of the exact engine; its other modules are those of the engine."""
+    """Gives a policy the attention and the head of the exact engine, which shares its other modules."""
     decoder = policy.hf.get_decoder()
     if decoder.config._attn_implementation != ATTENTION_NAME:
         raise ValueError(
@@ -30,7 +30,7 @@ def make_exact(policy: Policy) -> None:
 
 
 def merged_forward(layer: Any, inputs: Tensor) -> Tensor:
-    """Runs a layer with an adapter as the engine does: with one weight, to which the adapter is added first."""
+    """Runs a layer with an adapter as the engine does: by first adding the adapter to the weight."""
     base = layer.base_layer
     adapter = adapter_of(layer)
     weight = base.weight if layer.disable_adapters else base.weight + adapter.delta(adapter.down, adapter.up)

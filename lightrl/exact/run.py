@@ -1,4 +1,4 @@
-"""The trainer of a run with `--exact`, from the class of an ordinary one."""
+"""The trainer of a run with `--exact`, made from an ordinary trainer class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightrl.trainers.token_advantages import TokenAdvantages
 
 
 def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
-    """Returns what builds the trainer of an exact run, from the class of an ordinary one."""
+    """Returns the builder of an exact run's trainer, made from an ordinary trainer class."""
 
     def build(config: RolloutConfig) -> Trainer:
         fix_arithmetic()
@@ -32,7 +32,7 @@ def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
 
 
 class ExactTrainer(Trainer):
-    """Goes in front of a trainer's class: nothing that it computes depends on how the run is spread."""
+    """Mixin for a trainer's class that makes all results independent of how the run is spread over ranks."""
 
     made_by = "lightrl.exact.run:exact"
     collector: Any
@@ -66,7 +66,7 @@ def check_run(run: RunContext) -> None:
 
 
 def check_functions(options: Any, objective: PolicyLoss | None) -> None:
-    """Raises ValueError for an estimator or a loss of the user's whose traits ask for sums of each rank."""
+    """Raises ValueError for a user's estimator or loss whose traits ask for sums per rank."""
     name = ""
     if isinstance(objective, PolicyObjective) and objective.whitens:
         name = "advantage"

@@ -1,4 +1,4 @@
-"""What `--exact` puts in front of a strategy, so that its engine has the bits of its policy."""
+"""The mixin that `--exact` adds to a strategy, so that engine and policy compute the same bits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightrl.strategy.base import StrategyBase
 
 
 class ExactServing(StrategyBase):
-    """Goes in front of a strategy: its policies score, and its engine generates, by one arithmetic."""
+    """Mixin for a strategy that makes its policies and its engine use the same arithmetic."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.serving.factories = {"native": "lightrl.exact.engine:build_exact_engine"}
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Makes a policy exact, then places it."""
+        """Makes a policy exact, then prepares it."""
         if isinstance(model, Policy):
             make_exact(model)
         return super().prepare_model(model)

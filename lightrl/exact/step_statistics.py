@@ -1,4 +1,4 @@
-"""Statistics of a step as exact sums: a mean is the quotient of two sums without any rounding, rounded once."""
+"""Statistics of a step as exact sums: a mean is the quotient of two exact sums, rounded only once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightrl.metrics import Statistics
 
 
 class ExactStatistics(Statistics):
-    """Named statistics that do not depend on the number, the order or the ranks of what is added."""
+    """Named statistics that do not depend on the order of the added values or on the ranks that add them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._sums: dict[str, tuple[str, int, int]] = {}  # name: (kind, sum and count in units of exact sums)
+        self._sums: dict[str, tuple[str, int, int]] = {}  # name -> (kind, sum and count in units of exact sums)
 
     def values(self, name: str, values: Sequence[float]) -> None:
-        """Adds values to a mean one by one: a rank's own sum of them would be rounded."""
+        """Adds values to a mean one by one, because a rank's own sum of them would be rounded."""
         for value in values:
             self.mean(name, value, 1.0)
 
@@ -28,7 +28,7 @@ class ExactStatistics(Statistics):
             return
         total, count = float(value), float(count)
         if not math.isfinite(total) or not math.isfinite(count):
-            self.maximum(f"{name}\0", 0.0)  # marks a sum that is not finite
+            self.maximum(f"{name}\0", 0.0)  # means a sum that is not finite
             total = 0.0
         _, before, counted = self._sums.get(name, (kind, 0, 0))
         self._sums[name] = (kind, before + to_units(total), counted + to_units(count))

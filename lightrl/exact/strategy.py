@@ -1,6 +1,6 @@
-"""What `--exact` puts in front of a strategy: gradients, their norm and the loss are sums that no split changes.
+"""The mixins that `--exact` adds to a strategy: gradients, norm and loss become sums that no split changes.
 
-A micro-batch is a tile (tiles.py). Its gradient is that of its share of the loss, and goes into a GradientSum.
+A micro-batch is a tile (tiles.py). The gradient of its share of the loss is added to a GradientSum.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.torch_native import TorchStrategy
 
 _BUCKET_BYTES = 64 << 20
-_EPSILON = 1e-6  # beside the norm, as in torch's clip
+_EPSILON = 1e-6  # added to the norm, as in torch's clip
 
 
 def exact_strategy(config: RunConfig) -> StrategyBase:
-    """Makes the strategy that the config names, with exact sums; not yet connected."""
+    """Creates the strategy that the config names with exact sums; setup_distributed() still has to be called."""
     kind = strategy_class(config.strategy)
     front = ExactShards if issubclass(kind, FSDPStrategy) else ExactGradients
     made: type[StrategyBase] = type(f"Exact{kind.__name__}", (ExactServing, front, kind), {})
@@ -42,9 +42,9 @@ def exact_strategy(config: RunConfig) -> StrategyBase:
 
 
 class ExactGradients(TorchStrategy):
-    """Goes in front of a strategy that keeps parameters whole."""
+    """Mixin that makes the sums of a strategy exact if it keeps parameters whole."""
 
-    _loss = 0  # of the update under way, in units of exact sums
+    _loss = 0  # of the current update, in units of exact sums
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +52,7 @@ class ExactGradients(TorchStrategy):
 
     @property
     def averaging_ranks(self) -> int:
-        """Nothing is averaged: to divide by 3 ranks and multiply again would round."""
+        """Always 1, since dividing by, say, 3 ranks and multiplying again would round."""
         return 1
 
     # ---- The loss ----------------------------------------------------------------------------------------------
@@ -62,12 +62,12 @@ class ExactGradients(TorchStrategy):
         self._loss = 0
         result = super().train_batch(*args, **kwargs)
         for total in self._sums.values():
-            total.is_empty = True  # also where the update was dropped
+            total.is_empty = True  # even if the update was dropped
         loss = sum(self.comm.all_gather_object(self._loss))
         return result if result.skipped else replace(result, loss=from_units(loss))
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Adds the gradient of a tile, and its share of the loss."""
+        """Adds the gradient of a tile and its share of the loss."""
         share = float(loss.detach()) * kwargs.get("weight", 1.0)
         self._loss += to_units(share) if math.isfinite(share) else 0
         super().backward(loss, model, optimizer, **kwargs)
@@ -75,11 +75,11 @@ class ExactGradients(TorchStrategy):
     # ---- The gradient ------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
-        """Builds the optimizer without fusing: a fused one rounds the last elements of a shard in another way."""
+        """Builds the optimizer unfused, since a fused one rounds the last elements of a shard differently."""
         return super().create_optimizer(model, **{"fused": False, "foreach": True, **kwargs})
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Runs the backward of a tile, and moves its gradients into the sums."""
+        """Runs the backward of a tile and moves its gradients into the sums."""
         super().run_backward(loss, model)
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -97,7 +97,7 @@ class ExactGradients(TorchStrategy):
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Adds the sums of all ranks; a parameter that no tile of any rank used keeps no gradient."""
+        """Adds the sums of all ranks; a parameter that no rank's tiles used gets no gradient."""
         is_used = torch.tensor([self._has_gradient(parameter) for parameter in parameters], dtype=torch.int64)
         is_used = self.comm.all_reduce(is_used, "max")
         used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
@@ -114,7 +114,7 @@ class ExactGradients(TorchStrategy):
                 parameter.grad = sums[name].total().view(parameter.shape)
 
     def apply_gradients(self, optimizer: Optimizer, model: nn.Module, divisor: float) -> tuple[float, bool]:
-        """Clips by the exact norm, steps if it is finite, and drops the gradients."""
+        """Clips by the exact norm, steps if the norm is finite, and drops the gradients."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.reduce_gradients(model, parameters)
         for hook in self.trained.hooks_of(optimizer):
@@ -132,7 +132,7 @@ class ExactGradients(TorchStrategy):
         return grad_norm, is_finite
 
     def _norm(self, gradients: list[Tensor], num_elements: int) -> float:
-        """Returns the norm over all ranks; one that holds whole gradients need not ask the others."""
+        """Returns the norm over all ranks; ranks with whole gradients need no communication."""
         ends = [float(end) for gradient in gradients if gradient.numel() for end in torch.aminmax(gradient)]
         is_finite = all(math.isfinite(end) for end in ends)
         largest = self._over_shards(max(map(abs, ends), default=0.0) if is_finite else math.inf, "max")
@@ -150,9 +150,9 @@ class ExactGradients(TorchStrategy):
 
 
 class ExactReduceScatter:
-    """Gives each rank its shard of the gradients of all ranks' tiles, and adds them there; one for each FSDP unit.
+    """Sends each rank its shard of all ranks' gradients, and adds these up there; one for each FSDP unit.
 
-    It is a torch.distributed.fsdp ReduceScatter, which FSDPModule.set_custom_reduce_scatter() takes.
+    It is a ReduceScatter of torch.distributed.fsdp for FSDPModule.set_custom_reduce_scatter().
     """
 
     def __init__(self) -> None:
@@ -160,13 +160,13 @@ class ExactReduceScatter:
         self._sum: GradientSum | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns room for a flat gradient."""
+        """Returns memory for a flat gradient."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Adds this rank's shard of every rank's gradient; the output is 0 but for the last tile, where it is the sum.
+        """Adds this rank's shard of every rank's gradient; outputs 0, or the sum for the last tile.
 
         FSDP adds the outputs to the gradients of the parameters.
         """
@@ -182,14 +182,14 @@ class ExactReduceScatter:
 
 
 class ExactShards(ExactGradients):
-    """Goes in front of FSDP, which reduces the gradients of each tile."""
+    """Mixin that makes FSDP's sums exact; FSDP reduces the gradients of each tile."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._reductions: dict[nn.Module, list[ExactReduceScatter]] = {}  # of the units of each model
+        self._reductions: dict[nn.Module, list[ExactReduceScatter]] = {}  # for the units of each model
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Shards the model, and gives every unit a reduction of its own."""
+        """Shards the model and gives every unit its own reduction."""
         model = super().prepare_model(model)  # type: ignore[safe-super]
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reductions[model] = [ExactReduceScatter() for _ in units]
@@ -198,13 +198,13 @@ class ExactShards(ExactGradients):
         return model
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Lets FSDP reduce the gradients of each tile, and says which is the last."""
+        """Makes FSDP reduce the gradients of each tile, and tells the reductions which tile is the last."""
         for reduction in self._reductions[model]:
             reduction.is_last = is_last_micro_batch
         return nullcontext()
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Runs the backward of a tile; in one process there is no reduction that would add its gradients."""
+        """Runs the backward of a tile; in one process, also adds its gradients, since FSDP does not reduce then."""
         loss.backward()
         if self.comm.world > 1:
             return
@@ -216,7 +216,7 @@ class ExactShards(ExactGradients):
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Does nothing but in one process: the last backward has left the sums as gradients."""
+        """Takes the sums in one process; on several ranks, the last backward has left them as gradients."""
         for parameter in parameters:
             if self._has_gradient(parameter):
                 gradient = _local(parameter.grad)

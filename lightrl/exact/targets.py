@@ -1,4 +1,4 @@
-"""Advantages per token whose moments are those of all samples in one order, and so depend on no rank."""
+"""Advantages per token whose moments are computed over all samples in one order, and so depend on no rank."""
 
 from __future__ import annotations
 

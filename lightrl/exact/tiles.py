@@ -1,7 +1,7 @@
-"""Tiles: the pieces that a step is computed in, whatever the ranks and the micro-batches are.
+"""Tiles: the pieces in which a step is computed, whatever the number of ranks and the micro-batch size.
 
-The samples of an update, in the order of their keys, are cut into runs of up to --exact_tile_tokens. The rule looks at
-the samples alone. A tile is one micro-batch, on whichever rank it is.
+The samples of an update, sorted by key, are cut into runs of up to --exact_tile_tokens. The cut depends only on the
+samples. A tile is one micro-batch, whichever rank runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightrl.trainers.run import RunContext
 
 
 def cut_tiles(lengths: Sequence[tuple[Key, int]], max_tokens: int) -> list[list[Key]]:
-    """Cuts samples, given as keys with numbers of tokens, into tiles; a longer sample is a tile of its own."""
+    """Cuts samples, given as keys with numbers of tokens, into tiles; an overlong sample is a tile of its own."""
     tiles: list[list[Key]] = []
     room = 0
     for key, num_tokens in sorted(lengths):
@@ -31,7 +31,7 @@ def cut_tiles(lengths: Sequence[tuple[Key, int]], max_tokens: int) -> list[list[
 
 
 def deal_tiles(loads: Sequence[int], world: int) -> list[int]:
-    """Returns the rank of each tile: the largest first, each to the rank with the fewest tokens so far."""
+    """Assigns tiles to ranks: the largest first, each to the rank with the fewest tokens so far."""
     ranks, tokens = [0] * len(loads), [0] * world
     for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
         ranks[index] = tokens.index(min(tokens))
@@ -40,11 +40,11 @@ def deal_tiles(loads: Sequence[int], world: int) -> list[int]:
 
 
 class TiledUpdates(PolicyUpdates):
-    """Moves whole tiles between ranks, and makes each one a micro-batch, for the update as for every score."""
+    """Moves whole tiles between ranks, and makes each a micro-batch, both for updates and for scores."""
 
     def __init__(self, run: RunContext, statistics: Statistics) -> None:
         super().__init__(run, statistics)
-        self._tile_of: dict[Key, Key] = {}  # the first sample of each sample's tile
+        self._tile_of: dict[Key, Key] = {}  # sample -> first sample of its tile
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
         """Returns this rank's tiles of each update of an epoch, with about as many tokens as on other ranks."""
@@ -69,7 +69,7 @@ class TiledUpdates(PolicyUpdates):
         return sorted(comm.exchange(outgoing), key=lambda item: item.key)
 
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
-        """Packs each tile, and as many dummies as make the number equal on all ranks."""
+        """Packs each tile, and adds dummies until all ranks have the same number."""
         temperature, comm = self._config.temperature, self._strategy.comm
         with comm.phase("packing", local=True) as most:
             ordered = sorted(experience, key=lambda item: item.key)

@@ -10,7 +10,7 @@ from lightrl.exact.engine import ExactEngine
 
 
 class ExactTruncatedEngine(TruncatedEngine, ExactEngine):
-    """Generates by the arithmetic of the trainer, and reports the tokens that were left to draw from."""
+    """Generates with the trainer's arithmetic, and reports the tokens that were left to draw from."""
 
 
 build_exact_truncated_engine = partial(build_native_engine, kind=ExactTruncatedEngine)

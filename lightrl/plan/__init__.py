@@ -1,7 +1,7 @@
-"""Plans a run on paper: the bytes of each phase on a rank, the batches and the work, from a model's config alone.
+"""Plans a run on paper: the bytes of each phase on a rank, batches and work, from nothing but a model's config.
 
-models.py: the models of a run, without their weights. spread.py: what a strategy keeps of one on a rank. activations.py
-and meter.py: what a pass needs. engine.py: what generates. peaks.py: all of it, phase by phase. batches.py: how many
-tokens. shared_prompts.py and trees.py: prompts that are computed once. fit.py: the options that make a run fit.
-text.py: the tables. plan_program.py: `lightrl plan` and --dry_run.
+models.py: the models of a run without weights. spread.py: what a strategy keeps of a model on a rank. activations.py
+and meter.py: what a pass needs. engine.py: what the engine needs. peaks.py: everything, phase by phase. batches.py:
+numbers of sequences and tokens. shared_prompts.py and trees.py: prompts that are computed once. fit.py: options that
+make a run fit. text.py: the tables. plan_program.py: `lightrl plan` and --dry_run.
 """

@@ -1,6 +1,6 @@
-"""The bytes that a pass of a model needs besides its weights and their gradients, found by running it on fake tensors.
+"""The bytes that a pass needs besides weights and their gradients, found by running the model on fake tensors.
 
-Two runs, of one block and of two, give the bytes of a further block: all blocks of a model are alike.
+All blocks of a model are alike, so runs of one block and of two give the bytes of each further block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightrl.sharing.tree import with_tree
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.fsdp import transformer_blocks
 
-Computation = Literal["float32", "autocast", "bfloat16"]  # bfloat16: the weights come in it, as FSDP gathers them
+Computation = Literal["float32", "autocast", "bfloat16"]  # with bfloat16, weights come in it, as FSDP gathers them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class PackShape:
     """A micro-batch of equal sequences."""
 
     num_sequences: int
-    length: int  # of a sequence with its prompt
+    length: int  # tokens of a sequence with its prompt
     num_scored: int  # tokens of a sequence
-    families: tuple[int, ...] = ()  # sequences of each prompt that is computed once; none: all sequences are whole
+    families: tuple[int, ...] = ()  # numbers of sequences per prompt that is computed once; empty: all are whole
 
     @property
     def num_tokens(self) -> int:
@@ -50,11 +50,11 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a rank computes a pass."""
+    """Settings of a rank that change the memory of a pass."""
 
     computation: Computation = "float32"
     checkpointing: bool = False
-    trains: bool = True  # with a backward
+    trains: bool = True  # whether there is a backward
     tp_size: int = 1
     sp_size: int = 1
     on_accelerator: bool = False
@@ -64,26 +64,26 @@ class Settings:
 class Pass:
     """The bytes of a forward, and of its backward if there is one."""
 
-    top: float  # the most until the gradients reach the first block
-    bottom: float  # the most after that
+    top: float  # the peak until gradients reach the first block
+    bottom: float  # the peak after that
 
 
 @lru_cache(maxsize=64)
 def needs_of(model: Model, pack: PackShape, settings: Settings) -> Pass:
-    """Returns what a pass needs, of this rank's part of the model and of the pack."""
+    """Returns what a pass needs for this rank's part of the model and of the pack."""
     one, two = (_measured(model, pack, num_layers, settings) for num_layers in (1, 2))
     return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
 
 
 def needs_of_few(model: Model, pack: PackShape, *, trains: bool, on_accelerator: bool) -> tuple[Pass, Pass]:
-    """Returns what passes of one block and of two need in float32."""
+    """Returns what passes of one block and of two need, in float32."""
     settings = Settings(trains=trains, on_accelerator=on_accelerator)
     one, two = (_measured(model, pack, count, settings) for count in (1, 2))
     return one, two
 
 
 def _measured(model: Model, pack: PackShape, num_layers: int, settings: Settings) -> Pass:
-    """Runs the model of fewer layers. A mixture's experts run in bfloat16: their fake kernel takes nothing else."""
+    """Runs the model with fewer layers. A mixture's experts run in bfloat16, the only type their fake kernel takes."""
     is_mixture = bool(getattr(model.hf_config.get_text_config(), "num_experts", 0))
     trains, computation = settings.trains, settings.computation
     module = model.smaller(num_layers, settings.tp_size)
@@ -145,7 +145,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def paper_batch(pack: PackShape) -> PackedBatch:
-    """Returns a micro-batch whose tokens have no meaning."""
+    """Returns a micro-batch of meaningless tokens."""
     num_tokens, num_scored = pack.num_tokens, pack.num_sequences * pack.num_scored
     index = torch.zeros(num_scored, dtype=torch.int64)
     return PackedBatch(
@@ -164,7 +164,7 @@ def paper_batch(pack: PackShape) -> PackedBatch:
 
 
 def to_half(module: nn.Module) -> None:
-    """Rounds the weights as FSDP gathers them, but for what computes in float32."""
+    """Rounds the weights as FSDP gathers them, except for modules that compute in float32."""
     for child in module.modules():
         if not getattr(child, "computes_in_float32", False):
             for parameter in child.parameters(recurse=False):
@@ -173,7 +173,7 @@ def to_half(module: nn.Module) -> None:
 
 @contextmanager
 def tiles_of(on_accelerator: bool) -> Iterator[None]:
-    """Scores in tiles of the size that the device takes."""
+    """Makes scoring use tiles of the size that suits the device, inside the context."""
     own = logprobs._CPU_TILE
     logprobs._CPU_TILE = logprobs._ACCELERATOR_TILE if on_accelerator else own
     try:

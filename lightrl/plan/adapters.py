@@ -1,4 +1,4 @@
-"""The memory of the adapters that an engine applies beside its weights (--lora.engine unmerged, --lora.others)."""
+"""The memory of adapters that an engine applies unmerged (--lora.engine unmerged, --lora.others)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightrl.engines.weights.adapters import layer_sizes
 from lightrl.models.saved_adapters import described_ranks
 from lightrl.plan.models import Model, plain_of
 
-Ranks = Mapping[str, int]  # of an adapter, by the layers that it stands beside
+Ranks = Mapping[str, int]  # ranks of an adapter, by layer
 
-# Engines compute these as one product, and their adapters, too; the native one does so in its fused forward.
+# Engines compute these layers, and their adapters, as one product; the native engine does so in its fused forward.
 _PRODUCTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """The two sides of layers, in elements of an adapter of rank 1: those of each rank, and those that ranks share."""
+    """Elements of a rank-1 adapter on both sides of layers: those that each rank holds whole, and those it shares."""
 
     whole: int = 0
     cut: int = 0
@@ -40,25 +40,25 @@ class Sides:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Slots:
-    """What vLLM and SGLang make room for beside the layers of a language model."""
+    """The adapter slots that vLLM and SGLang allocate for the layers of a language model."""
 
-    linear: Mapping[str, Sides]  # in all blocks, by the product that computes them
-    experts: Sides  # that are one tensor
-    embeddings: int  # and the output head, which each rank has; elements
+    linear: Mapping[str, Sides]  # all blocks, by the product that computes the layers
+    experts: Sides  # experts that are one tensor
+    embeddings: int  # elements, including the output head; each rank has all
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class EngineAdapters:
-    """The adapters beside the weights of an engine: the policy's first, and then those of --lora.others."""
+    """The adapters that an engine applies: the policy's first, then those of --lora.others."""
 
     ranks: Sequence[Ranks]
     sizes: Mapping[str, tuple[int, int]]  # inputs and outputs of each linear layer
-    products: Sequence[Sequence[str]]  # the layers that the native engine computes at once
+    products: Sequence[Sequence[str]]  # layers that the native engine computes together
     slots: Slots
-    unread: tuple[str, ...] = ()  # why an adapter is left out
+    unread: tuple[str, ...] = ()  # reasons why adapters are not counted
 
     def native_numel(self) -> int:
-        """Returns the elements that the native engine holds: those of a product side by side, with zeros between."""
+        """Returns the elements in the native engine: layers of a product lie side by side, with zeros between."""
         total = 0
         for layers in self.products:
             rank = sum(ranks.get(layer, 0) for ranks in self.ranks for layer in layers)
@@ -66,18 +66,18 @@ class EngineAdapters:
         return total
 
     def vllm_numel(self, config: RolloutConfig, *, is_accelerator: bool) -> float:
-        """Returns the elements of a rank's slots: max_loras of rank max_lora_rank, whatever layers have adapters."""
+        """Returns the elements of a rank's slots: max_loras of rank max_lora_rank for all layers, adapted or not."""
         given, size = engine_arguments(config), config.engine_tp_size
-        count = int(given.get("max_loras", len(self.ranks) + (not is_accelerator)))  # and one of zeros, on a CPU
+        count = int(given.get("max_loras", len(self.ranks) + (not is_accelerator)))  # plus one of zeros on a CPU
         room = int(given.get("max_lora_rank", room_of(self._largest_rank())))
         layers = sum(self.slots.linear.values(), self.slots.experts)
         beside = layers.on_a_rank(size, is_whole_cut=bool(given.get("fully_sharded_loras")))
         return count * room * (beside + self.slots.embeddings)
 
     def sglang_numel(self, config: RolloutConfig) -> float:
-        """Returns the elements of the slots: one for each adapter and one of zeros, beside all layers of a kind."""
+        """Returns the elements of the slots: one per adapter and one of zeros, for all layers of an adapted kind."""
         adapted = {_product(layer) for ranks in self.ranks for layer in ranks}
-        layers = sum((self.slots.linear.get(product, Sides()) for product in adapted), Sides())  # else it is refused
+        layers = sum((self.slots.linear.get(product, Sides()) for product in adapted), Sides())  # others are refused
         return (len(self.ranks) + 1) * self._largest_rank() * layers.on_a_rank(config.engine_tp_size)
 
     def _largest_rank(self) -> int:
@@ -85,7 +85,7 @@ class EngineAdapters:
 
 
 def described_adapters(options: LoraConfig, policy: Model) -> EngineAdapters:
-    """Returns the adapters that an engine applies unmerged, by the options of a run (--lora)."""
+    """Returns the adapters that an engine applies unmerged, according to a run's options (--lora)."""
     plain = plain_of(policy.hf_config)
     linear = [name for name, layer in plain.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
     ranks, unread = [_own_ranks(policy)], []
@@ -106,7 +106,7 @@ def described_adapters(options: LoraConfig, policy: Model) -> EngineAdapters:
 def _own_ranks(policy: Model) -> Ranks:
     part = ".lora_A."
     own = [weight for weight in policy.weights if part in weight.name]
-    # The wrapper's name of the model comes first.
+    # The wrapper's own name for the model comes first.
     return {weight.name.partition(part)[0].partition(".")[2]: weight.shape[0] for weight in own}
 
 
@@ -124,7 +124,7 @@ def _product(layer: str) -> str:
 
 
 def _slots(plain: Any) -> Slots:
-    """Counts the linear layers below the output head, experts that are one tensor, and both ends of the model."""
+    """Counts linear layers below the output head, experts that are one tensor, embeddings and the head."""
     text, decoder = plain.config.get_text_config(), plain.get_decoder()
     plan = getattr(text, "base_model_tp_plan", None) or {}
     by_columns = {path.rpartition(".")[2] for path, way in plan.items() if way == "rowwise"}

@@ -1,4 +1,4 @@
-"""How many sequences and tokens each rank learns from at a time, and how much work a step is."""
+"""The number of sequences and tokens that each rank learns from at a time, and the work of a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Batches:
     """A step in numbers, if every sequence is as long as it can be."""
 
     length: int  # tokens of a sequence with its prompt
-    answers: int  # sequences that a micro-batch keeps together: both of a pair
-    sequences: int  # of a step, over all ranks
-    updates: int  # optimizer steps of a step
-    of_rank: int  # sequences of a rank in an update
-    micro_batches: int  # of a rank in an update
+    answers: int  # sequences that a micro-batch keeps together: 2 for a pair
+    sequences: int  # per step, over all ranks
+    updates: int  # optimizer steps per step
+    of_rank: int  # sequences per rank and update
+    micro_batches: int  # per rank and update
     pack: PackShape  # the largest micro-batch
-    computed_share: float = 1.0  # of the tokens, which the trainer runs
-    whole_roles: frozenset[str] = frozenset()  # models that share no prompts, where others do
+    computed_share: float = 1.0  # share of the tokens that the trainer runs
+    whole_roles: frozenset[str] = frozenset()  # models that share no prompts while others do
 
     def pack_of(self, role: str) -> PackShape:
-        """Returns the largest micro-batch as a model runs it."""
+        """Returns the largest micro-batch as the model in a role runs it."""
         return replace(self.pack, families=()) if role in self.whole_roles else self.pack
 
     def describe(self) -> str:
@@ -42,7 +42,7 @@ def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_to
     is_rollout = isinstance(config, RolloutConfig)
     scored = config.max_new_tokens if isinstance(config, RolloutConfig) and not response_tokens else response_tokens
     length = prompt_tokens + scored
-    answers = 2 if isinstance(config, DPOConfig | RMConfig) else 1  # of an item that micro-batches keep together
+    answers = 2 if isinstance(config, DPOConfig | RMConfig) else 1  # sequences per item; micro-batches keep items whole
     items = -(-config.samples_per_update // ranks)
     most = config.micro_batch_size or max(1, config.max_tokens_per_microbatch // (length * answers))
     count = -(-items // most)
@@ -78,10 +78,10 @@ def flops_of_step(config: RunConfig, hf_config: Any, policy: Model, batches: Bat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often a step runs all its tokens through a model of the policy's size."""
+    """How many times a step runs all of its tokens through a model of the policy's size."""
 
     trained: int
-    scored: int  # by a forward alone, the engine's included
+    scored: int  # forward only, including the engine's
 
 
 def passes_of(config: RunConfig) -> Passes:
@@ -99,7 +99,7 @@ def passes_of(config: RunConfig) -> Passes:
 
 
 def active_weights(hf_config: Any, model: Model) -> float:
-    """Returns the number of weights that a token meets: of a mixture, the experts that it is sent to."""
+    """Returns the number of weights that a token passes through; of a mixture, only its chosen experts count."""
     text = hf_config.get_text_config()
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     share = (getattr(text, "num_experts_per_tok", None) or 1) / num_experts if num_experts > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The memory of the engine beside the trainer: awake, asleep, and while it takes new weights."""
+"""The memory of the engine beside the trainer: awake, asleep, and while it receives new weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightrl.plan.models import Model
 from lightrl.plan.spread import strategy_name
 
 _FLOAT = 4
-_CHUNK = 1 << 24  # elements of which a fingerprint is made at a time, as float64 and its product
-_LOGITS_COPIES = 3  # of one row a sequence: logits, probabilities, their sum
-_STEP = 16  # positions by which the native engine's cache grows
+_CHUNK = 1 << 24  # elements that a fingerprint reads at a time, as float64 and its product
+_LOGITS_COPIES = 3  # with a row per sequence: logits, probabilities, running sums
+_STEP = 16  # the native engine's cache grows by this many positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class Engine:
     cache: float  # keys and values, while it is awake
     work: float  # logits, while it is awake
     asleep: float
-    sync: float  # whole weights on their way, and the sums that prove their arrival
-    cached_tokens: float  # that the cache holds
+    sync: float  # whole weights in transit, and the sums that prove their arrival
+    cached_tokens: float  # tokens for which the cache has room
 
     @property
     def awake(self) -> float:
-        """All of it while it generates."""
+        """The bytes while it generates."""
         return self.weights + self.adapters + self.cache + self.work
 
 
@@ -44,7 +44,7 @@ def engine_of(
     memory: float,
     is_accelerator: bool = True,
 ) -> Engine:
-    """Returns the engine of a rank. memory: bytes of the device, of which vllm and sglang take a share."""
+    """Returns the bytes of a rank's engine. memory: bytes of the device, a share of which vllm and sglang take."""
     size = 2 if config.dtype == "bfloat16" else _FLOAT
     plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]
     numel = sum(weight.numel for weight in plain)
@@ -56,7 +56,7 @@ def engine_of(
         positions = -(-batches.length // _STEP) * _STEP
         logits = _LOGITS_COPIES * _FLOAT * rows * policy.hf_config.get_text_config().vocab_size
         tokens = rows * positions
-        own = 0 if config.native.share_weights else size * numel  # of the weights; else it reads the trainer's
+        own = 0 if config.native.share_weights else size * numel  # its weights, unless it reads the trainer's
         beside = float(size * adapters.native_numel()) if adapters is not None else 0.0
         return Engine(
             weights=own, adapters=beside, cache=tokens * per_token, work=logits, asleep=own + beside, sync=sync,

@@ -1,4 +1,4 @@
-"""Finds the options that make a run fit: those that help most, and a choice of all of them (--fit)."""
+"""Finds options that make a run fit: the single changes that help most, and a full choice (--fit)."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from lightrl.models.lora import has_peft
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 from lightrl.plan.spread import strategy_name
 
-Changes = dict[str, Any]  # options by their full names
+Changes = dict[str, Any]  # options by full name
 
-SAFE_SHARE = 0.92  # of the memory, which --fit fills: allocators and libraries need the rest
-_SHARES = (0.3, 0.2, 0.1)  # of an engine that takes less
+SAFE_SHARE = 0.92  # share of the memory that --fit fills: allocators and libraries need the rest
+_SHARES = (0.3, 0.2, 0.1)  # share for an engine that takes less
 _LARGER_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """Options that make a run smaller."""
+    """Options that lower the memory of a run."""
 
     changes: Changes
     plan: Plan
-    saved: float  # bytes of the peak
+    saved: float  # peak in bytes
 
     def flags(self) -> str:
-        """Returns the options as they are typed."""
+        """Returns the options as command-line flags."""
         return flags_of(self.changes)
 
 
 def flags_of(changes: Changes) -> str:
-    """Returns options as they are typed."""
+    """Returns options as command-line flags."""
     return " ".join(f"--{name} {value}" for name, value in changes.items())
 
 
 def fits(plan: Plan, machine: Machine, share: float = 1.0) -> bool:
-    """Returns whether no phase needs more than the device has; an unknown memory is never too small."""
+    """Returns whether no phase needs more than the device has; unknown memory is never too small."""
     if not machine.memory:
         return True
     return not lacks_cache(plan) and plan.peak.total <= share * machine.memory
 
 
 def lacks_cache(plan: Plan) -> bool:
-    """Returns whether the engine has room for less than one sequence, whatever is free beside it."""
+    """Returns whether the engine's cache holds less than one sequence, however much memory is free beside it."""
     return plan.engine is not None and plan.engine.cached_tokens < plan.batches.length
 
 
 def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> list[Remedy]:
-    """Returns single changes that make the run fit, and then those that lower the peak, by what they save."""
+    """Returns single changes that make the run fit, then those that lower the peak, sorted by what they save."""
     found = []
     for changes in _single_changes(config, models, machine, plan):
         smaller = changed(config, changes)
@@ -68,9 +68,9 @@ def remedies(config: RunConfig, models: Models, machine: Machine, plan: Plan) ->
 
 
 def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy:
-    """Returns the mildest changes with which the run fits, as little slower as can be.
+    """Returns the mildest changes that make the run fit, chosen to slow it down least.
 
-    Where none fits: those with the least peak.
+    If none fits, returns those with the lowest peak.
     """
     first = plan_run(config, models, machine)
     found = []
@@ -85,13 +85,13 @@ def choose(config: RunConfig, models: Models, machine: Machine) -> Remedy:
 
 
 def _engines_to_try(config: RunConfig, machine: Machine) -> list[Changes]:
-    """Returns the run's engine, and vllm after it where each rank of the native one keeps all weights."""
+    """Returns the run's engine, followed by vllm if each rank of the native engine keeps all weights."""
     is_native = isinstance(config, RolloutConfig) and config.engine == "native" and machine.is_accelerator
     return [{}, {"engine": "vllm"}] if is_native else [{}]
 
 
 def changed(config: RunConfig, changes: Changes) -> RunConfig:
-    """Returns the config with other values of some options."""
+    """Returns the config with some options changed."""
     result = copy.deepcopy(config)
     for name, value in changes.items():
         *sections, last = name.split(".")
@@ -114,14 +114,14 @@ def _single_changes(config: RunConfig, models: Models, machine: Machine, plan: P
         yield {"engine": "vllm"}
     if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
         yield {"critic.offload_waiting_optimizer": True}
-    if not config.lora.is_on and config.tp_size == 1 and has_peft():  # adapters are counted as peft lays them out
+    if not config.lora.is_on and config.tp_size == 1 and has_peft():  # adapters are counted in peft's layout
         yield {"lora.rank": 32}
 
 
 def _ladder(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> Iterator[Changes]:
-    """Yields combinations, the mildest first: micro-batches, checkpointing, the engine, the type, more spread.
+    """Yields combinations of changes, mildest first: micro-batches, checkpointing, engine, type, more spreading.
 
-    The type is that of the computation alone; weights and moments that the host keeps cost more time.
+    The type is only that of the computation; keeping weights and moments on the host costs more time.
     """
     budgets: list[Changes] = [{}, *({"max_tokens_per_microbatch": size} for size in _budgets(config, plan))]
     passes = budgets[:3] + [{**size, "gradient_checkpointing": True} for size in budgets]
@@ -132,7 +132,7 @@ def _ladder(config: RunConfig, models: Models, machine: Machine, plan: Plan) -> 
 
 
 def _budgets(config: RunConfig, plan: Plan) -> list[int]:
-    """Returns smaller numbers of tokens of a micro-batch, largest first; each holds a sequence."""
+    """Returns smaller limits of tokens per micro-batch, largest first; each has room for a sequence."""
     if config.micro_batch_size:
         return []
     sizes = []
@@ -162,14 +162,14 @@ def _engines(config: RunConfig, models: Models, machine: Machine, plan: Plan) ->
 
 
 def _tp_sizes(config: RolloutConfig, models: Models, machine: Machine) -> list[int]:
-    """Returns the sizes above the run's by which the heads of the model and the ranks can be split; native has none."""
+    """Returns the engine tp sizes above the run's that divide heads and ranks; the native engine has none."""
     heads, ranks = models.policy.hf_config.get_text_config().num_attention_heads, config.rollout_ranks or machine.ranks
     sizes = (2, 4, 8) if config.engine in ("vllm", "sglang") else ()
     return [size for size in sizes if size > config.engine_tp_size and heads % size == 0 and ranks % size == 0]
 
 
 def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
-    """Returns other ways to keep the model, those first that cost least."""
+    """Returns other ways to spread the model, cheapest first."""
     name = strategy_name(config, machine.ranks)
     if name == "deepspeed":
         stages: list[Changes] = [{"deepspeed.zero_stage": stage} for stage in range(config.deepspeed.zero_stage + 1, 4)]

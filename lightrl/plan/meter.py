@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that a model makes, without making them: torch's fake tensors have sizes only."""
+"""Counts the bytes of the tensors that a model makes without making them: torch's fake tensors have only sizes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageMeter(TorchDispatchMode):
-    """Adds up the storages that operations make while they live."""
+    """Adds up the storages that operations make, for as long as they live."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        """known: tensors that are not counted, nor are views of them."""
+        """Takes the `known` tensors, which are not counted and neither are views of them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self._bytes: dict[int, int] = {}  # by the address of torch's own object
+        self._bytes: dict[int, int] = {}  # by the address of torch's object
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operation and counts what it returns."""
+        """Runs an operation and counts the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         for item in tree_leaves(result):
             if isinstance(item, Tensor):

@@ -1,4 +1,4 @@
-"""The models of a run as fake tensors: real modules and shapes, and no memory behind them."""
+"""The models of a run as fake tensors: real modules and shapes, with no memory behind them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightrl.models.policy import Policy, model_loader
 from lightrl.models.reward_model import HEAD_NAME, RewardModel
 from lightrl.strategy.fsdp import transformer_blocks
 
-Build = Callable[[Any], nn.Module]  # makes the module of a transformers config
+Build = Callable[[Any], nn.Module]  # makes a module from a transformers config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A parameter."""
+    """The facts about a parameter."""
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
-    unit: int  # of FSDP: 0 for what is in no block, else the number of the block, from 1
+    unit: int  # FSDP's unit: the number of the block, from 1, or 0 outside of all blocks
     is_cut: bool = False  # whether tensor parallelism divides it
 
     @property
@@ -45,7 +45,7 @@ class Weight:
 class Model:
     """One model of a run."""
 
-    role: str  # policy, reference, critic, teacher
+    role: str  # "policy", "reference", "critic" or "teacher"
     hf_config: Any
     weights: tuple[Weight, ...]
     buffer_bytes: int
@@ -62,9 +62,9 @@ class Model:
         return [weight for weight in self.weights if weight.is_trained]
 
     def smaller(self, num_layers: int, tp_size: int = 1) -> nn.Module:
-        """Makes the module on the meta device with fewer layers, and a tensor-parallel rank's share of the widths.
+        """Makes the module on the meta device with fewer layers and a tensor-parallel rank's share of the widths.
 
-        It runs no vision tower, whose need depends on the images.
+        It runs no vision tower, since what that needs depends on the images.
         """
         module = self.make(_cut_down(self.hf_config, num_layers, tp_size))
         for child in module.modules():
@@ -75,13 +75,13 @@ class Model:
 
 @contextmanager
 def fake() -> Iterator[None]:
-    """Makes tensors without memory inside the context."""
+    """Makes tensors inside the context fake: they have no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 def policy_of(hf_config: Any, config: RunConfig, role: str = "policy") -> Model:
-    """Returns the language model of a run; a reference or teacher is frozen and has no adapters."""
+    """Returns a language model of a run; a reference or teacher is frozen and has no adapters."""
     make = _make_policy if role == "policy" else _make_frozen
     return _described(role, partial(make, config), hf_config)
 
@@ -135,7 +135,7 @@ def _from_config(make: Callable[..., Any], hf_config: Any) -> Any:
 
 
 def faked(module: nn.Module) -> nn.Module:
-    """Moves a module from the meta device to fake memory, where operations choose the kernels of a real device."""
+    """Moves a module from the meta device to fake tensors, for which operations choose a real device's kernels."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -184,7 +184,7 @@ def _described(role: str, make: Build, hf_config: Any) -> Model:
 
 
 def _is_projection(name: str, hf_config: Any) -> bool:
-    """Returns whether tensor parallelism cuts a weight, by the model's own plan."""
+    """Returns whether tensor parallelism cuts a weight, according to the model's own plan."""
     plan = getattr(hf_config.get_text_config(), "base_model_tp_plan", None) or {}
     cut = {module.rpartition(".")[2] for module, way in plan.items() if way in ("colwise", "rowwise")}
     return name.rpartition(".")[0].rpartition(".")[2] in cut

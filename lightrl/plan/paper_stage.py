@@ -1,7 +1,7 @@
-"""A stage of --strategy megatron on paper: layers that keep what a rank's layers keep, without megatron-core.
+"""A stage of --strategy megatron on paper: layers that keep the same tensors as a rank's, without megatron-core.
 
-The layers of megatron-core need a GPU and the package; these follow their operations one by one, with the leaves of
-strategy/megatron/modules.py, on this rank's shapes. Messages have sizes only.
+The layers of megatron-core need a GPU and the package. These repeat their operations one by one on this rank's shapes,
+with the leaf modules of strategy/megatron/modules.py. Messages have only sizes.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lightrl.strategy.megatron.packing import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
-    """What a rank holds of a layer, and of a micro-batch."""
+    """The shape of a rank's part of a layer and of a micro-batch."""
 
     hidden_size: int
     num_heads: int
-    num_groups: int  # of queries, each with a head of keys and values
+    num_groups: int  # groups of queries, each with one head of keys and values
     head_size: int
-    width: int  # of the MLP, or of this rank's columns of an expert
+    width: int  # width of the MLP, or this rank's columns of an expert
     num_rows: int  # of the vocabulary
     has_query_norm: bool
     has_bias: bool
-    num_experts: int  # of this rank; 0: the layer has an MLP
+    num_experts: int  # on this rank; 0: the layer has an MLP
     all_experts: int
     experts_per_token: int
     expert_parts: int  # ranks that split an expert
-    split_by: int  # ranks that split the tokens between the matrices; 1: none do
+    split_by: int  # ranks that split the tokens between the matrices; 1: no split
     cp: int  # ranks that split each sequence
-    lengths: tuple[int, ...]  # of the sequences, with their padding
-    num_scored: int  # tokens of which this rank computes the logits
+    lengths: tuple[int, ...]  # of the sequences, including padding
+    num_scored: int  # tokens whose logits this rank computes
     recompute: bool
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
+        """The number of this rank's tokens."""
         return sum(self.lengths) // self.cp
 
 
 class _Gather(torch.autograd.Function):
-    """Makes the tokens of all ranks from this rank's, and a gradient of this rank's from one of all."""
+    """Expands this rank's tokens to those of all ranks; the backward reduces the gradient to this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, count: int) -> Tensor:
@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Leaves this rank's tokens of a sum, and takes a gradient of all tokens from this rank's."""
+    """Keeps this rank's tokens of a sum; the backward expands their gradient to all tokens."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, count: int) -> Tensor:
@@ -78,7 +78,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Multiplies the tokens of all ranks, and keeps those of this rank alone: the backward gathers them again."""
+    """Multiplies the tokens of all ranks but saves only this rank's: the backward gathers them again."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Columns(nn.Module):
-    """Several projections whose rows are put together for one product, as by strategy/megatron/modules.py."""
+    """Several projections whose rows are joined for one product, as in strategy/megatron/modules.py."""
 
     def __init__(self, input_size: int, rows: Sequence[int], groups: int, *, bias: bool, split_by: int) -> None:
         super().__init__()
@@ -158,20 +158,20 @@ class _MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        states = F.linear(F.silu(gate) * (up + 0.0), self.down)  # megatron-core adds an offset, which is 0
+        states = F.linear(F.silu(gate) * (up + 0.0), self.down)  # megatron-core adds an offset of 0
         scattered: Tensor = _Scatter.apply(states, self._split_by) if self._split_by > 1 else states  # type: ignore[no-untyped-call]
         return scattered
 
 
 class _Counts(list[int]):
-    """Numbers of tokens by expert, where a tensor would have values."""
+    """Stands for a tensor with the number of tokens of each expert, which would need values."""
 
     def tolist(self) -> list[int]:
         return self
 
 
 class _Mixture(nn.Module):
-    """Experts with even loads: a rank gets as many tokens as it sends."""
+    """Experts with even loads: a rank receives as many tokens as it sends."""
 
     def __init__(self, shape: RankShape) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _Mixture(nn.Module):
         each, rest = divmod(tokens.shape[0], shape.num_experts)
         counts = _Counts(each + (number < rest) for number in range(shape.num_experts))
         output, _ = self.experts(tokens, counts, scale)
-        output = output + 0.0 if shape.num_experts > 1 else output  # in the order of the messages
+        output = output + 0.0 if shape.num_experts > 1 else output  # back in the order of the messages
         back = _Scatter.apply(output, shape.expert_parts)  # type: ignore[no-untyped-call]
         return torch.zeros_like(own).index_add(0, sent, back)[:, None]
 
@@ -214,7 +214,7 @@ class _Layer(nn.Module):
 
 
 class PaperStage(nn.Module):
-    """Some layers, with the embedding before them or the output head behind them."""
+    """Some layers, perhaps with the embedding before them or the output head after them."""
 
     def __init__(self, shape: RankShape, num_layers: int, *, is_first: bool, is_last: bool, has_output: bool) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class PaperStage(nn.Module):
         self.output = nn.Parameter(torch.empty(table)) if is_last and has_output else None
 
     def pack(self) -> Pack:
-        """Lays a micro-batch out, without the positions: these are values."""
+        """Lays a micro-batch out without positions, which would need values."""
         shape = self._shape
         numbers = torch.zeros(sum(shape.lengths), dtype=torch.int64)
         angles = torch.zeros(shape.num_tokens, 1, shape.head_size)
@@ -240,7 +240,7 @@ class PaperStage(nn.Module):
         )
 
     def forward(self, pack: Pack) -> Tensor:
-        """Returns the states behind the last layer, or log-probabilities where this stage has the output."""
+        """Returns the states after the last layer, or log-probabilities if this stage has the output head."""
         shape = self._shape
         hidden: Any = self._input()
         for layer in self.layers:
@@ -256,7 +256,7 @@ class PaperStage(nn.Module):
 
     def _input(self) -> Tensor:
         shape, some = self._shape, next(self.parameters())
-        if self.embedding is None:  # the message of the stage before
+        if self.embedding is None:  # the message of the previous stage
             states = torch.empty(shape.num_tokens // shape.split_by, 1, shape.hidden_size, dtype=some.dtype)
             states.requires_grad_(torch.is_grad_enabled())
             return states

@@ -1,4 +1,4 @@
-"""A run phase by phase: what is on the device of the rank that has most, and for what."""
+"""Lists, phase by phase, what the fullest rank of a run has on its device, and for what."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FLOAT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the run is to fit on."""
+    """The machine that the run must fit on."""
 
     ranks: int
-    memory: float  # bytes of a device; 0: not said
+    memory: float  # bytes of a device; 0: unknown
     prompt_tokens: int
     response_tokens: int  # 0: --max_new_tokens
     is_accelerator: bool = True
@@ -34,40 +34,40 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a step, with the bytes on the device by what they are for."""
+    """A part of a step, with the bytes on the device by purpose."""
 
     name: str
     parts: dict[str, float]
 
     @property
     def total(self) -> float:
-        """The most bytes at a time."""
+        """The sum of the bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run on paper."""
+    """The plan of a run."""
 
     phases: list[Phase]
     batches: Batches
-    flops: float  # of a step over all ranks
-    host: float  # bytes in host memory for a rank
+    flops: float  # per step over all ranks
+    host: float  # bytes in host memory per rank
     num_weights: int
     engine: Engine | None
-    prompts: str  # whether they are computed once, in words; empty without samples
+    prompts: str  # says whether prompts are computed once; empty without samples
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
 class Models:
-    """The models of a run by role, made once for all plans of it."""
+    """The models of a run by role, made once for all plans of the run."""
 
     def __init__(self, hf_config: Any, config: RunConfig, others: dict[str, Any] | None = None) -> None:
-        """others: the configs of models that are not the policy's, by role."""
+        """Takes in `others`, by role, the configs of models that differ from the policy's."""
         others = others or {}
         self.hf_config, self._others, self._lora = hf_config, others, config.lora
         is_classifier = isinstance(config, RMConfig)
@@ -77,7 +77,7 @@ class Models:
         if isinstance(config, DPOConfig | RolloutConfig) and not config.lora.is_on:
             self.reference: Model | None = policy_of(hf_config, config, "reference")
         else:
-            self.reference = None  # the policy without its adapters
+            self.reference = None  # it is the policy without its adapters
         if "teacher" in others:
             self.frozen.append(policy_of(others["teacher"], config, "teacher"))
         if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
@@ -102,7 +102,7 @@ class Models:
 
 
 def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
-    """Returns the phases of a step of a run whose every rank is as full as it can be."""
+    """Returns the phases of a step in a run whose ranks are all as full as possible."""
     own_ranks = config.rollout_ranks if isinstance(config, RolloutConfig) else 0
     trainers = machine.ranks - own_ranks
     if trainers < 1:
@@ -142,7 +142,7 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
 
 
 class _Step:
-    """Collects the phases of a step, on a stage of Megatron's pipeline where there is one."""
+    """Collects the phases of a step, perhaps on a stage of Megatron's pipeline."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Step:
     def _staged_pass(self, role: str) -> dict[str, float]:
         """Returns the activations and gradients of a stage at the worst moment."""
         need, gradients = self._stage_need(role, trains=True), self._kept[role].gradients
-        goes_on = self._batches.micro_batches > need.waiting  # a forward comes behind a backward
+        goes_on = self._batches.micro_batches > need.waiting  # a forward follows a backward
         first = {**self._activations(role, need.first_backward), "gradients": gradients if goes_on else 0.0}
         later = {**self._activations(role, need.next_backward), "gradients": gradients}
         return max(first, later, key=lambda parts: sum(parts.values()))
@@ -283,11 +283,11 @@ class _Step:
         return {"activations": num_bytes - chunk, "logits chunk": chunk}
 
     def _logits_chunk(self) -> float:
-        """Returns the bytes of a tile of logits with its probabilities and their product."""
+        """Returns the bytes of a tile of logits, its probabilities and their product."""
         tile = logprobs._ACCELERATOR_TILE if self._machine.is_accelerator else logprobs._CPU_TILE
         rows = self._batches.pack.num_sequences * self._batches.pack.num_scored
         vocabulary = self._models.policy.hf_config.get_text_config().vocab_size
-        if self._stage is not None:  # whose ranks split both
+        if self._stage is not None:  # its ranks split both
             rows, vocabulary = rows // self._config.megatron.cp_size, vocabulary // self._config.tp_size
         return float(3 * _FLOAT * min(tile[0], rows) * min(tile[1], vocabulary))
 
@@ -297,7 +297,7 @@ def _kl_coef(config: RolloutConfig) -> float:
 
 
 def _head_gradient(model: Model, kept: Kept) -> float:
-    """Returns the bytes of the gradients that are there when the last block's backward begins."""
+    """Returns the bytes of the gradients that exist when the last block's backward begins."""
     if kept.own_pass:
         return 0.0
     return _FLOAT * sum(weight.numel for weight in model.trained if not weight.unit and "embed" not in weight.name)

@@ -40,7 +40,7 @@ from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_RESPONSE = 512  # tokens of an example whose data is not read
+_RESPONSE = 512  # assumed tokens of an example, as data is not read
 
 
 @dataclass(kw_only=True)
@@ -66,9 +66,9 @@ class PlanConfig:
 
 
 def plan(trainers: Any, arguments: Sequence[str]) -> int:
-    """Plans the run of the trainer that the first argument names; returns the exit code.
+    """Plans a run of the trainer that the first argument names; returns the exit code.
 
-    trainers: the configs of the trainers by their names.
+    trainers: the trainers' config classes by name.
     """
     name, words = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
     if name in ("-h", "--help", "--help-all") or name not in trainers:
@@ -82,7 +82,7 @@ def plan(trainers: Any, arguments: Sequence[str]) -> int:
 
 
 def dry_run(config: RunConfig, name: str) -> int:
-    """Plans a run on the ranks and devices that it was started on; rank 0 prints."""
+    """Plans a run for the ranks and devices on which it was started; rank 0 prints."""
     if isinstance(config, EvaluateConfig):
         exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
     return _plan(config, PlanConfig(), name, is_here=True)
@@ -112,7 +112,7 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
 
 
 def _warn_of_short_responses(config: RunConfig, asked: PlanConfig) -> None:
-    """The default suits the built-in model, and a plan with it says little about another one."""
+    """Warns if responses have the default length, which suits only the built-in model."""
     if not isinstance(config, RolloutConfig) or config.model == BUILTIN_MODEL or asked.response_tokens:
         return
     default = RolloutConfig().max_new_tokens
@@ -130,7 +130,7 @@ def _warn_of_unread_adapters(config: RunConfig, models: Models) -> None:
 
 
 def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
-    """Prints the options with which the run fits, and returns the config with them; without any, the config."""
+    """Prints the options that make the run fit and returns the config with them, or unchanged if there are none."""
     if not machine.memory:
         raise ValueError("--fit True needs the memory of a device: give --device_memory, such as 24GB.")
     chosen = choose(config, models, machine)
@@ -147,9 +147,9 @@ def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
 
 
 def machine_of(config: RunConfig, asked: PlanConfig, *, is_here: bool = False) -> Machine:
-    """Returns what the run is to fit on, by the options or as this process sees it.
+    """Returns the machine that the run must fit on, from the options or as this process sees it.
 
-    A device is a GPU unless --distributed.device says otherwise. is_here: the run is to be on this machine's.
+    A device is a GPU unless --distributed.device says otherwise. is_here: the run is for this machine's devices.
     """
     device = config.distributed.device
     has_gpu = device == "cuda" or not is_here or torch.cuda.is_available()
@@ -177,7 +177,7 @@ def _own_memory() -> float:
 
 
 def models_of(config: RunConfig) -> Models:
-    """Returns the models of a run, from their configs alone."""
+    """Returns the models of a run, made only from their configs."""
     if config.lora.is_on:
         require_peft(config.lora)
     others: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def _read_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the options of the plan, and those of the trainer."""
+    """Splits arguments into the options of the plan and those of the trainer."""
     own: list[str] = []
     rest: list[str] = []
     names = {f"--{name}" for name in option_names(PlanConfig)}

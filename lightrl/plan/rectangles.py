@@ -1,4 +1,4 @@
-"""What a rank of --strategy megatron keeps of a model, in bytes: rectangles of the tensors of its stage."""
+"""The bytes that a rank of --strategy megatron keeps of a model: rectangles of its stage's tensors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\
 class StageBytes:
     """The bytes of a stage."""
 
-    weights: float  # that compute
-    main: float  # float32 copies of them, which the optimizer steps where they compute in bfloat16
-    trained: float  # as float32
+    weights: float  # the weights that compute
+    main: float  # float32 copies that the optimizer steps if the weights compute in bfloat16
+    trained: float  # in float32
     states: float  # AdamW's two moments
 
 
 def stage_bytes(model: Model, config: RunConfig, world: int, stage: int | None = None) -> StageBytes:
-    """Returns what the first rank of a stage keeps, or of the largest; ValueError for what the strategy refuses."""
+    """Returns the bytes of a stage's first rank, by default the largest stage's; ValueError for refused layouts."""
     check_options(config)
     sizes = sizes_of(config)
     text = model.hf_config.get_text_config()
@@ -53,7 +53,7 @@ def stage_bytes(model: Model, config: RunConfig, world: int, stage: int | None =
 def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunConfig) -> StageBytes:
     place = Place(pp=stage)
     replicas = {
-        False: max(1, world // (sizes.tp * sizes.pp)),  # those of sequences' parts as well
+        False: max(1, world // (sizes.tp * sizes.pp)),  # ranks that split sequences count too
         True: max(1, world // (sizes.ep * sizes.etp * sizes.pp)),
     }
     loads = {is_expert: [0] * count for is_expert, count in replicas.items()}
@@ -68,7 +68,7 @@ def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunCon
         if weight.is_trained:
             trained += numel
             load = loads[cut in (EXPERT_ROWS, EXPERT_COLUMNS)]
-            load[load.index(min(load))] += numel  # as the strategy gives them out
+            load[load.index(min(load))] += numel  # in the order in which the strategy assigns them
     stepped = sum(max(load) for load in loads.values()) if config.megatron.distributed_optimizer else trained
     return StageBytes(
         weights=_FLOAT * (weights - rounded) + _HALF * rounded,
@@ -79,14 +79,14 @@ def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunCon
 
 
 def _is_head(name: str) -> bool:
-    """Returns whether a weight belongs to a head of one number, which computes in float32."""
+    """Returns whether a weight belongs to a head with one output, which computes in float32."""
     return name.startswith("value_head.") or name.endswith(f".{HEAD_NAME}.weight")
 
 
 def _cut(weight: Weight, model: Model, sizes: Sizes, place: Place) -> str | None:
-    """Returns how a weight is cut on a stage, or None if it lies on another one."""
+    """Returns how a weight is cut on a stage, or None if it lies on another stage."""
     found = _IN_DECODER.search(weight.name)
-    if found is None:  # the output, or a head of one number
+    if found is None:  # the output head, or a head with one output
         is_output = weight.name.endswith("lm_head.weight")
         return (ROWS if is_output else WHOLE) if place.pp == sizes.pp - 1 else None
     layers = model.num_layers
@@ -95,7 +95,7 @@ def _cut(weight: Weight, model: Model, sizes: Sizes, place: Place) -> str | None
 
 
 def is_tied(model: Model) -> bool:
-    """Returns whether the output has the weights of the embedding."""
+    """Returns whether the output head shares the weights of the embedding."""
     names = [weight.name for weight in model.weights]
     has_head = any(name.endswith(("lm_head.weight", ".score.weight")) for name in names)
     return not has_head and model.role != "critic"

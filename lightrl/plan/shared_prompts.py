@@ -1,4 +1,4 @@
-"""Decides whether a planned run computes prompts once (--share_prompts), and what its micro-batches then hold."""
+"""Decides whether a planned run computes prompts once (--share_prompts), and what micro-batches then hold."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightrl.sharing.tree import LEAST_SAVED, with_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The way in which a run computes prompts once, if it does."""
+    """Whether a run computes prompts once, and why."""
 
     way: Literal["none", "by itself", "asked for"]
-    reason: str  # as it is told
+    reason: str  # in words for the user
 
     def shares(self, model: Model) -> bool:
-        """Returns whether a model runs trees; raises ValueError for one that cannot and is asked to."""
+        """Returns whether a model runs trees; raises ValueError if it is asked to but cannot."""
         refusal = _refusal(model)
         if refusal and self.way == "asked for":
             raise ValueError(f"--share_prompts does not go with {refusal} Leave it out.")
@@ -44,18 +44,18 @@ def _refusal(model: Model) -> str:
 
 @lru_cache(maxsize=16)
 def _copies_keys(model: Model) -> bool:
-    """Returns whether a layer attends in a way for which a CPU has no kernel that knows trees."""
+    """Returns whether some layer's kind of attention has no CPU kernel for trees, so that keys are copied."""
     module, tree = model.smaller(model.num_layers), paper_tree((2,), LEAST_SAVED, 1)
     assert tree is not None
     with fake(), torch.no_grad():
-        to_half(faked(module))  # as the experts of a mixture need it
+        to_half(faked(module))  # the experts of a mixture need it
         sharing = share_on_paper(module, is_copied=False)
         module(with_tree(paper_batch(PackShape(num_sequences=2, length=LEAST_SAVED + 1, num_scored=1)), tree))
     return bool(sharing.copying)
 
 
 def sharing_of(config: RunConfig, *, is_accelerator: bool) -> Sharing:
-    """Returns what --share_prompts comes to on the planned machine."""
+    """Returns the effect of --share_prompts on the planned machine."""
     if not isinstance(config, RolloutConfig):
         return Sharing(way="none", reason="")
     if config.share_prompts == "auto" and not is_accelerator and config.may_share_prompts:
@@ -70,7 +70,7 @@ def sharing_of(config: RunConfig, *, is_accelerator: bool) -> Sharing:
 def with_shared_prompts(
     batches: Batches, config: RunConfig, sharing: Sharing, ranks: int, models: Sequence[Model]
 ) -> Batches:
-    """Returns the batches of a run that shares prompts; no two prompts begin alike."""
+    """Returns the batches of a run that shares prompts, assuming that no two prompts begin alike."""
     if not isinstance(config, RolloutConfig) or sharing.way == "none":
         return batches
     whole_roles = frozenset(model.role for model in models if not sharing.shares(model))
@@ -79,7 +79,7 @@ def with_shared_prompts(
 
 
 def told(sharing: Sharing, batches: Batches) -> str:
-    """Returns in a line whether prompts are computed once."""
+    """Returns a line that says whether prompts are computed once."""
     if sharing.way == "none":
         return sharing.reason and f"each sample computes its prompt: {sharing.reason}"
     if not batches.pack.families:
@@ -90,9 +90,9 @@ def told(sharing: Sharing, batches: Batches) -> str:
 
 
 def _by_itself(batches: Batches, config: RolloutConfig) -> Batches:
-    """Counts what a micro-batch saves whatever the lengths of its samples.
+    """Counts what a micro-batch saves at least, whatever the lengths of its samples.
 
-    These decide which samples it holds: at worst as few of each prompt as can be.
+    The lengths decide which samples it holds: in the worst case, as few of each prompt as possible.
     """
     pack, num_prompts = batches.pack, _num_prompts(config)
     least, more = divmod(pack.num_sequences, num_prompts)
@@ -112,7 +112,7 @@ def _num_prompts(config: RolloutConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Samples of one prompt that are all as long as they can be."""
+    """Samples of one prompt, all of the largest length."""
 
     key: Key
     num_samples: int
@@ -121,21 +121,21 @@ class _Family:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed."""
+        """The number of tokens that are computed."""
         whole = self.num_samples * (self.prompt + self.response)
         return whole - saved_by(self.num_samples, self.prompt)
 
     @property
     def label(self) -> str:
-        """The subject of a message about it."""
+        """The subject of an error message about the family."""
         return "A sample that is as long as it can be"
 
     def halves(self) -> list[_Family]:
-        """Returns two families."""
+        """Splits the family into two."""
         return self.pieces(-(-self.num_samples // 2))
 
     def pieces(self, max_samples: int) -> list[_Family]:
-        """Returns families of up to max_samples."""
+        """Splits the family into parts of up to max_samples."""
         position, first = self.key
         return [
             replace(self, key=(position, first + start), num_samples=min(max_samples, self.num_samples - start))
@@ -171,8 +171,8 @@ def _of_families(batches: Batches, config: RolloutConfig, ranks: int) -> Batches
 
 
 def _dealt_out(whole: Sequence[_Family], ranks: int) -> list[list[_Family]]:
-    """Returns the families of each rank; parts of one that come to the same rank are one again."""
-    ordered = [family for rank in range(ranks) for family in whole[rank::ranks]]  # in the order of their ranks
+    """Returns the families of each rank; parts of a family on the same rank are joined again."""
+    ordered = [family for rank in range(ranks) for family in whole[rank::ranks]]  # sorted by rank
     owner_of = {family.key[0]: rank for rank in range(ranks) for family in whole[rank::ranks]}
 
     def deal(parts: list[_Family]) -> Dealt:

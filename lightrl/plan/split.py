@@ -1,4 +1,4 @@
-"""Sequence parallelism on paper: what a rank of a group holds, without the others and without their messages."""
+"""Sequence parallelism on paper: a rank's part, without other ranks and without messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.models.token_split import SequenceGroup
 
 
 class PaperGroup:
-    """A SequenceGroup whose messages have sizes only, as those of strategy/layout/sequence_parallel.py have."""
+    """A SequenceGroup whose messages have only sizes, those of strategy/layout/sequence_parallel.py."""
 
     rank = 0
 
@@ -30,7 +30,7 @@ class PaperGroup:
         return self._exchange(part)
 
     def total(self, part: Tensor) -> Tensor:
-        """Returns a tensor of the size of the sum."""
+        """Returns a tensor of the sum's size."""
         return part.clone()
 
     def _exchange(self, part: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ def _exchanged(part: Tensor, split_dim: int, join_dim: int, size: int) -> Tensor
 
 @contextmanager
 def split_over(module: nn.Module, sp_size: int) -> Iterator[None]:
-    """Lets a model run its part of a pack inside the context; 1 changes nothing."""
+    """Makes a model run one rank's part of a pack inside the context; 1 changes nothing."""
     if sp_size == 1:
         yield
         return
     splittable: Any = module
     splittable.sequence_group = PaperGroup(sp_size)
     own = token_split.held_positions
-    token_split.held_positions = _evenly_held  # which ones a rank holds depends on values, and fake tensors have none
+    token_split.held_positions = _evenly_held  # a rank's tokens depend on values, which fake tensors lack
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What each strategy keeps of a model on a rank, and what it adds for a while, in bytes."""
+"""The bytes that each strategy keeps of a model on a rank, and those that it adds temporarily."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from lightrl.plan.models import Model, Weight
 from lightrl.plan.rectangles import stage_bytes
 
 _FLOAT = 4  # bytes: parameters, gradients and optimizer states are float32
-# Elements that ZeRO-3 holds gathered before it lets go of a weight: the default of stage3_max_live_parameters and of
-# stage3_max_reuse_distance, which a run leaves alone. A smaller model stays whole from its first block to its last.
+# Elements that ZeRO-3 holds gathered before it frees a weight: the default of stage3_max_live_parameters and of
+# stage3_max_reuse_distance, which runs do not change. A smaller model stays whole from its first block to its last.
 _LIVE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The bytes of one model on the rank that has most."""
+    """The bytes of one model on the fullest rank."""
 
     weights: float = 0
-    master: float = 0  # the copy of the weights that ZeRO or Megatron steps on
+    master: float = 0  # the copy of the weights that ZeRO or Megatron steps
     optimizer: float = 0
     average: float = 0
     waiting: float = 0  # gradients of earlier micro-batches while the next one runs
     gradients: float = 0  # at the end of a backward
-    own_pass: float = 0  # whole weights, and gradients on their way, during the forward and backward
-    forward: float = 0  # whole weights during a forward alone
-    buffers: float = 0  # of gradients, kept also where there are none
-    host: float = 0  # in host memory, in place of the device
+    own_pass: float = 0  # whole weights, and gradients in transit, during the forward and backward
+    forward: float = 0  # whole weights during a forward without backward
+    buffers: float = 0  # for gradients, kept even when there are none
+    host: float = 0  # in host memory instead of on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How many ranks train, and how many of them each part of a model is divided by."""
+    """The number of ranks that train, and the numbers of ranks that share each part of a model."""
 
     world: int
     replicas: int
@@ -41,29 +41,29 @@ class Ranks:
 
     @property
     def of_rest(self) -> int:
-        """Ranks that share what is in no block."""
+        """The number of ranks that share what is outside of all blocks."""
         return self.world // self.replicas
 
     @property
     def of_block(self) -> int:
-        """Ranks that share a block, or a rank's part of it."""
+        """The number of ranks that share a block, or one rank's part of it."""
         return self.of_rest // self.tensors
 
 
 def strategy_name(config: RunConfig, world: int) -> str:
-    """Returns the strategy that a run takes; auto is decided by the number of ranks."""
+    """Returns the strategy of a run; auto depends on the number of ranks."""
     return ("single" if world == 1 else "fsdp") if config.strategy == "auto" else config.strategy
 
 
 def kept_of(model: Model, config: RunConfig, world: int, *, several: bool, stage: int | None = None) -> Kept:
-    """Returns the bytes of a model.
+    """Returns the bytes of a model on the fullest rank.
 
     Args:
-        model: What is kept.
+        model: The model that is kept.
         config: The run's options.
         world: Number of ranks.
         several: Whether an update has more than one micro-batch.
-        stage: A stage of Megatron's pipeline; None: the one that keeps most.
+        stage: A stage of Megatron's pipeline; None means the one that keeps the most.
     """
     name = strategy_name(config, world)
     if name == "fsdp":
@@ -106,7 +106,7 @@ def _whole(model: Model, config: RunConfig, several: bool) -> Kept:
 
 
 def _states(weights: list[Weight], config: RunConfig, num_bytes: float) -> float:
-    """Returns the bytes of AdamW's two moments; Muon has one for the matrices of the blocks."""
+    """Returns the bytes of AdamW's two moments; Muon has only one for the matrices of the blocks."""
     if config.optim.name != "muon":
         return 2 * num_bytes
     matrices = sum(weight.numel for weight in weights if weight.unit and len(weight.shape) == 2)
@@ -124,7 +124,7 @@ def _sharded(model: Model, config: RunConfig, world: int, several: bool) -> Kept
     ranks = Ranks(world=world, replicas=config.fsdp.replicate_size, tensors=config.tp_size)
     shards = _FLOAT * sum(_shard(weight, ranks) for weight in model.weights)
     trained = _FLOAT * sum(_shard(weight, ranks) for weight in model.trained)
-    size = 2 if config.dtype == "bfloat16" else _FLOAT  # of a gathered weight
+    size = 2 if config.dtype == "bfloat16" else _FLOAT  # per element of a gathered weight
     whole = _FLOAT * sum(_part(weight, ranks) for weight in model.trained)  # gradients before they are reduced
     units = _units(model.weights, ranks)
     root, blocks = units.pop(0, 0.0), sorted(units.values())
@@ -163,7 +163,7 @@ def _part(weight: Weight, ranks: Ranks) -> float:
 
 
 def _shard(weight: Weight, ranks: Ranks) -> float:
-    """Returns the elements of the first shards, which are cut by rows and have most."""
+    """Returns the elements of the first shards, the largest, since weights are cut by rows."""
     count = ranks.of_block if weight.unit else ranks.of_rest
     if not weight.shape:
         return 1
@@ -172,7 +172,7 @@ def _shard(weight: Weight, ranks: Ranks) -> float:
 
 
 def _units(weights: list[Weight] | tuple[Weight, ...], ranks: Ranks) -> dict[int, float]:
-    """Returns the elements of each unit that is gathered at once; 0 is the root."""
+    """Returns the elements of each unit that is gathered together; 0 is the root."""
     units: dict[int, float] = {}
     for weight in weights:
         units[weight.unit] = units.get(weight.unit, 0.0) + _part(weight, ranks)
@@ -211,14 +211,14 @@ def _zero(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
 
 
 def _partitioned(model: Model, chosen: DeepSpeedConfig, world: int) -> float:
-    """Returns the bytes of stage 3's shards; small weights are whole as well."""
+    """Returns the bytes of stage 3's shards; small weights are also kept whole."""
     shards = sum(math.ceil(weight.numel / world) for weight in model.weights)
     whole = sum(weight.numel for weight in model.weights if weight.numel < chosen.param_persistence_threshold)
     return _FLOAT * (shards + whole) + model.buffer_bytes
 
 
 def _gathered(model: Model) -> float:
-    """Returns the bytes of the weights that stage 3 holds gathered at a time."""
+    """Returns the bytes of the weights that stage 3 holds gathered at the same time."""
     units = _units(model.weights, Ranks(world=1, replicas=1, tensors=1))
     largest = max(units.values(), default=0.0)
     return _FLOAT * min(_numel(model.weights), _LIVE + largest)

@@ -1,7 +1,7 @@
-"""What a stage of --strategy megatron needs for its passes: micro-batches that wait for their backward, and one.
+"""The bytes that a stage of --strategy megatron needs for its passes, with waiting micro-batches.
 
-A stage begins with the micro-batches that fill the stages behind it, and then takes turns: a forward, a backward. So
-the first stage keeps as many micro-batches as there are stages, and the last one keeps one, and computes the logits.
+A stage begins with the micro-batches that fill the later stages, and then alternates between forward and backward. So
+the first stage keeps as many micro-batches as there are stages, and the last keeps one and computes the logits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lightrl.strategy.megatron.parts import padded_rows, sizes_of
 class StageNeed:
     """The bytes of a stage's passes."""
 
-    kept: float  # of a micro-batch that waits for its backward
-    waiting: int  # micro-batches that wait at a time, the one that is computed among them
-    work: float  # the most that a pass needs besides
+    kept: float  # per micro-batch that waits for its backward
+    waiting: int  # micro-batches that wait at the same time, including the current one
+    work: float  # the most that a pass needs in addition
 
     @property
     def first_backward(self) -> float:
-        """Bytes when a backward begins."""
+        """The bytes when the first backward begins."""
         return self.kept * self.waiting + self.work
 
     @property
     def next_backward(self) -> float:
-        """Bytes when the next one begins and no forward has come between."""
+        """The bytes when the next backward begins without a forward in between."""
         return self.kept * (self.waiting - 1) + self.work
 
 
@@ -81,7 +81,7 @@ def _of_stage(
 
 
 def _chunks_in_flight(config: RunConfig, stage: int) -> int:
-    """Returns how many forwards of a chunk a stage has run before its first backward, that of the last one included."""
+    """Returns how many forwards of chunks a stage has run when its first backward begins."""
     stages, chunks = config.megatron.pp_size, config.megatron.vpp_size
     behind = stages - stage - 1
     return behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
@@ -92,7 +92,7 @@ def _has_output(model: Model) -> bool:
 
 
 def rank_shape(model: Model, pack: PackShape, config: RunConfig) -> RankShape:
-    """Returns a rank's part of a layer and of a micro-batch."""
+    """Returns the shape of a rank's part of a layer and of a micro-batch."""
     text, sizes = model.hf_config.get_text_config(), sizes_of(config)
     split_by = sizes.tp if config.megatron.sequence_parallel else 1
     piece = 2 * sizes.cp if sizes.cp > 1 else 1
@@ -125,7 +125,7 @@ def rank_shape(model: Model, pack: PackShape, config: RunConfig) -> RankShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The bytes that one micro-batch keeps, of a layer and outside them, and what its pass needs besides."""
+    """The bytes that a micro-batch keeps per layer and outside of layers, and what its pass needs in addition."""
 
     layer: float
     outside: float
@@ -143,7 +143,7 @@ def _measured(
     trains: bool,
     on_accelerator: bool,
 ) -> _Found:
-    """Runs stages of one layer and of two on fake tensors: what the second adds is a layer's."""
+    """Runs stages of one layer and of two on fake tensors: the difference is what a layer needs."""
     held, peaks = [], []
     for num_layers in (1, 2):
         stage = PaperStage(shape, num_layers, is_first=is_first, is_last=is_last, has_output=has_output)
@@ -159,10 +159,10 @@ def _measured(
 
 
 def _run(stage: PaperStage, trains: bool) -> tuple[int, int]:
-    """Returns the bytes that wait for a backward, and the most at a time with that backward."""
+    """Returns the bytes that wait for a backward, and the peak during that backward."""
 
     def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None  # gradients are counted by themselves
+        parameter.grad = None  # gradients are counted separately
 
     for parameter in stage.parameters() if trains else ():
         parameter.register_post_accumulate_grad_hook(drop)
@@ -171,14 +171,14 @@ def _run(stage: PaperStage, trains: bool) -> tuple[int, int]:
         output = stage(stage.pack())
         held = meter.live
         if trains:
-            output.backward(torch.empty_like(output))  # what the stage behind sends
+            output.backward(torch.empty_like(output))  # sent by the next stage
     return held, meter.peak
 
 
 def _latent(
     model: Model, pack: PackShape, config: RunConfig, stage: int, *, trains: bool, on_accelerator: bool
 ) -> _Found:
-    """Counts a DeepSeek-V3, whose attention is not on paper, by the modules of transformers."""
+    """Measures a DeepSeek-V3, for whose attention there is no paper layer, with the modules of transformers."""
     one, two = needs_of_few(model, pack, trains=trains, on_accelerator=on_accelerator)
     layer = two.top - one.top
     is_last = stage == config.megatron.pp_size - 1

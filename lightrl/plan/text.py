@@ -1,4 +1,4 @@
-"""A plan as text: a table of phases, the batch arithmetic, and what to do where it does not fit."""
+"""A plan as text: a table of phases, the batch arithmetic, and remedies if the run does not fit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from lightrl.plan.fit import SAFE_SHARE, Remedy, fits, lacks_cache
 from lightrl.plan.peaks import Machine, Phase, Plan
 
-_NAMED = 3  # remedies that are shown
-_LEAST = 0.005  # share of the peak below which a part is not shown by itself
+_NAMED = 3  # number of remedies that are shown
+_LEAST = 0.005  # a part below this share of the peak is not shown separately
 
 
 def table(plan: Plan, machine: Machine, title: str) -> str:
@@ -28,7 +28,7 @@ def table(plan: Plan, machine: Machine, title: str) -> str:
 
 
 def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Remedy]) -> str:
-    """Returns the last lines: whether the run fits, and otherwise the options that help most."""
+    """Returns the last lines: whether the run fits and, if not, the options that help most."""
     peak = f"peak: {size_text(plan.peak.total)} in the phase {plan.peak.name!r}"
     if not machine.memory:
         return f"{peak}; give --device_memory, such as 24GB, to hear whether that fits"
@@ -88,7 +88,7 @@ def _parts(phase: Phase) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Returns bytes in decimal units, as devices are sold."""
+    """Returns bytes in decimal units, the way devices are sold."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

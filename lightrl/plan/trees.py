@@ -1,4 +1,4 @@
-"""Prompts computed once, on paper: a model runs the tree of a pack whose tokens have no values."""
+"""Prompts computed once, on paper: a model runs the tree of a pack of fake tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightrl.sharing.tree import LEAST_SAVED, PrefixTree, prefix_tree
 
 
 def saved_by(num_sequences: int, num_shared: int) -> int:
-    """Returns the tokens that sequences with a common beginning save; too few are not worth a part of a tree."""
+    """Returns the tokens that a common beginning of sequences saves; 0 if too few to be worth a part of a tree."""
     saved = (num_sequences - 1) * num_shared
     return saved if saved >= LEAST_SAVED else 0
 
@@ -29,7 +29,7 @@ def paper_tree(families: Sequence[int], num_shared: int, num_own: int) -> Prefix
     Args:
         families: sequences with each beginning.
         num_shared: tokens of a beginning.
-        num_own: tokens of a sequence behind it.
+        num_own: tokens of a sequence after its beginning.
     """
     tokens = np.zeros((sum(families), num_shared + num_own), dtype=np.int64)
     tokens[:, 0] = np.repeat(np.arange(len(families)), families)
@@ -38,12 +38,12 @@ def paper_tree(families: Sequence[int], num_shared: int, num_own: int) -> Prefix
 
 
 def share_on_paper(module: nn.Module, *, is_copied: bool) -> PromptSharing:
-    """Lets a policy or a critic run the trees of packs. is_copied: on an accelerator, whose attention copies keys."""
+    """Makes a policy or critic run the trees of packs. is_copied: on an accelerator, whose attention copies keys."""
     return (_CopiedSharing if is_copied else PromptSharing)(scorer_in(module))
 
 
 def scorer_in(module: nn.Module) -> Policy | Critic:
-    """Returns the policy or the critic of a model that a run samples for."""
+    """Returns the policy or the critic inside a model of a run that samples."""
     return next(child for child in module.modules() if isinstance(child, Policy | Critic))
 
 

@@ -1,7 +1,7 @@
-"""The native engine for a policy with LoRA adapters, which it applies beside weights that never change.
+"""The native engine for a policy with LoRA adapters, which it applies unmerged, beside weights that never change.
 
-Merged into bfloat16 weights most of an adapter would be rounded away. A sync sends the adapters alone, once the engine
-has the weights under them. Adapters of the user lie beside those of the policy, and each request chooses.
+Merged into bfloat16 weights, most of an adapter would be rounded away. Once the engine has the base weights, a sync
+sends only the adapters. A user's adapters are kept next to the policy's, and each request chooses one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lightrl.models.saved_adapters import SavedAdapter
 
 
 class AdaptedLinear(PackedLinear):
-    """Linear layers of one input as one product, and their adapters as two more, of which they become views.
+    """Linear layers of one input as one product, and their adapters as two more; adapters become views of these.
 
-    The adapters lie side by side, [inputs, ranks] and [ranks, outputs], with zeros between layers in the second. Those
-    of one number are neighbours, so that a forward of one adapter reads no other.
+    The adapters lie side by side, [inputs, ranks] and [ranks, outputs], with zeros between layers in the second. The
+    parts of one adapter are adjacent, so that a forward with one adapter reads no other.
     """
 
     def __init__(self, layers: list[nn.Linear], chosen: ChosenAdapters | None = None) -> None:
         super().__init__(layers)
         self._chosen = chosen or ChosenAdapters()
         self._down = self._up = torch.empty(0)
-        self._widths: tuple[int, ...] = ()  # ranks of each adapter, summed over the layers
+        self._widths: tuple[int, ...] = ()  # rank of each adapter, summed over the layers
         self._alone: dict[int, tuple[Tensor, Tensor]] = {}  # the parts of each adapter
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class AdaptedLinear(PackedLinear):
         hidden.add_(self(inputs))
 
     def refresh(self) -> None:
-        """Lays adapters side by side that have storage of their own."""
+        """Lays adapters side by side again if they have storage of their own."""
         super().refresh()
         own = self._down.untyped_storage().data_ptr()
         held = [factors_of(layer) for layer in self._layers]
@@ -98,16 +98,16 @@ class AdaptedRunner(ModelRunner):
     """Runs the fused forward, or the model's modules, with adapters."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self.chosen = ChosenAdapters()  # by all that follows in a prefill
-        self.decoded: Rows = 0  # of the rows that decode
-        self.takes_turns = False  # whether rows of several adapters decode one adapter after the other
+        self.chosen = ChosenAdapters()  # the adapters of the current forward
+        self.decoded: Rows = 0  # the adapters of the decoding rows
+        self.takes_turns = False  # whether rows of several adapters decode adapter by adapter
         self.make_fused = partial(AdaptedForward, chosen=self.chosen)
         super().__init__(model, device)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: SampleState, rope_deltas: Tensor | None = None
     ) -> Tensor:
-        """Runs one token in each of the first n rows by the adapter of each row."""
+        """Runs one token in each of the first n rows, with each row's adapter."""
         rows = self.chosen.rows = self.decoded
         if isinstance(rows, MixedRows) and isinstance(cache, RowCache) and self.takes_turns:
             return self._decode_in_turn(rows, tokens, positions, cache, rope_deltas)
@@ -116,7 +116,7 @@ class AdaptedRunner(ModelRunner):
     def _decode_in_turn(
         self, rows: MixedRows, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None
     ) -> Tensor:
-        """Runs all rows by each adapter that one of them has, and keeps of every run the rows that it is for."""
+        """Runs all rows with each adapter in turn, and keeps from every run the rows that have this adapter."""
         found, kept = torch.empty(0), list[tuple[Tensor, Tensor, list[LayerStorage | None]]]()
         for number, own in rows.by_adapter():
             self.chosen.rows = number
@@ -124,7 +124,7 @@ class AdaptedRunner(ModelRunner):
             found = logits if not kept else found.index_copy_(0, own, logits[own])
             kept.append((own, positions[own], cache.read_tokens(own, positions[own])))
         for where in kept:
-            cache.write_tokens(*where)  # since each run stored the keys and values of all rows
+            cache.write_tokens(*where)  # each run has overwritten the keys and values of all rows
         return found
 
     def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
@@ -140,7 +140,7 @@ class AdaptedRunner(ModelRunner):
 
 
 class AdaptedEngine(NativeEngine):
-    """Applies the adapters that its weight syncs bring, and those that it was made with."""
+    """Engine that applies the adapters of its weight syncs, and those that it was created with."""
 
     make_runner = AdaptedRunner
     adapters: tuple[str, ...] = (POLICY, BASE)
@@ -148,9 +148,9 @@ class AdaptedEngine(NativeEngine):
     _sizes: dict[str, tuple[int, int]]
 
     def expect(self, layers: Iterable[str], others: Mapping[str, SavedAdapter]) -> None:
-        """Makes every later weight sync bring an adapter for each of these layers.
+        """Requires every later weight sync to bring an adapter for each of these layers.
 
-        others: The adapters that stay as they are, by the names under which requests ask for them.
+        others: The fixed adapters, by the names that requests use.
         """
         self._sizes = dict(layer_sizes(self.model, layers))
         self._others = {name: with_factors(other) for name, other in others.items()}
@@ -162,13 +162,13 @@ class AdaptedEngine(NativeEngine):
             layer = self.model.get_submodule(name)
             layer.adapter_factors = {}  # type: ignore[assignment]
             layer.forward = partial(_adapted, layer, layer.forward, self._runner.chosen)
-        # An expert sees some of the rows, and nobody knows which.
+        # An expert sees only some rows, and it is unknown which.
         self._runner.takes_turns = any("experts" in name.split(".") for name in adapted_layers)
 
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def _prefill_group(self, admissions: list[Admission]) -> Tensor:
-        """Runs the prompts of each adapter by themselves: every layer then has one adapter, whatever it is given."""
+        """Runs the prompts of each adapter separately, so that every layer needs only one adapter at a time."""
         numbers = [self._number_of(item.request) for item in admissions]
         logits: list[Tensor] = []
         for number in sorted(set(numbers)):
@@ -177,11 +177,11 @@ class AdaptedEngine(NativeEngine):
             logits.append(super()._prefill_group(chosen))
         if len(logits) == 1:
             return logits[0]
-        order = sorted(range(len(numbers)), key=lambda index: numbers[index])  # stable: as they were run
+        order = sorted(range(len(numbers)), key=lambda index: numbers[index])  # stable, so the order in which they ran
         return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
 
     def _sampling_plan(self, first_row: int) -> SamplingPlan:
-        """Comes for all rows whenever other samples run than before, and after they were sorted."""
+        """Updates the rows' adapters as well: it is called whenever the running samples or their order have changed."""
         if not first_row:
             requests = self._scheduler.rows.request[: self._scheduler.num_running]
             self._runner.decoded = rows_of(list(map(self._number_of, requests)), self._device)
@@ -193,7 +193,7 @@ class AdaptedEngine(NativeEngine):
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
+        """Loads the adapters, with all weights or none of them: after the first sync, adapters may come alone."""
         self._require_open("load_weights")
         arriving = ArrivingAdapters(self._sizes)
         plain = arriving.taken_from(weights)
@@ -236,12 +236,12 @@ class AdaptedEngine(NativeEngine):
         _copy(held, given)
 
     def _held(self, name: str, number: int = 0) -> Factors:
-        """Returns the adapter in the memory that the forward reads."""
+        """Returns an adapter as it is in the memory that the forward reads."""
         return factors_of(self.model.get_submodule(name))[number]
 
 
 def factors_of(layer: nn.Module) -> dict[int, Factors]:
-    """Returns the adapters of a layer of the engine's model, by their numbers: 0 is the policy's."""
+    """Returns the adapters of a layer of the engine's model, by number: 0 is the policy's."""
     found: dict[int, Factors] = getattr(layer, "adapter_factors", {})
     return found
 

@@ -1,7 +1,7 @@
-"""Keys and values of all running samples: one row a sample, and position j of a row holds the sample's position j.
+"""Keys and values of all running samples: one row per sample, whose position j holds the sample's position j.
 
 Rows are left-aligned, so a model's own mask rules (causal, sliding, chunked) apply to the cache as they stand.
-Transformers sees the cache as a `Cache`; what `update` does depends on the phase that was begun before the forward.
+Transformers sees it as a `Cache`; the effect of `update` depends on the phase that was begun before the forward.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transformers import Cache
 
 from lightrl.engines.native.row_parts import RowPart
 
-_LINE = 16  # positions of fp32 in a cache line
+_LINE = 16  # fp32 positions per cache line
 _STEP = 2 * _LINE  # storage grows in multiples of this
-_STEP_READ = 8  # decoding reads in multiples of this: a larger one wastes memory bandwidth, which is what bounds it
+_STEP_READ = 8  # decoding reads in multiples of this: larger ones waste memory bandwidth, its bottleneck
 
 
 def round_up(value: int, multiple: int = _STEP) -> int:
-    """Returns the least multiple that holds the value."""
+    """Returns the smallest multiple that is not below the value."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(slots=True)
 class LayerStorage:
-    """Keys and values of one attention layer; latent-attention models have different head sizes for the two."""
+    """Keys and values of one attention layer; with latent attention, the two have different head sizes."""
 
-    keys: Tensor  # [rows, kv_heads, capacity, key_dim], a view of storage whose positions lie side by side
+    keys: Tensor  # [rows, kv_heads, capacity, key_dim], a view of storage with adjacent positions
     values: Tensor  # [rows, kv_heads, capacity, value_dim]
 
     @classmethod
@@ -38,8 +38,8 @@ class LayerStorage:
         """Makes storage for keys and values like these [_, heads, _, dim].
 
         Zeros, not empty: a masked position still enters "weight 0 times value", and 0 * NaN is NaN. Keys are stored as
-        [rows, heads, dim, capacity]: a query of one token then meets rows of consecutive positions, which takes half
-        the time of a product with short rows.
+        [rows, heads, dim, capacity]: a query of one token is then multiplied with rows of consecutive positions, which
+        takes half the time of a product with short rows.
         """
         num_heads, key_dim = keys.shape[1], keys.shape[3]
         return cls(
@@ -48,7 +48,7 @@ class LayerStorage:
         )
 
     def resized(self, rows: int, capacity: int) -> LayerStorage:
-        """Returns storage of another size with the content of this one."""
+        """Returns storage of another size with the same content."""
         grown = LayerStorage.zeros(self.keys, self.values, rows, capacity)
         kept_rows, kept = min(rows, self.keys.shape[0]), min(capacity, self.keys.shape[2])
         grown.keys[:kept_rows, :, :kept] = self.keys[:kept_rows, :, :kept]
@@ -60,7 +60,7 @@ class LayerStorage:
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
     def free(self) -> int:
-        """Gives the memory back, even if a traceback or a captured graph still holds a view; returns its bytes."""
+        """Frees the memory, even if a traceback or a captured graph still holds a view; returns its bytes."""
         num_bytes = self.num_bytes()
         self.keys.untyped_storage().resize_(0)
         self.values.untyped_storage().resize_(0)
@@ -69,12 +69,12 @@ class LayerStorage:
 
 @dataclass(slots=True)
 class Decode:
-    """Decoding of one token a row: rows 0 .. n - 1 write at their position and read the first num_read positions."""
+    """Decoding of one token per row: rows 0 .. n - 1 write at their position and read the first num_read ones."""
 
     rows: Tensor  # [n] int64: 0 to n - 1
     positions: Tensor  # [n] int64
     num_read: int
-    shared_position: int | None  # the position of every row, if it is one
+    shared_position: int | None  # the position of all rows, if equal
     parts: tuple[ReadPart, ...]
 
     def mask(self, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ class Decode:
 
 
 def additive_mask(positions: Tensor, num_read: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Returns [*positions.shape, num_read]: 0 where a query at the position looks, -inf where it must not."""
+    """Returns [*positions.shape, num_read]: 0 where a query at the position may look, else -inf."""
     keys, queries = torch.arange(num_read, device=positions.device), positions[..., None]
     is_hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
     return torch.where(is_hidden, float("-inf"), 0.0).to(dtype)
@@ -93,7 +93,7 @@ def additive_mask(positions: Tensor, num_read: int, window: int | None, dtype: t
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
-    """Rows that are read together, up to a position of their own."""
+    """Rows that are read together, up to a common position."""
 
     rows: slice
     num_read: int
@@ -101,7 +101,7 @@ class ReadPart:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Views that a layer's decode step uses, kept over the steps: making views costs as much as small sums."""
+    """Views for a layer's decode steps, kept between steps because making a view costs as much as a small sum."""
 
     keys: Tensor  # [n * kv_heads, dim, num_read]
     values: Tensor  # [n * kv_heads, num_read, dim]
@@ -112,40 +112,40 @@ class _Views:
 class RowCache(Cache):
     """Row storage for every layer, made at the layer's first prefill and grown in rounded steps."""
 
-    least_read = _STEP_READ  # positions that decoding reads at least
+    least_read = _STEP_READ  # least number of positions that decoding reads
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.storage: list[LayerStorage | None] = []
         self.num_rows = 0
         self.capacity = 0
-        self.decode_phase = Decode(torch.empty(0), torch.empty(0), 0, None, ())  # the one that was begun last
-        self._prefill: tuple[slice | Tensor, Tensor] | None = None  # rows, and the prompt of each; None in decoding
+        self.decode_phase = Decode(torch.empty(0), torch.empty(0), 0, None, ())  # the phase that was begun last
+        self._prefill: tuple[slice | Tensor, Tensor] | None = None  # rows and the prompt of each; None while decoding
         self._views: dict[tuple[int, int], _Views] = {}  # by layer and part; valid while the same parts are read
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
-        """Grows to hold rows x positions; by half at least, so that a long answer does not copy at every step."""
+        """Grows to hold rows x positions, by at least half, so that a long answer does not copy at every step."""
         if rows <= self.num_rows and positions <= self.capacity:
             return
         if rows > self.num_rows:
             self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
         if positions > self.capacity:
             wanted = min(most_positions, max(positions, self.capacity * 3 // 2))
-            # An odd number of lines: an even one maps neighbouring rows to the same few sets of a processor's cache.
+            # An odd number of lines: an even number maps adjacent rows to the same few sets of a processor's cache.
             self.capacity = round_up(wanted - _LINE) + _LINE
         self._views.clear()
         self.storage = [layer and layer.resized(self.num_rows, self.capacity) for layer in self.storage]
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
-        """Makes update() store prompts, that of source_prompts[j] in row target_rows[j]; both [m] int64."""
+        """Makes update() store prompts: prompt source_prompts[j] in row target_rows[j]; both [m] int64."""
         is_run = target_rows.device.type == "cpu" and bool((target_rows.diff() == 1).all())
-        # Rows side by side are written in a tenth of the time.
+        # Adjacent rows are written in a tenth of the time.
         self._prefill = slice(int(target_rows[0]), int(target_rows[-1]) + 1) if is_run else target_rows, source_prompts
 
     def begin_decode(
         self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
     ) -> None:
-        """Makes update() and append() store one token a row, at these positions; parts: of rows that read() reads."""
+        """Makes update() and append() store one token per row at these positions; parts: the rows for read()."""
         num_read = self._num_read(highest_position)
         shared_position = highest_position if lowest_position == highest_position and not parts else None
         read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
@@ -162,7 +162,7 @@ class RowCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values [b, kv_heads, t, dim]; returns those that the queries may look at."""
+        """Stores new keys and values [b, kv_heads, t, dim]; returns those that the queries attend to."""
         if self._prefill is not None:
             self.store_prompts(key_states, value_states, layer_idx)
             return key_states, value_states
@@ -178,15 +178,15 @@ class RowCache(Cache):
         layer = self.storage[layer_idx] or LayerStorage.zeros(keys, values, self.num_rows, self.capacity)
         self.storage[layer_idx] = layer
         (rows, sources), length = self._prefill, keys.shape[2]
-        # Laid out as in the storage first, so that the copy for each sample is one block.
+        # Brought into the storage's layout first, so that the copy for each sample is one block.
         layer.keys.transpose(2, 3)[rows, ..., :length] = keys.transpose(2, 3).contiguous().index_select(0, sources)
         layer.values[rows, :, :length] = values.contiguous().index_select(0, sources)
 
     def append(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
-        """Stores the key and the value of one token a row, [n, kv_heads, dim] each."""
+        """Stores the key and the value of one token per row, [n, kv_heads, dim] each."""
         phase, layer = self.decode_phase, self.layer(layer_idx)
         if phase.shared_position is not None:  # plain copies take half the time of indexed ones
-            views = self._views_of(layer_idx, 0)  # rows at one position are one part
+            views = self._views_of(layer_idx, 0)  # rows at the same position are one part
             views.keys_by_position[phase.shared_position] = keys
             views.values_by_position[phase.shared_position] = values
             return
@@ -194,7 +194,7 @@ class RowCache(Cache):
         layer.values[phase.rows, :, phase.positions] = values
 
     def read(self, layer_idx: int, part: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns views of what a step reads of a part's rows, n kv heads in all: keys [n, dim, num_read], values."""
+        """Returns views for a step over a part's rows, n kv heads in all: keys [n, dim, num_read] and values."""
         views = self._views_of(layer_idx, part)
         return views.keys, views.values
 
@@ -218,7 +218,7 @@ class RowCache(Cache):
         return layer
 
     def move_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first positions of rows, all of which are read before any is written."""
+        """Copies the first positions of rows to other rows; all are read before any is written."""
         for layer in filter(None, self.storage):
             layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]
@@ -232,7 +232,7 @@ class RowCache(Cache):
         ]
 
     def write_rows(self, rows: slice, content: list[LayerStorage | None], length: int) -> None:
-        """Puts what read_row returned into each of the rows."""
+        """Writes the result of read_row into each of the rows."""
         for layer, copy in zip(self.storage, content, strict=True):
             if layer is not None and copy is not None:
                 layer.keys[rows, :, :length] = copy.keys
@@ -246,25 +246,25 @@ class RowCache(Cache):
         ]
 
     def write_tokens(self, rows: Tensor, positions: Tensor, content: list[LayerStorage | None]) -> None:
-        """Puts back what read_tokens returned."""
+        """Writes back the result of read_tokens."""
         for layer, copy in zip(self.storage, content, strict=True):
             if layer is not None and copy is not None:
                 layer.keys[rows, :, positions] = copy.keys
                 layer.values[rows, :, positions] = copy.values
 
     def free(self) -> int:
-        """Gives the storage back; returns its bytes."""
+        """Frees the storage; returns its bytes."""
         num_bytes = sum(layer.free() for layer in self.storage if layer is not None)
         self.storage, self.num_rows, self.capacity = [], 0, 0
         self._views.clear()
         return num_bytes
 
-    # What transformers asks of a cache, mostly to build masks. Its masks take one query offset for all rows; ours has
-    # one a row, which native_mask (modules.py) expects. That can go when q_offset is a tensor of rows upstream:
+    # What transformers calls on a cache, mostly to build masks. Its masks take one query offset for all rows; ours has
+    # one per row, as native_mask (modules.py) expects. This can go when q_offset is a tensor of rows upstream:
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/masking_utils.py (5.19: not yet)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Returns the number of positions that the queries look at, and the first of them."""
+        """Returns the number of positions that the queries attend to, and the first of them."""
         return (self.decode_phase.num_read if self._prefill is None else query_length), 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -272,9 +272,9 @@ class RowCache(Cache):
         return self.decode_phase.num_read - 1 if self._prefill is None else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
-        """Returns one offset a row while decoding."""
+        """Returns one offset per row while decoding."""
         return self.decode_phase.positions if self._prefill is None else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Returns -1: there is no fixed length."""
+        """Returns -1, as there is no fixed length."""
         return -1

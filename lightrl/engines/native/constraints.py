@@ -1,6 +1,6 @@
-"""Changes logits before a draw: end tokens that may not come yet, and penalties on tokens that came before.
+"""Changes logits before a draw: bars end tokens that are too early, and penalises earlier tokens.
 
-Entered only for requests that ask for one. The logprobs are then those of the changed distribution.
+Used only for requests that ask for it. Logprobs are then those of the changed distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightrl.engines.native.scheduler import RunningSamples
 
 
 def constrain(logits: Tensor, rows: RunningSamples, first_row: int, eos_table: NDArray[np.bool_]) -> Tensor:
-    """Returns the logits [n, vocab] of the rows from first_row on, changed where a row asks for it."""
+    """Returns logits [n, vocab] of the rows from first_row on, changed for rows that ask for it."""
     logits = logits.float().clone()
     for index in np.nonzero(rows.is_constrained[first_row : first_row + len(logits)])[0]:
         row = first_row + int(index)

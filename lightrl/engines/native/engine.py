@@ -1,4 +1,4 @@
-"""The engine that needs nothing but torch and transformers: continuous batching over a row cache, on any device."""
+"""An engine that needs only torch and transformers: continuous batching over a row cache, on any device."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from lightrl.seeding import uniform_array
 
 logger = logging.getLogger(__name__)
 
-_NUM_ROWS = 128  # of a matrix that is turned at a time: they fit into a core's second cache
-_GAP = 16  # elements between rows, so that the values of a column do not compete for one place in the cache
-_WORTH_TURNING = 1 << 16  # elements from which on copy_() is slower
-# By name, since they are subclasses of what stands here.
+_NUM_ROWS = 128  # of a matrix that is transposed at a time, to fit into a core's second cache
+_GAP = 16  # elements between rows, so that the values of a column do not collide in the cache
+_WORTH_TURNING = 1 << 16  # copy_() is slower from this number of elements on
+# By name, since they subclass a class of this module.
 _GUESSING = "lightrl.engines.native.lookup:LookupEngine"
 _LENT = "lightrl.engines.native.lent:engine_on"
-_ROOM_AHEAD = 64  # positions reserved for new tokens when a prompt enters; a longer answer grows the cache
+_ROOM_AHEAD = 64  # positions reserved for new tokens at first; a longer answer grows the cache
 
 
 def build_native_engine(
@@ -70,9 +70,9 @@ def build_native_engine(
     group: EngineGroup,
     kind: Callable[..., NativeEngine] | None = None,
 ) -> NativeEngine:
-    """Makes an engine with the source's architecture; its weights may be sharded, so they come by the first sync.
+    """Makes an engine with the source's architecture; weights, perhaps sharded, come with the first sync.
 
-    kind: what makes it; None makes a NativeEngine, or the one that an option of --native asks for.
+    kind: its class or factory; None makes a NativeEngine, or the kind that an option of --native asks for.
     """
     if source is None:
         raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
@@ -89,7 +89,7 @@ def build_native_engine(
 
 
 def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcessor | None:
-    name = source.name_or_path  # a model made of a config has none
+    name = source.name_or_path  # a model made from a config has none
     return MediaProcessor.load(name, trust_remote_code=options.trust_remote_code) if name else None
 
 
@@ -100,9 +100,9 @@ def _kind_of(options: NativeEngineConfig, source: PreTrainedModel) -> Callable[.
 
 @torch.no_grad()
 def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Returns the source's architecture with unset parameters and the source's buffers, which are in no checkpoint.
+    """Returns the source's architecture with unset parameters and the source's buffers, which no checkpoint has.
 
-    The buffers of a source on the meta device are computed anew.
+    If the source is on the meta device, its buffers are recomputed.
     """
     config = type(source.config).from_dict(source.config.to_dict())
     attention = "sdpa" if source._supports_sdpa else "eager"
@@ -113,7 +113,7 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
     is_meta = any(buffer.is_meta for buffer in source.buffers())
     if is_meta:
         compute_buffers(model)
-    if varies_with_length(config):  # a source that nobody fixed would differ from the engine
+    if varies_with_length(config):  # a source that was not fixed would differ from the engine
         fix_frequencies(source)
         fix_frequencies(model, fixed_length(source))
     buffers = dict(source.named_buffers())
@@ -124,15 +124,15 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
 
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
-    """A prompt's keys, values and logits, kept for samples that found no free row beside their siblings."""
+    """A prompt's keys, values and logits, kept for samples that found no free row when their siblings entered."""
 
-    content: Any  # what the cache's read_row() returned
+    content: Any  # result of the cache's read_row()
     logits: Tensor  # [1, vocab]
     version: int
 
 
 class NativeEngine(InferenceEngine):
-    """Owns the model it is given: evaluation mode, no gradients, its attention and the layout of its weights."""
+    """Engine that owns the model it is given, including its mode, gradients, attention and layout of weights."""
 
     sleep_levels: tuple[int, ...] = (1, 2)
     wake_hint = "--native.max_num_seqs"
@@ -155,9 +155,9 @@ class NativeEngine(InferenceEngine):
             model: a causal language model, or a vision-language model of one of the known families.
             eos_token_ids: the tokens that end a sample.
             device: where the model is.
-            max_num_seqs: the most samples that run at a time.
-            max_model_len: the most tokens of prompt and response; None is all the positions that the model has.
-            media: the processor of a vision-language model; without it the engine takes text only.
+            max_num_seqs: the most samples that run at the same time.
+            max_model_len: the most tokens of prompt and response; None means all positions of the model.
+            media: the processor of a vision-language model; without one, the engine takes only text.
         """
         config = model.config.get_text_config()
         positions = stated_context(config)
@@ -179,8 +179,8 @@ class NativeEngine(InferenceEngine):
         self._cache: SampleState = self._runner.make_cache()
         eos_table = np.isin(np.arange(self.vocab_size), list(eos_token_ids))
         self._scheduler = Scheduler(max_num_seqs, eos_table)
-        self._plan: SamplingPlan | None = None  # of the running rows; None after they changed
-        self._parts: list[RowPart] = []  # as they were when the running rows changed last
+        self._plan: SamplingPlan | None = None  # for the running rows; None after they changed
+        self._parts: list[RowPart] = []  # those at the last change of the running rows
         self._next_request_id = 0
         self._version = 0
         self._is_awake = True
@@ -194,7 +194,7 @@ class NativeEngine(InferenceEngine):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens run so far: samples of one prompt share theirs."""
+        """The number of prompt tokens run so far; samples of one prompt share them."""
         return self._runner.prefill_tokens
 
     # ---- Requests ----------------------------------------------------------------------------------------------
@@ -209,11 +209,11 @@ class NativeEngine(InferenceEngine):
         return request_id
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
-        """Returns the prompt's length with its images counted as the tokens that they become."""
+        """Returns the prompt's length, counting the tokens that its images become."""
         return len(prompt.token_ids if self._media is None else _expanded(self._media, prompt))
 
     def has_unfinished(self) -> bool:
-        """Returns whether any sample waits or runs."""
+        """Returns whether any sample is waiting or running."""
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     @torch.inference_mode()
@@ -228,14 +228,14 @@ class NativeEngine(InferenceEngine):
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests and returns what each unfinished sample has, in the order of request and sample."""
+        """Stops the requests and returns each unfinished sample so far, in the order of request and sample."""
         done, moves = self._scheduler.abort(None if request_ids is None else frozenset(request_ids))
         self._move_rows(moves)
         self._plan = None
         return done
 
     def _admit(self) -> list[Completion]:
-        """Runs the prompts of the samples that enter, and draws their first tokens."""
+        """Runs the prompts of entering samples and draws their first tokens."""
         admissions = self._scheduler.admit()
         if not admissions:
             return []
@@ -248,7 +248,7 @@ class NativeEngine(InferenceEngine):
     def _prefill(self, admissions: list[Admission]) -> Tensor:
         """Fills the admitted rows of the cache; returns the logits after each prompt, [admissions, vocab]."""
         kept, last = admissions[0].request.prefilled, admissions[-1]
-        if kept is not None and kept.version == self._version:  # only the first has waited for more rows
+        if kept is not None and kept.version == self._version:  # only the first can have waited for more rows
             return self._prefill_after(kept, admissions)
         groups = prefill_groups([len(item.request.prompt) for item in admissions])
         order = torch.tensor([index for group in groups for index in group], device=self._device).argsort()
@@ -258,7 +258,7 @@ class NativeEngine(InferenceEngine):
         return logits
 
     def _prefill_after(self, kept: _Prefilled, admissions: list[Admission]) -> Tensor:
-        """Does the same where the prompt of the first admission was run before."""
+        """Fills the rows if the prompt of the first admission was run before."""
         first, *others = admissions
         rows = slice(first.first_row, first.first_row + first.count)
         self._cache.write_rows(rows, kept.content, len(first.request.prompt))
@@ -278,7 +278,7 @@ class NativeEngine(InferenceEngine):
         return self._runner.prefill_with_images([_encoded(self._media, item.request) for item in admissions], *where)
 
     def _decode(self) -> list[Completion]:
-        """Runs the last token of every running sample and draws the next."""
+        """Runs the last token of every running sample and draws the next one."""
         rows, running = self._scheduler.rows, slice(self._scheduler.num_running)
         if self._plan is None:
             least_saved = LEAST_SAVED_ON_CPU if self._device.type == "cpu" else LEAST_SAVED
@@ -295,7 +295,7 @@ class NativeEngine(InferenceEngine):
         return self._draw(logits, 0, self._plan)
 
     def _arrange_rows(self, least_saved: int) -> list[RowPart]:
-        """Returns which rows are read together, after sorting them if that pays; modules read all of them alike."""
+        """Returns which rows are read together, after sorting them if that pays; modules always read all together."""
         if not self._runner.uses_fused_forward:
             return []
         running = slice(self._scheduler.num_running)
@@ -350,7 +350,7 @@ class NativeEngine(InferenceEngine):
     # ---- Weights and memory ------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Copies the weights in; requests under way keep their keys and values, and later tokens bear the version."""
+        """Copies the weights in; unfinished requests keep their keys and values, and later tokens get the version."""
         self._require_open("load_weights")
         if self._dropped:
             raise RuntimeError("load_weights() after sleep(2): call wake('weights') first.")
@@ -365,18 +365,18 @@ class NativeEngine(InferenceEngine):
         self._version = version
 
     def sleep(self, level: int = 1) -> int:
-        """Frees the cache, and with level 2 the weights; returns the bytes."""
+        """Frees the cache and, with level 2, the weights; returns the bytes."""
         self._require_open("sleep")
         if self.has_unfinished():
             raise RuntimeError(_describe_unfinished(self._scheduler))
         self._is_awake = False
         if level == 2:
             self._dropped = drop_weights(self._runner.model)
-        self._runner.refresh()  # gives back what was derived from the weights, too
+        self._runner.refresh()  # also frees what was derived from the weights
         return self._cache.free() + sum(size for _, size in self._dropped)
 
     def wake(self, part: EnginePart) -> None:
-        """Makes room for the weights, which must be loaded after level 2; the cache comes with the first request."""
+        """Takes memory for the weights, which must be loaded after level 2; the first request makes the cache."""
         self._require_open("wake")
         if part == "weights":
             for storage, size in self._dropped:
@@ -408,7 +408,7 @@ def _expanded(media: MediaProcessor, prompt: EnginePrompt) -> tuple[int, ...]:
 
 
 def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
-    """Makes the pixels of a prompt's images only now, so that a long queue does not hold them."""
+    """Returns the prompt with pixels, which are made this late so that a long queue does not hold them."""
     assert request.source is not None
     encoded = media.encode(request.source.token_ids, request.source.images, request.source.videos)
     assert encoded.token_ids == request.prompt, "an image has another size than its pixels"
@@ -417,7 +417,7 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
 
 
 def copy_weight(target: Tensor, source: Tensor) -> None:
-    """Copies a tensor; on a CPU into a matrix that lies transposed, several times as fast as copy_() does."""
+    """Copies a tensor; on a CPU, a copy into a transposed matrix is several times as fast as copy_()."""
     is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
     if is_turned and target.numel() >= _WORTH_TURNING and target.device.type == "cpu":
         _copy_turned(target, source)

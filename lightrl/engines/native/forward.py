@@ -1,8 +1,8 @@
-"""Logits from a model and the row cache: by a few large operations where they are known to be exact, or by its modules.
+"""Logits from a model and the row cache: with a few large operations if these are exact, or with its modules.
 
-FusedForward computes the Llama family (Llama, Mistral, Qwen2, Qwen3). At small batch the modules of transformers spend
-more on dispatch than on arithmetic. It reads the same parameters: the projections that share an input lie side by side
-in one storage of which the parameters become views, so weights copied into the parameters arrive here too. Only the
+FusedForward computes the Llama family (Llama, Mistral, Qwen2, Qwen3): with small batches, transformers' modules spend
+more time on dispatch than on arithmetic. It reads the same parameters: projections that share an input lie side by side
+in one storage, of which the parameters become views, so weights copied into the parameters arrive here too. Only the
 norms' weights need refresh() after that.
 """
 
@@ -31,20 +31,20 @@ from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
 
-_PROBE_LENGTHS = (3, 6)  # prompts of the comparison: two, so that rows decode at different positions
+_PROBE_LENGTHS = (3, 6)  # prompts for the comparison: two, so that rows decode at different positions
 _PROBE_STEPS = 2
 _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# Their frequencies depend on nothing but the position, so cosines and sines can be tabulated.
+# Their angles depend only on the position, so cosines and sines can be tabulated.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
 Forward: TypeAlias = "FusedForward | ModuleForward | OwnCacheForward"
-SampleState: TypeAlias = RowCache | SampleCaches  # whichever the forward in use takes
+SampleState: TypeAlias = RowCache | SampleCaches  # the kind that the current forward uses
 
 
 class ModelRunner:
-    """Runs prompts and single tokens, by the fused forward or by modules; compares either with the plain model once."""
+    """Runs prompts and single tokens with a fused forward or modules, once compared with the plain model."""
 
-    trusts_tests = True  # a fused forward that they compare on a CPU is not compared again there
+    trusts_tests = True  # whether a fused forward, which tests compare on a CPU, is not compared there again
     make_cache: Callable[[], RowCache] = RowCache
     make_modules: Callable[..., ModuleForward] = ModuleForward
     make_fused: Callable[..., FusedForward] = staticmethod(lambda model: FusedForward(model))
@@ -52,21 +52,21 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.prefill_tokens = 0  # prompt tokens run so far, padding left out
-        # A vision tower attends to whole images, without a cache: it keeps its own attention.
+        self.prefill_tokens = 0  # prompt tokens run so far, without padding
+        # A vision tower attends to whole images without a cache, so it keeps its own attention.
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
         self._fused = self.make_fused(model) if is_supported(model) else None
-        self._modules: ModuleForward | None = None  # made when something needs it
+        self._modules: ModuleForward | None = None  # made when needed
         is_tested = self.trusts_tests and device.type == "cpu" and not needs_score_check(model)
-        self._verified: Forward | None = self._fused if is_tested else None  # the one that is used
+        self._verified: Forward | None = self._fused if is_tested else None  # the one in use
 
     @property
     def uses_fused_forward(self) -> bool:
-        """Tells whether the fused forward was found to compute what the model computes."""
+        """Whether the fused forward is used, because it was found to compute the same as the model."""
         return self._verified is not None and self._verified is self._fused
 
     def refresh(self) -> None:
-        """Brings what is derived from the weights up to date; call it after they changed."""
+        """Updates what is derived from the weights; call it after they changed."""
         if self._fused is not None:
             self._fused.refresh()
 
@@ -82,7 +82,7 @@ class ModelRunner:
     def prefill_with_images(
         self, prompts: Sequence[EncodedPrompt], target_rows: Tensor, source_prompts: Tensor, cache: Any
     ) -> Tensor:
-        """Does the same for prompts as a vision-language model takes them."""
+        """Runs prompts of a vision-language model; otherwise the same as prefill()."""
         self.prefill_tokens += sum(len(prompt.token_ids) for prompt in prompts)
         ids, last = _padded([prompt.token_ids for prompt in prompts], self.device)
         cache.begin_prefill(target_rows, source_prompts)
@@ -93,8 +93,8 @@ class ModelRunner:
     ) -> Tensor:
         """Runs one token in each of the first n rows, [n] int64 each; returns logits [n, vocab].
 
-        The cache's decode phase must be begun. rope_deltas: [n], for a vision-language model: what its own positions
-        are beyond these.
+        The cache's decode phase must be begun. rope_deltas: [n], what a vision-language model adds to the positions to
+        get its own.
         """
         logits: Tensor = self._forward().decode(tokens, positions, cache, rope_deltas)
         return logits
@@ -102,26 +102,26 @@ class ModelRunner:
     def verify(self, vocab_size: int, cache: SampleState) -> SampleState:
         """Compares prefill and decoding with the plain model on a few tokens, once there are weights to compare with.
 
-        Returns the cache that goes with the first forward that agrees.
+        Returns the kind of cache for the first forward that agrees.
         """
         return cache if self._verified is not None else self._choose_forward(vocab_size, cache)
 
     def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
-        """Takes the first forward that agrees with the plain model, and returns the cache that goes with it."""
+        """Chooses the first forward that agrees with the plain model, and returns the cache for it."""
         sequences = [
             [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
             for row, length in enumerate(_PROBE_LENGTHS)
         ]
         expected = self._plain_logits(sequences)
         if not expected.isfinite().all() or expected.amin() == expected.amax():
-            return cache  # weights not loaded yet: nothing to compare
+            return cache  # weights are not loaded yet, so there is nothing to compare
         if self._fused is not None and self._agrees(self._probe(self._fused, sequences, self.make_cache()), expected):
             self._verified = self._fused
             return cache
         return self._fall_back_to_modules(sequences, expected) or cache
 
     def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches | None:
-        """Takes the modules, or else the model's own cache, which it returns."""
+        """Chooses the modules, or else generation with the model's own cache, which it then returns."""
         if self._fused is not None:
             logger.warning("The fused forward of %s differs from the model: not used.", type(self.model).__name__)
             self._fused = None
@@ -130,7 +130,7 @@ class ModelRunner:
             if self._agrees(self._probe(modules, sequences, self.make_cache()), expected):
                 self._verified = modules
                 return None
-        except Exception as error:  # a model that knows nothing of a RowCache fails in its own ways
+        except Exception as error:  # a model that cannot use a RowCache fails in its own ways
             logger.debug("%s: %s", type(self.model).__name__, error)
         self._verified = find_forward(
             self.model, lambda forward, cache: self._agrees(self._probe(forward, sequences, cache), expected)
@@ -159,20 +159,20 @@ class ModelRunner:
         return bool(((got - expected).abs().amax() <= tolerance * scale).item())
 
     def _plain_logits(self, sequences: list[list[int]]) -> Tensor:
-        """Returns the last _PROBE_STEPS + 1 rows of the model's logits of each, by eager attention without a cache."""
+        """Returns the model's last _PROBE_STEPS + 1 logits of each sequence, from eager attention without a cache."""
         usual = self._decoder.config._attn_implementation
         try:
             self._decoder.set_attn_implementation("eager")
             ids = [torch.tensor([sequence], device=self.device) for sequence in sequences]
             logits = [self.model(input_ids=part, use_cache=False).logits[0, -_PROBE_STEPS - 1 :] for part in ids]
-        except Exception as error:  # models fail in many ways of their own
+        except Exception as error:  # models fail in many ways
             raise RuntimeError(f"{self._describe()} ({type(error).__name__}: {error})") from error
         finally:
             self._decoder.set_attn_implementation(usual)
         return torch.stack(logits).float()
 
     def _probe(self, forward: Any, sequences: list[list[int]], cache: Any) -> Tensor:
-        """Returns logits of the sequences' last tokens: a prefill, then _PROBE_STEPS tokens one by one."""
+        """Returns logits of the sequences' last tokens, from a prefill and then _PROBE_STEPS single tokens."""
         num_rows, longest = len(sequences), max(map(len, sequences))
         cache.reserve(num_rows, longest, num_rows, longest)
         rows = torch.arange(num_rows, device=self.device)
@@ -188,7 +188,7 @@ class ModelRunner:
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the prompts as [prompts, longest], padded on the right, and the index of the last token of each."""
+    """Returns the prompts as [prompts, longest], padded on the right, and the index of each last token."""
     width = max(map(len, prompts))
     ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
     return ids.to(device), torch.tensor([len(prompt) - 1 for prompt in prompts]).to(device)
@@ -202,7 +202,7 @@ class RMSNorm:
 
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
         self._parameters, self._eps = parameters, eps
-        self.by_parts = True  # on a CPU by fewer operations, which round otherwise than rms_norm()
+        self.by_parts = True  # on a CPU, with fewer operations, which round differently from rms_norm()
         self._root = math.sqrt(parameters[0].shape[0])
         self._floor = torch.tensor(self._root * math.sqrt(eps), device=parameters[0].device)
         self.refresh()
@@ -210,7 +210,7 @@ class RMSNorm:
     def __call__(self, values: Tensor) -> Tensor:
         if not self._goes_by_parts:
             return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
-        # rms_norm is a dozen small operations on a CPU; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
+        # On a CPU, rms_norm is a dozen small operations; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
         wide = values.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide * self._scaled).div_(length.hypot_(self._floor)).to(values.dtype)
@@ -219,7 +219,7 @@ class RMSNorm:
         """Reads the parameters again; call it after they changed."""
         first = self._parameters[0]
         if first.untyped_storage().nbytes() == 0:
-            return  # dropped while the engine sleeps: reading it would crash, and loading it refreshes again
+            return  # freed while the engine sleeps: reading it would crash, and loading weights refreshes again
         self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
         self._goes_by_parts = self.by_parts and first.dtype != torch.float64 and first.device.type == "cpu"
         self._scaled = self._weight.float() * self._root
@@ -232,7 +232,7 @@ class _Layer:
     index: int
     input_norm: RMSNorm
     qkv: FusedLinear
-    head_norm: RMSNorm | None  # of the queries and keys, head by head
+    head_norm: RMSNorm | None  # of queries and keys, per head
     output: FusedLinear
     mlp_norm: RMSNorm
     gate_up: FusedLinear
@@ -240,19 +240,19 @@ class _Layer:
     window: int | None
 
     def parts(self) -> list[RMSNorm | FusedLinear]:
-        """Returns everything that is derived from parameters."""
+        """Returns all parts that are derived from parameters."""
         parts = (self.input_norm, self.qkv, self.head_norm, self.output, self.mlp_norm, self.gate_up, self.down)
         return [part for part in parts if part is not None]
 
 
 class FusedForward:
-    """Runs prompts, or one token a row, through the parameters of a model and the rows of a cache."""
+    """Runs prompts, or one token per row, with the parameters of a model and the rows of a cache."""
 
     make_linear: Callable[[list[nn.Linear]], FusedLinear] = staticmethod(fused_linear)
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        self._body: Any = model.get_decoder()  # its class is one of several
+        self._body: Any = model.get_decoder()  # one of several classes
         self._head: Any = model.get_output_embeddings()
         attention = self._body.layers[0].self_attn
         self._dim: int = attention.head_dim
@@ -270,7 +270,7 @@ class FusedForward:
         self._windows = {layer.window for layer in self._layers}
 
     def refresh(self) -> None:
-        """Brings what is derived from the parameters up to date."""
+        """Updates what is derived from the parameters."""
         for part in self._parts:
             part.refresh()
 
@@ -289,7 +289,7 @@ class FusedForward:
         return self._run(tokens, self._cos_sin(positions, cache.capacity), chosen)
 
     def _attend_in_parts(self, cache: RowCache, masks: dict[int | None, Tensor]) -> Callable[..., Tensor]:
-        """Returns what attends as decode() does, and reads each part of the rows to its own length."""
+        """Returns the attention for decode(), which reads each part of the rows up to its own length."""
         parts, num_kv_heads = cache.decode_phase.parts, self._num_kv_heads
         grouped = (-1, self._num_heads // num_kv_heads, self._dim)
         by_row = {window: mask.unflatten(0, (-1, num_kv_heads)) for window, mask in masks.items()}
@@ -340,11 +340,11 @@ class FusedForward:
     def _run(
         self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
     ) -> Tensor:
-        """Returns logits [n, vocab] of tokens [n], or of those at the indices kept; `attend` mixes the values."""
+        """Returns logits [n, vocab] of tokens [n], or of those at the indices `kept`; `attend` mixes the values."""
         hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
         for layer in self._layers:
             mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
-            if kept is not None and layer is self._layers[-1]:  # nothing looks at the others any more
+            if kept is not None and layer is self._layers[-1]:  # the others are no longer needed
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
             layer.output.add_to(hidden, mixed)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, 1)
@@ -363,7 +363,7 @@ class FusedForward:
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rotated heads [n, heads + kv_heads, dim] as queries and keys."""
         # This is rotate_half(x) * sin, with the sign of the first half moved into the table.
-        parts = (self._num_heads, self._num_kv_heads)  # added up apart, so that the queries come out contiguous
+        parts = (self._num_heads, self._num_kv_heads)  # added separately, so that the queries come out contiguous
         queries, keys = (heads * cos).split_with_sizes(parts, 1)
         other_queries, other_keys = heads.roll(self._dim // 2, -1).split_with_sizes(parts, 1)
         return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin)
@@ -411,7 +411,7 @@ def is_supported(model: PreTrainedModel) -> bool:
 
 
 def _has_plain_linears(layer: Any) -> bool:
-    """Returns whether no weight is adapted or quantised, and biases stand only where the fused products add them."""
+    """Returns whether no weight is adapted or quantised, and all biases are such that the fused products add them."""
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     attention, mlp = layer.self_attn, layer.mlp
     without_bias = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)

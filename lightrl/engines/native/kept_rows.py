@@ -1,10 +1,10 @@
-"""The native engine of --rollout.keep_cache: a sample that was stopped goes on with the keys and values that it had.
+"""The native engine of --rollout.keep_cache: a stopped sample is continued with the keys and values that it had.
 
-A stopped sample takes a copy of its row along. Whoever holds its completion holds the copy, and the memory goes when
-that does; the cache itself is freed while the engine sleeps, as ever. The sample goes on by its last token, whose key
-and value were not computed yet, so nothing of it runs a second time. Weights that changed meanwhile read keys and
-values of older ones: the logprobs are those of the tokens that were drawn, but a trainer that runs the whole sample
-under the new weights computes others.
+The completion of a stopped sample holds a copy of its row, whose memory is freed with the completion; the cache itself
+is freed as usual while the engine sleeps. The sample continues from its last token, whose key and value were not
+computed yet, so nothing runs twice. If the weights have changed meanwhile, the new ones read keys and values of the old
+ones: the logprobs are those with which the tokens were drawn, but a trainer that runs the whole sample with the new
+weights computes different ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ROOM_AHEAD = 64  # positions reserved for new tokens when a sample comes back
 
 
 class KeptRow:
-    """What the cache had of a sample that was stopped: of all its tokens but the last."""
+    """The cached keys and values of a stopped sample, for all its tokens but the last."""
 
     def __init__(self, content: Any, length: int) -> None:
-        """content: what the cache's read_row() returned; length: the tokens that it is of."""
+        """Takes `content`, the result of the cache's read_row(), and `length`, the number of tokens in it."""
         self._content = content
         self.length = length
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held; 0 after take()."""
+        """The bytes that are held; 0 after take()."""
         return num_bytes_of(self._content)
 
     @property
@@ -44,16 +44,16 @@ class KeptRow:
         return self._content is None
 
     def take(self) -> Any:
-        """Returns the content and lets go of it, whoever else still holds this object."""
+        """Returns the content and drops it from this object, whoever else still holds the object."""
         content, self._content = self._content, None
         return content
 
 
 class ReturningScheduler(Scheduler):
-    """Lets some requests enter ahead of all others."""
+    """Scheduler that can admit some requests ahead of all others."""
 
     def admit_first(self, request_ids: Collection[int]) -> list[Admission]:
-        """Gives free rows to these of the waiting requests, in their order."""
+        """Gives free rows to these waiting requests first, in their order."""
         waiting = self._waiting
         self._waiting = deque(request for request in waiting if request.request_id in request_ids)
         admissions = self.admit()
@@ -62,7 +62,7 @@ class ReturningScheduler(Scheduler):
 
 
 class KeepingEngine(NativeEngine):
-    """Returns with each sample that is stopped its row, and puts that back when the sample goes on."""
+    """Engine that returns each stopped sample with its row, and restores the row when the sample continues."""
 
     _scheduler: ReturningScheduler
 
@@ -71,10 +71,10 @@ class KeepingEngine(NativeEngine):
         if self._media is not None:
             raise ValueError("--rollout.keep_cache does not go with a model that takes images: leave it out.")
         self._scheduler = ReturningScheduler(self.max_num_seqs, self._scheduler.eos_table)
-        self._returning: dict[int, KeptRow] = {}  # by the request that waits for a row
+        self._returning: dict[int, KeptRow] = {}  # by the id of the request that waits for a row
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
-        """Queues a request and returns its id; a prompt that comes with its row is not computed again."""
+        """Queues a request and returns its id; a prompt that brings its row is not computed again."""
         request_id = super().submit(prompt, params)
         source = as_prompt(prompt)
         if isinstance(source.kept, KeptRow) and not source.kept.is_empty:
@@ -84,7 +84,7 @@ class KeepingEngine(NativeEngine):
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests and returns what each unfinished sample has, with its row."""
+        """Stops the requests and returns each unfinished sample so far, with its row."""
         rows, chosen = self._scheduler.rows, None if request_ids is None else frozenset(request_ids)
         kept: dict[tuple[int, int], KeptRow] = {}
         for row in range(self._scheduler.num_running):
@@ -109,7 +109,7 @@ class KeepingEngine(NativeEngine):
         return super()._admit()
 
     def _bring_back(self, admissions: list[Admission]) -> None:
-        """Fills rows with what was kept; the next decoding step goes on from the last token of each."""
+        """Restores kept rows; the next decoding step continues from each sample's last token."""
         if not admissions:
             return
         self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
@@ -117,7 +117,7 @@ class KeepingEngine(NativeEngine):
             kept = self._returning.pop(item.request.request_id)
             self._put_back(item.first_row, kept)
             self._scheduler.rows.token[item.first_row] = item.request.prompt[-1]
-        self._plan = None  # the running rows are others now
+        self._plan = None  # the running rows have changed
 
     def _put_back(self, row: int, kept: KeptRow) -> None:
         """Writes a row into the cache, which may have been freed since it was read."""

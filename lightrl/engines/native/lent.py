@@ -1,6 +1,6 @@
-"""The native engine on the trainer's own weights (--native.share_weights): one copy in memory, and none at a sync.
+"""The native engine on the trainer's own weights (--native.share_weights), which a sync need not copy.
 
-Projections that share an input lie side by side in one storage, of which the trainer's parameters become views too.
+Projections that share an input lie side by side in one storage, of which the trainer's parameters become views, too.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from lightrl.engines.weights.account import WeightAccount, is_same_memory, raise
 
 
 class LentLinear(PackedLinear):
-    """Linear layers of one input as one product with a weight [out, in], as the trainer's modules read it."""
+    """Linear layers of one input as one product, with a weight [out, in], the layout that trainer modules read."""
 
     def _laid_out(self, weight: Tensor) -> Tensor:
         return weight
 
 
 class LentForward(FusedForward):
-    """The fused forward in the layout of the trainer."""
+    """The fused forward in the trainer's layout of weights."""
 
     make_linear = LentLinear
 
 
 class LentRunner(ModelRunner):
-    """Runs the fused forward, or the model's modules, on lent weights."""
+    """Runs the fused forward, or the model's modules, on the trainer's weights."""
 
     make_fused = LentForward
 
 
 class LentEngine(NativeEngine):
-    """Reads the trainer's memory, and generates only with the weights of the last sync."""
+    """Engine that reads the trainer's memory, and generates only with the weights of the last sync."""
 
-    sleep_levels: tuple[int, ...] = (1,)  # the weights are not its own to drop
+    sleep_levels: tuple[int, ...] = (1,)  # it must not drop weights that are not its own
     make_runner = LentRunner
     lenders: Collection[Tensor] = ()  # the trainer's parameters
     _num_changes = 0
 
     def step(self) -> list[Completion]:
-        """Does one scheduling step; RuntimeError where the weights changed since they were stamped with a version."""
+        """Runs one scheduling step; raises RuntimeError if the weights have changed since the last sync."""
         if self._count_changes() != self._num_changes:
             raise RuntimeError(
                 f"The weights changed since the weight sync to version {self._version}, and the engine reads the same "
@@ -55,7 +55,7 @@ class LentEngine(NativeEngine):
         return super().step()
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Takes what it reads already; WeightSyncError names every tensor that lies elsewhere."""
+        """Checks that it reads these tensors already; WeightSyncError names each one that lies elsewhere."""
         self._require_open("load_weights")
         account = WeightAccount(*self._expected)
         for name, tensor in weights:
@@ -71,11 +71,11 @@ class LentEngine(NativeEngine):
         self.lenders = ()
 
     def _count_changes(self) -> int:
-        return sum(parameter._version for parameter in self.lenders)  # torch counts writes in place
+        return sum(parameter._version for parameter in self.lenders)  # torch counts in-place writes
 
 
 def engine_on(source: nn.Module, model: PreTrainedModel, **settings: Any) -> LentEngine:
-    """Makes an engine of a model whose parameters, and then the source's, become views of the same memory."""
+    """Makes an engine whose model and source become views of the same memory."""
     lent = dict(source.named_parameters(remove_duplicate=False))
     held = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in held.items():
@@ -89,7 +89,7 @@ def engine_on(source: nn.Module, model: PreTrainedModel, **settings: Any) -> Len
 
 
 def _check_lent(name: str, lent: Tensor | None, held: Tensor) -> None:
-    is_whole = lent is not None and type(lent.data) is Tensor and lent.shape == held.shape  # no shard
+    is_whole = lent is not None and type(lent.data) is Tensor and lent.shape == held.shape  # not a shard
     if lent is None or not is_whole or (lent.dtype, lent.device) != (held.dtype, held.device):
         given = "missing" if lent is None else f"{list(lent.shape)} {lent.dtype} on {lent.device}"
         raise ValueError(

@@ -1,9 +1,9 @@
 """Guesses the next tokens from a sample's own text (--native.lookup), and draws several in one forward.
 
-Texts repeat themselves: a response quotes its prompt, and takes up what it has said. Where the last tokens came before,
-what followed them there is a guess. One forward gives the logits after the last token and after each guess. Each token
-is then drawn as it would have been without a guess, by the same uniform number; as long as the draw is the guess, the
-next one counts too. So no token depends on what was guessed, except by how the sums of a wider forward are rounded.
+Texts repeat themselves: a response quotes its prompt and its own earlier parts. If the last tokens have occurred
+before, the tokens that followed them then are the guess. One forward gives the logits after the last token and after
+each guess. Each token is then drawn as without a guess, with the same uniform number; as long as the draw equals the
+guess, the next one counts too. So no token depends on the guesses, except by how a wider forward rounds its sums.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightrl.engines.native.sampler import plan_sampling
 from lightrl.engines.native.scheduler import RunningSamples
 from lightrl.seeding import uniform_array
 
-_LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens at the end of a text that are looked for earlier in it
+_LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens at the end of a text that are searched earlier in it
 _LEAST_RIGHT = 0.25  # share of right guesses below which most steps guess nothing
-_STEPS_TO_WAIT = 8  # plain steps after which it is tried again
-_MEMORY = 8  # guessing steps over which the share is a mean
+_STEPS_TO_WAIT = 8  # plain steps after which guessing is tried again
+_MEMORY = 8  # guessing steps over which the share is averaged
 _MOST_ROWS = 8  # running samples up to which a wider forward takes little longer than a plain one
 
 
 class LookupForward(FusedForward):
-    """Runs several tokens a row, too."""
+    """Fused forward that can also run several tokens per row."""
 
     def score_guesses(self, tokens: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         """Returns logits [n, w, vocab] of tokens [n, w] at positions [n, w]; the decode phase must be begun."""
@@ -59,7 +59,7 @@ class LookupForward(FusedForward):
 
 
 class LookupRunner(ModelRunner):
-    """Runs guesses where the fused forward is used; other models have one token a step."""
+    """Runs guesses if the fused forward is used; other models produce one token per step."""
 
     make_fused = staticmethod(LookupForward)
 
@@ -77,20 +77,20 @@ class LookupEngine(NativeEngine):
     _runner: LookupRunner
 
     def __init__(self, *args: Any, num_guesses: int, most_rows: int = _MOST_ROWS, **settings: Any) -> None:
-        """Takes what NativeEngine takes.
+        """Takes the arguments of NativeEngine and two more.
 
         Args:
             num_guesses: the most tokens of a sample that are guessed in a step.
-            most_rows: the most running samples at which anything is guessed.
+            most_rows: the most running samples with which anything is guessed.
         """
         super().__init__(*args, **settings)
         if self._media is not None:
             raise ValueError("--native.lookup does not go with a model that takes images: leave it out.")
         self._num_guesses = num_guesses
         self._most_rows = most_rows
-        self._prompts: dict[int, NDArray[np.int64]] = {}  # of the requests that run
-        self.num_guessed = 0  # tokens, so far
-        self.num_right = 0  # of them those that were drawn
+        self._prompts: dict[int, NDArray[np.int64]] = {}  # of the running requests
+        self.num_guessed = 0  # tokens guessed so far
+        self.num_right = 0  # guesses that were drawn
         self._share_right = 1.0  # of the newest guesses
         self._num_plain = 0  # steps since anything was guessed
 
@@ -108,7 +108,7 @@ class LookupEngine(NativeEngine):
         return self._runner.uses_fused_forward and not self._scheduler.rows.is_constrained[:num_rows].any()
 
     def _guess(self, rows: RunningSamples, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns guesses [n, num_guesses] and how many each row has, [n]; no row gets more than it may produce."""
+        """Returns guesses [n, num_guesses] and the number per row, [n]; no row gets more than it may produce."""
         guesses = np.zeros((num_rows, self._num_guesses), np.int64)
         counts = np.zeros(num_rows, np.int64)
         requests = {request.request_id: request for request in rows.request[:num_rows]}
@@ -122,7 +122,7 @@ class LookupEngine(NativeEngine):
         return guesses, counts
 
     def _draw_guessed(self, guesses: NDArray[np.int64], counts: NDArray[np.int64]) -> list[Completion]:
-        """Runs the last token of each row and the guesses behind it; draws as many tokens as the guesses allow."""
+        """Runs the last token of each row and the guesses after it; draws as many tokens as the guesses allow."""
         rows, running, width = self._scheduler.rows, slice(self._scheduler.num_running), guesses.shape[1] + 1
         tokens = np.concatenate((rows.token[running, None], guesses), axis=1)
         positions = rows.position[running, None] + np.arange(width)
@@ -153,19 +153,19 @@ class LookupEngine(NativeEngine):
         self._num_plain = 0
 
     def _reserve(self, positions: int) -> None:
-        """Makes room for guesses, too: a wrong one may lie behind the last position that a sample can come to need."""
+        """Reserves room for guesses, too: a wrong one may lie beyond the last position that a sample can need."""
         most = self._scheduler.most_positions() + self._num_guesses
         self._cache.reserve(self._scheduler.num_running, min(positions, most), self.max_num_seqs, most)
 
 
 def continuation(text: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Returns the `most` tokens that followed the last tokens of the text where they came before, the latest time.
+    """Returns `most` tokens that followed the latest earlier occurrence of the text's last tokens.
 
-    What reaches the end of the text goes on by itself, as a text does that repeats the same words. Without an earlier
-    time nothing is returned.
+    A continuation that reaches the end of the text starts over, as in a text that repeats the same words.
+    Without an earlier occurrence, nothing is returned.
     """
     for length in range(min(_LONGEST_MATCH, len(text) - 1), _SHORTEST_MATCH - 1, -1):
-        ends = np.nonzero(text[length - 1 : -1] == text[-1])[0] + length  # one behind each earlier match of the last
+        ends = np.nonzero(text[length - 1 : -1] == text[-1])[0] + length  # after each earlier match of the last
         for back in range(2, length + 1):
             ends = ends[text[ends - back] == text[-back]]
         if len(ends):

@@ -1,7 +1,7 @@
-"""The forward of any transformers model through its own modules, with attention and masks that know the row cache.
+"""The forward of any transformers model with its own modules, and attention and masks made for the row cache.
 
 Both functions are registered under one name, which is set as the model's attention implementation. Rows decode at
-different positions: the mask function takes the query offset as a tensor, one value a row.
+different positions, so the mask function takes the query offset as a tensor with one value per row.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lightrl.models.multimodal import decoder_inputs, join_vision
 from lightrl.records import EncodedPrompt
 
 NATIVE_ATTENTION = "lightrl_native"
-# Attention sinks and learned position biases: rare enough to be left to the model's own eager function.
+# Attention sinks and learned position biases are rare enough to be left to the model's own eager function.
 _CHANGES_SCORES = frozenset({"s_aux", "position_bias"})
 
 
 class ModuleForward:
-    """Runs prompts, or one token a row, through the model's own modules and the rows of a cache."""
+    """Runs prompts, or one token per row, with the model's own modules and the rows of a cache."""
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-        """decoder: the part of the model that attends through the cache, or all of it."""
+        """Takes the `decoder`, the part of the model that attends through the cache, perhaps the whole model."""
         AttentionInterface.register(NATIVE_ATTENTION, native_attention)
         AttentionMaskInterface.register(NATIVE_ATTENTION, native_mask)
         decoder.set_attn_implementation(NATIVE_ATTENTION)
@@ -49,7 +49,7 @@ class ModuleForward:
     def prefill_with_images(
         self, ids: Tensor, last: Tensor, encoded: Sequence[EncodedPrompt], cache: RowCache
     ) -> Tensor:
-        """Does the same for prompts of a vision-language model."""
+        """Runs prompts of a vision-language model; otherwise the same as prefill()."""
         num_prompts, width = ids.shape
         positions = torch.zeros(3, num_prompts, width, dtype=torch.int64)
         for row, prompt in enumerate(encoded):
@@ -74,7 +74,7 @@ class ModuleForward:
 
     @contextmanager
     def _head_sees_only(self, last: Tensor, width: int) -> Iterator[None]:
-        """Lets the output head score only the last token of each prompt, whatever follows the head in the model."""
+        """Makes the output head score only the last token of each prompt, whatever follows the head in the model."""
         head = self._model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             yield
@@ -102,7 +102,7 @@ def native_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the attention [b, t, heads, dim] of a prompt, or of one token a row."""
+    """Returns the attention [b, t, heads, dim] of prompts, or of one token per row."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if any(value is not None for name, value in kwargs.items() if name in _CHANGES_SCORES):
         return _model_own_attention(module, query, key, value, attention_mask, scaling, softcap=softcap, **kwargs)
@@ -117,7 +117,7 @@ def native_attention(
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Attends with one query a row, in two batched products over kv heads: a group shares keys that are not copied."""
+    """Attends with one query per row in two batched products over kv heads; a group shares its keys uncopied."""
     rows, num_heads, _, dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(rows * num_kv_heads, num_heads // num_kv_heads, dim)
@@ -146,7 +146,7 @@ def _model_own_attention(
             f"{type(module).__name__} passes {sorted(kwargs)} to its attention, and its module has no"
             " eager_attention_forward to fall back on. Use another engine for this model."
         )
-    if mask is None and query.shape[2] > 1:  # the mask function left the causal rule to the kernel
+    if mask is None and query.shape[2] > 1:  # the mask function has left the causal rule to the kernel
         mask = torch.full((query.shape[2], key.shape[2]), float("-inf"), dtype=query.dtype, device=query.device)
         mask = mask.triu(1)[None, None]
     return eager(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -169,8 +169,8 @@ def native_mask(
 ) -> Tensor | None:
     """Returns the additive mask [b or 1, 1, q, kv] of a rule over (row, head, query position, key position).
 
-    It is None for a prompt under the plain causal rule, which the kernel applies by itself. Padding needs no mask: it
-    lies to the right of every token that counts.
+    It is None for a prompt under the plain causal rule, which the kernel applies itself. Padding needs no mask, since
+    it is to the right of every token that counts.
 
     transformers' own mask functions take one query offset for all rows. This one can go when theirs take a tensor:
     https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/masking_utils.py (5.19: not yet).

@@ -1,8 +1,8 @@
-"""Generation by a model's own cache, one sample at a time, for models whose state does not fit the rows of a RowCache.
+"""Generation with a model's own cache, sample by sample, for models whose state does not fit into a RowCache.
 
-Mamba, linear attention and short convolutions keep a state that is no key and no value; indexed and chunked attention
-keep more than both. Each sample has what the model itself returned as its cache. A model whose cache does not give the
-logits that it computes without one runs the whole sequence for each token.
+Mamba, linear attention and short convolutions keep a state that is neither key nor value; indexed and chunked attention
+keep more than these two. Each sample keeps what the model itself returned as its cache. If a model's cache does not
+give the logits that it computes without one, the whole sequence is run for each token.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from lightrl.models.per_sequence import leave_weights_alone
 
 logger = logging.getLogger(__name__)
 
-# The names under which models take their cache, and return it.
+# The names under which models take and return their cache.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
 class SampleCaches:
-    """One state a row, in place of the rows of a RowCache: what a model returned as its cache, or the tokens so far."""
+    """One state per row, in place of a RowCache: the cache that a model returned, or the tokens so far."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
         self.positions = torch.empty(0)
-        self.prefill: tuple[Tensor, Tensor] | None = None  # rows, and the prompt of each, [m] int64 both
+        self.prefill: tuple[Tensor, Tensor] | None = None  # rows and the prompt of each, both [m] int64
 
     def reserve(self, rows: int, positions: int, most_rows: int, most_positions: int) -> None:
-        """Makes room for rows; a state grows by itself."""
+        """Makes room for rows; a state grows on its own."""
         self.states.extend([None] * (rows - len(self.states)))
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
-        """Says which rows receive which prompts."""
+        """Sets which rows receive which prompts."""
         self.prefill = target_rows, source_prompts
 
     def begin_decode(
         self, positions: Tensor, lowest_position: int, highest_position: int, parts: Sequence[RowPart] = ()
     ) -> None:
-        """Says at which positions the rows decode; each is computed by itself, so parts make no difference."""
+        """Sets the positions at which rows decode; each row runs separately, so parts make no difference."""
         self.positions = positions
 
     def store_prompt(self, prompt: int, state: Any) -> None:
-        """Gives the state of a prompt of the prefill phase to its rows, each its own copy."""
+        """Gives each row of a prompt in the prefill phase its own copy of the prompt's state."""
         assert self.prefill is not None
         target_rows, source_prompts = self.prefill
         rows = target_rows[source_prompts == prompt].tolist()
@@ -59,7 +59,7 @@ class SampleCaches:
             self.states[row] = state if row == rows[-1] else copy.deepcopy(state)
 
     def move_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Gives the states of rows to others that have ended."""
+        """Moves the states of rows to rows whose samples have ended."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.states[target], self.states[source] = self.states[source], None
 
@@ -68,7 +68,7 @@ class SampleCaches:
         return copy.deepcopy(self.states[row])
 
     def write_rows(self, rows: slice, content: Any, length: int) -> None:
-        """Gives each of the rows a copy of what read_row returned."""
+        """Gives each of the rows a copy of the result of read_row."""
         for row in range(rows.start, rows.stop):
             self.states[row] = copy.deepcopy(content)
 
@@ -93,14 +93,14 @@ def num_bytes_of(state: Any) -> int:
 
 
 class OwnCacheForward:
-    """Runs prompts, or one token a row, each by a call of the model."""
+    """Runs prompts, or one token per row, each with a separate call of the model."""
 
     def __init__(self, model: PreTrainedModel, *, recomputes: bool) -> None:
-        """recomputes: a state is the tokens so far, all of which run again for each token."""
+        """Takes `recomputes`: a state is then the tokens so far, all of which are run again for each token."""
         self._model = model
         self._recomputes = recomputes
         self._parameters = inspect.signature(model.forward).parameters
-        self.begin_row: Callable[[int], None] = lambda row: None  # is called before a row decodes
+        self.begin_row: Callable[[int], None] = lambda row: None  # called before a row decodes
 
     def prefill(self, ids: Tensor, last: Tensor, cache: SampleCaches) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
@@ -123,7 +123,7 @@ class OwnCacheForward:
         return torch.stack(logits)
 
     def _run(self, ids: Tensor, state: Any, position: int) -> tuple[Tensor, Any]:
-        """Returns the logits after the last token, [vocab], and the state behind it."""
+        """Returns the logits after the last token, [vocab], and the state after it."""
         if self._recomputes:
             ids, position = ids if state is None else torch.cat([state, ids], dim=1), 0
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": not self._recomputes}
@@ -134,7 +134,7 @@ class OwnCacheForward:
             return self._model(**inputs).logits[0, -1], ids
         output = self._model(**inputs, **(state or {}))
         state = {name: kept for name in _CACHE_NAMES if (kept := getattr(output, name, None)) is not None} or state
-        if state is None:  # it makes a cache and does not return it
+        if state is None:  # it makes a cache but does not return it
             state = {"past_key_values": DynamicCache(config=self._model.config.get_text_config())}
             output = self._model(**inputs, **state)
         return output.logits[0, -1], state
@@ -143,7 +143,7 @@ class OwnCacheForward:
 def find_forward(
     model: PreTrainedModel, agrees: Callable[[OwnCacheForward, SampleCaches], bool]
 ) -> OwnCacheForward | None:
-    """Returns the fastest way of generating that gives the model's own logits; None if there is none.
+    """Returns the fastest forward that gives the model's own logits; None if there is none.
 
     Args:
         agrees: compares a forward with the model's logits.
@@ -154,7 +154,7 @@ def find_forward(
             model.set_attn_implementation(attention)
             forward = OwnCacheForward(model, recomputes=recomputes)
             is_right = agrees(forward, SampleCaches())
-        except Exception as error:  # models fail in many ways of their own
+        except Exception as error:  # models fail in many ways
             logger.debug("%s by %s attention: %s", type(model).__name__, attention, error)
             continue
         if is_right:

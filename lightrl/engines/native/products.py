@@ -1,7 +1,7 @@
-"""Matrix products of a few rows with the weights of a model, the most of what an engine computes.
+"""Matrix products of a few rows with the weights of a model, which are most of an engine's work.
 
-On an x86 CPU the weights of large layers are kept a second time while the engine is awake, in the order that oneDNN's
-kernels read. For 4 to 64 rows such a product takes 0.4 to 0.85 of the time of an ordinary one.
+On an x86 CPU, the weights of large layers are kept twice while the engine is awake, the second time in the order that
+oneDNN's kernels read. With 4 to 64 rows, such a product takes 0.4 to 0.85 times as long as an ordinary one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Elements from which on a packed product is faster in spite of its longer way to the kernel.
+# From this number of elements on, a packed product is faster despite its longer way to the kernel.
 LEAST_PACKED = {torch.float32: 1 << 18, torch.bfloat16: 1 << 16}
-_NUM_ROWS = 64  # that the order is chosen for; it suits other numbers as well
+_NUM_ROWS = 64  # rows for which the order is chosen; it suits other numbers as well
 
 
 class PackedWeight:
-    """A weight in the order of oneDNN's kernels, made by the first product after drop().
+    """A weight in the order of oneDNN's kernels, which the first product after drop() makes.
 
     torch has these operators for compiled models; there is no public way to them:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/fx_passes/mkldnn_fusion.py (2.13: not yet).
@@ -30,11 +30,11 @@ class PackedWeight:
         self._is_current = False
 
     def drop(self) -> None:
-        """Gives the memory back; call it after the weight changed or was dropped itself."""
+        """Frees the memory; call it after the weight changed or was itself dropped."""
         self._packed, self._is_current = None, False
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """Returns inputs @ weight.T + bias for a weight [out, in]; None where an ordinary product is as fast."""
+        """Returns inputs @ weight.T + bias for a weight [out, in]; None if an ordinary product is as fast."""
         if not self._is_current:
             self._packed, self._is_current = pack(weight), True
         if self._packed is None:
@@ -45,7 +45,7 @@ class PackedWeight:
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor | None:
-    """Returns a copy of a weight [out, in] for packed products; None if they are not faster, or not to be had."""
+    """Returns a copy of a weight [out, in] for packed products; None if they are not faster or unavailable."""
     if not is_worth_packing(weight):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _NUM_ROWS)
@@ -53,7 +53,7 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 def is_worth_packing(*weights: Tensor) -> bool:
-    """Returns whether products with weights of one input are faster after packing, here and in their type."""
+    """Returns whether packing makes products with weights of one input faster on this machine, in their type."""
     dtype, is_on_cpu = weights[0].dtype, weights[0].device.type == "cpu"
     is_large = sum(weight.numel() for weight in weights) >= LEAST_PACKED.get(dtype, math.inf)
     return is_large and is_on_cpu and _can_pack(dtype)
@@ -69,7 +69,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 class PackedHead:
-    """The product with a packed weight that gives the logits, [n, in] to [n, vocab]."""
+    """The output head with a packed weight, [n, in] to [n, vocab]."""
 
     def __init__(self, head: Any) -> None:
         self._head = head
@@ -80,7 +80,7 @@ class PackedHead:
         return F.linear(hidden, self._head.weight) if packed is None else packed
 
     def refresh(self) -> None:
-        """Forgets what is derived from the weight; call it after it changed."""
+        """Drops what is derived from the weight; call it after the weight changed."""
         self._packed.drop()
 
 
@@ -102,14 +102,14 @@ class FusedLinear:
         hidden.addmm_(inputs, self.weight)
 
     def refresh(self) -> None:
-        """Fuses again if something (a move to another device and back) gave the parameters storage of their own."""
+        """Fuses again if the parameters got storage of their own, as by a move to another device and back."""
         start = self.weight.untyped_storage().data_ptr()
         if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
             self._lay_side_by_side()
 
     @torch.no_grad()
     def _lay_side_by_side(self) -> None:
-        """Sets the weight [in, out], whatever its layout in memory, and the bias."""
+        """Joins the weights as [in, out], whatever their layout in memory, and the biases."""
         weights: list[Tensor] = [layer.weight for layer in self._layers]
         biases: list[Tensor] = [layer.bias for layer in self._layers]
         self.weight = _as_views(weights, self._laid_out(torch.cat(weights))).t()
@@ -120,14 +120,14 @@ class FusedLinear:
 
 
 def _as_views(parameters: list[Tensor], whole: Tensor) -> Tensor:
-    """Makes the parameters views of the rows of their concatenation, which it returns."""
+    """Concatenates the parameters, makes them views of the result, and returns it."""
     for parameter, part in zip(parameters, whole.split([len(item) for item in parameters]), strict=True):
         parameter.data = part
     return whole
 
 
 class PackedLinear(FusedLinear):
-    """Linear layers of one input as one product with a packed weight, where that is faster."""
+    """Linear layers of one input as one product, with a packed weight if that is faster."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self._packed = PackedWeight()
@@ -146,7 +146,7 @@ class PackedLinear(FusedLinear):
             hidden.add_(packed)
 
     def refresh(self) -> None:
-        """Forgets the packed weight; call it after the parameters changed."""
+        """Drops the packed weight; call it after the parameters changed."""
         super().refresh()
         self._packed.drop()
 
@@ -155,5 +155,5 @@ class PackedLinear(FusedLinear):
 
 
 def fused_linear(layers: list[nn.Linear]) -> FusedLinear:
-    """Fuses layers, with a packed weight where that is faster."""
+    """Fuses layers, with a packed weight if that is faster."""
     return PackedLinear(layers) if is_worth_packing(*(layer.weight for layer in layers)) else FusedLinear(layers)

@@ -1,4 +1,4 @@
-"""The native engine for --routing.replay: it records which experts each token was given to, in every layer."""
+"""The native engine for --routing.replay: it records the experts of each token in every layer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightrl.engines.native.scheduler import Admission
 from lightrl.models.routing import Router, routers_of
 
 _Experts = NDArray[np.int16]
-_Key = tuple[int, int]  # request, sample
+_Key = tuple[int, int]  # (request, sample)
 
 
 class RouterTape:
-    """Keeps the experts that the routers of a model chose in the last forward."""
+    """Records the experts that the routers of a model chose in the last forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = routers_of(model)
-        self._kept: dict[int, Tensor] = {}  # by router
+        self._kept: dict[int, Tensor] = {}  # one entry per router
         for index, router in enumerate(self._routers):
             router.module.register_forward_hook(partial(self._keep, index, router))
 
@@ -39,7 +39,7 @@ class RouterTape:
         self._kept.clear()
 
     def take(self) -> _Experts | None:
-        """Returns the experts of the last forward, [tokens, layers, k], and forgets them; None if there was none."""
+        """Takes out the experts of the last forward, [tokens, layers, k]; None if there was none."""
         if not self._kept:
             return None
         layers = [self._kept[index] for index in range(len(self._routers))]
@@ -49,7 +49,7 @@ class RouterTape:
 
 
 class RecordingEngine(NativeEngine):
-    """Returns with each completion the experts of all tokens that the engine ran: all but the last."""
+    """Engine that returns with each completion the experts of all tokens that it ran, which is all but the last."""
 
     returns_routing = True
 
@@ -57,10 +57,10 @@ class RecordingEngine(NativeEngine):
         super().__init__(*args, **settings)
         self._tape = RouterTape(self.model)
         self._prompts: dict[int, _Experts] = {}  # by request, until all its samples have entered
-        self._samples: dict[_Key, list[_Experts]] = {}  # of the samples that run: the prompt's, then one a token
+        self._samples: dict[_Key, list[_Experts]] = {}  # of the running samples: the prompt's, then one per token
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests and returns what each unfinished sample has."""
+        """Stops the requests and returns each unfinished sample so far."""
         chosen = None if request_ids is None else set(request_ids)
         for request_id in [*self._prompts] if chosen is None else chosen:
             self._prompts.pop(request_id, None)
@@ -81,8 +81,8 @@ class RecordingEngine(NativeEngine):
         return super()._decode()
 
     def _draw(self, logits: Tensor, first_row: int, plan: SamplingPlan) -> list[Completion]:
-        """Adds the experts of the forward before it to the samples, then draws."""
-        experts = self._tape.take()  # of one token a row; None after prompts, whose experts are kept already
+        """Adds the experts of the preceding forward to the samples, then draws."""
+        experts = self._tape.take()  # of one token per row; None after prompts, whose experts are kept already
         rows = self._scheduler.rows
         for row in range(first_row, self._scheduler.num_running):
             request = rows.request[row]

@@ -1,4 +1,4 @@
-"""The adapter of each row of a forward, and what layers do for rows of several adapters."""
+"""The adapter of each row of a forward, and how layers handle rows with different adapters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lightrl.engines.weights.adapters import Factors
 
-NO_ADAPTER = -1  # in place of an adapter's number, which is its place among the engine's
+NO_ADAPTER = -1  # stands for an adapter's number, which is its index in the engine
 
 
 class MixedRows:
-    """Rows of several adapters."""
+    """The adapters of rows that do not all have the same."""
 
     def __init__(self, adapters: NDArray[np.int64], device: torch.device) -> None:
-        """adapters: [n], the number of each row's adapter."""
+        """Takes the number of each row's adapter, [n]."""
         self._adapters = adapters
         self._by_row = torch.from_numpy(adapters).to(device)
         self._masks: dict[tuple[int, ...], Tensor] = {}
@@ -28,14 +28,14 @@ class MixedRows:
         return int(self._adapters[row])
 
     def by_adapter(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the number of each adapter that a row has, and its rows."""
+        """Yields the number and the rows of each adapter in use."""
         for number in np.unique(self._adapters).tolist():
             yield number, torch.nonzero(self._by_row == number, as_tuple=True)[0]
 
     def not_theirs(self, widths: tuple[int, ...]) -> Tensor:
-        """Returns a mask [n, sum of widths], True where a column belongs to another adapter than the row's.
+        """Returns a mask [n, sum of widths] that is True where a column belongs to another row's adapter.
 
-        widths: the number of columns of each adapter, which lie side by side. Layers of the same share a mask.
+        widths: the number of columns of each adapter, side by side. Layers with equal widths share a mask.
         """
         mask = self._masks.get(widths)
         if mask is None:
@@ -44,7 +44,7 @@ class MixedRows:
         return mask
 
     def add(self, outputs: Tensor, inputs: Tensor, factors: Mapping[int, Factors]) -> Tensor:
-        """Adds to outputs [n, ..., out] in place what each row's adapter makes of inputs [n, ..., in]."""
+        """Adds the output of each row's adapter for inputs [n, ..., in] to outputs [n, ..., out], in place."""
         if outputs.shape[0] != len(self._adapters):
             raise RuntimeError(
                 f"A layer with adapters was given {outputs.shape[0]} rows where {len(self._adapters)} samples decode, "
@@ -61,19 +61,19 @@ Rows = int | MixedRows  # one adapter for all rows, or several
 
 
 class ChosenAdapters:
-    """What every layer looks up in a forward: the adapter of all its rows, or of each."""
+    """Tells every layer during a forward which adapter its rows use, all the same one or each its own."""
 
     def __init__(self) -> None:
         self.rows: Rows = 0
 
 
 def adapted(inputs: Tensor, factors: Factors) -> Tensor:
-    """Returns what an adapter adds to the output of a layer."""
+    """Returns the term that an adapter adds to the output of a layer."""
     return torch.nn.functional.linear(torch.nn.functional.linear(inputs, factors.down), factors.up)
 
 
 def rows_of(adapters: Sequence[int], device: torch.device) -> Rows:
-    """Returns how layers apply adapters to rows, by the number of each row's."""
+    """Returns the adapters of rows in the form that layers take, from the number of each row's adapter."""
     first = adapters[0]
     if all(adapter == first for adapter in adapters):
         return first

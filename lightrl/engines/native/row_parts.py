@@ -1,8 +1,8 @@
-"""Decides which rows of the cache a decode step reads together. Numbers only, no tensors.
+"""Decides which rows of the cache a decode step reads together; uses only numbers, no tensors.
 
-Attention reads a row up to the longest position of the rows beside it. Where a few samples are much longer than the
-others, as when some go on from an earlier step, most of what is read would be padding. So the rows are cut into runs
-that are read each to its own length, and sorted when they lie too mixed to be cut well.
+Attention reads a row up to the longest position among the rows that are read with it. If a few samples are much longer
+than the others, as when some continue from an earlier step, most of what is read would be padding. So the rows are cut
+into runs, each of which is read to its own length, and sorted if they are too mixed to be cut well.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_SAVED_ON_CPU = 1024  # positions a step: the operations on one more part take as long as reading these
-LEAST_SAVED = 16_384  # on a device that reads faster, and takes longer to start an operation
+LEAST_SAVED_ON_CPU = 1024  # positions per step: reading these takes as long as the operations on one more part
+LEAST_SAVED = 16_384  # on a device that reads faster but takes longer to start an operation
 _MOST_CUTS = 3
-_WORTH_SORTING = 16  # steps in which a sort may take to save as many positions as it copies
+_WORTH_SORTING = 16  # steps within which a sort must save as many positions as it copies
 
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Rows start .. stop - 1, which lie at this position at most."""
+    """Rows start .. stop - 1 and their highest position."""
 
     start: int
     stop: int
@@ -28,11 +28,11 @@ class RowPart:
 
 
 def cut(positions: NDArray[np.int64], least_saved: int) -> list[RowPart]:
-    """Cuts the rows where it saves most, as long as a cut saves least_saved positions or more.
+    """Cuts the rows where that saves most, for as long as a cut saves at least least_saved positions.
 
     Args:
         positions: [n] of the rows.
-        least_saved: what the operations of one more part cost, as positions read.
+        least_saved: the cost of one more part's operations, in positions read.
     """
     parts = [RowPart(0, len(positions), int(positions.max()))]
     for _ in range(_MOST_CUTS):
@@ -46,7 +46,7 @@ def cut(positions: NDArray[np.int64], least_saved: int) -> list[RowPart]:
 
 
 def _best_cut(positions: NDArray[np.int64]) -> tuple[int, int]:
-    """Returns how many positions the best cut of these rows saves, and the number of rows before it."""
+    """Returns the positions that the best cut of these rows saves, and the number of rows before the cut."""
     if len(positions) < 2:
         return 0, 0
     before = np.maximum.accumulate(positions)[:-1]
@@ -58,17 +58,17 @@ def _best_cut(positions: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def at_positions(parts: list[RowPart], positions: NDArray[np.int64]) -> list[RowPart]:
-    """Returns the parts with the positions that their rows have now."""
+    """Returns the parts with the current positions of their rows."""
     return [RowPart(part.start, part.stop, int(positions[part.start : part.stop].max())) for part in parts]
 
 
 def num_read(parts: list[RowPart]) -> int:
-    """Returns the positions that a step reads, with the one that it writes in each row."""
+    """Returns the number of positions that a step reads, including the one that it writes in each row."""
     return sum((part.stop - part.start) * (part.highest + 1) for part in parts)
 
 
 def sorted_rows(positions: NDArray[np.int64], least_saved: int) -> NDArray[np.int64] | None:
-    """Returns the rows from the longest to the shortest, [n]; None if moving them costs more than it saves."""
+    """Returns the rows sorted from longest to shortest, [n]; None if moving them costs more than it saves."""
     order = np.argsort(-positions, kind="stable")
     copied = np.count_nonzero(order != np.arange(len(order))) * int(positions.max())
     saved = num_read(cut(positions, least_saved)) - num_read(cut(positions[order], least_saved))

@@ -1,7 +1,7 @@
-"""Draws one token a row by inverting the cumulative distribution, and returns the token's logprob.
+"""Draws one token per row by inverting the cumulative distribution, and returns the token's logprob.
 
-The uniform numbers are an argument: the draw itself has no state. torch.multinomial would cost ten times as much at a
-vocabulary of 32,000, and draws from a generator whose state depends on what else was drawn.
+The uniform numbers are an argument, so the draw itself has no state. torch.multinomial would take ten times as long
+with a vocabulary of 32,000, and its generator's state depends on what else was drawn.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SAMPLING = np.dtype([("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)])  # of a row
-_UNCHANGED = np.array((1, 1, 0), SAMPLING)  # draws from the model's own distribution
-_BLOCK = 256  # the distribution is searched block first, then within the block: only one block a row is accumulated
-_PART = 1 << 18  # logits that a CPU works on at a time, so that they stay in a core's second cache
-_LEAST_ROWS = 4  # of a part: fewer cost more operations than the cache saves
+_UNCHANGED = np.array((1, 1, 0), SAMPLING)  # settings that draw from the model's own distribution
+_BLOCK = 256  # the search finds the block, then the token: only one block per row is accumulated
+_PART = 1 << 18  # logits that a CPU processes at a time, to stay in a core's second cache
+_LEAST_ROWS = 4  # rows of a part: with fewer, more operations cost more than the cache saves
 
 
 class Filters(NamedTuple):
@@ -31,7 +31,7 @@ class Filters(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How each of n rows is sampled; None where no row asks for it, so that the common case skips the work."""
+    """How each of n rows is sampled; a field is None if no row needs it, so that the common case skips the work."""
 
     temperature: Tensor | None  # [n, 1] float32, 1 where greedy
     is_greedy: Tensor | None  # [n] bool
@@ -68,8 +68,8 @@ def _plan_rows(asked: NDArray[np.void], vocab_size: int, device: torch.device) -
 def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
     """Returns tokens [n] int64 and logprobs [n] float32, from logits [n, vocab] and uniforms [n] float64 in [0, 1).
 
-    The logprob is that of the distribution the token came from: after temperature, top-k and top-p; for a greedy row
-    that of the temperature-1 distribution.
+    The logprob is that of the distribution from which the token was drawn: after temperature, top-k and top-p; for a
+    greedy row, that of the temperature-1 distribution.
     """
     if plan is not PLAIN:
         return _sample_rows(logits.float(), uniforms, plan)
@@ -87,7 +87,7 @@ def _sample_plainly(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_rows(scores: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Does what sample() does where the rows ask for something."""
+    """Samples rows of which some have settings of their own."""
     if plan.temperature is not None:
         scores = scores / plan.temperature
     if plan.filters is not None:
@@ -103,25 +103,25 @@ def _sample_rows(scores: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[
 
 
 def keep_allowed(scores: Tensor, filters: Filters) -> Tensor:
-    """Returns the scores [n, vocab] with -inf where the rows of the filters do not draw."""
+    """Returns the scores [n, vocab] with -inf for tokens that the filters exclude."""
     rows, top_k, top_p = filters
     return scores.index_copy(0, rows, keep_top(scores[rows], top_k, top_p))
 
 
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Returns the scores [m, vocab] with -inf outside the top k, and outside the nucleus of mass p of the rest."""
+    """Returns the scores [m, vocab] with -inf outside the top k and, of these, outside the nucleus of mass p."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
     probabilities = ordered.softmax(-1, dtype=torch.float64)
-    # A token stays if the mass before it is below p: the first always does.
+    # A token stays if the mass before it is below p, so the first one always does.
     mass_before = _running_sums(probabilities) - probabilities
     ordered = ordered.masked_fill((mass_before >= top_p) & (rank > 0), float("-inf"))
     return torch.empty_like(scores).scatter_(1, order, ordered)
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the first token whose cumulative weight exceeds uniform * total; never one of weight 0.
+    """Returns the first token whose cumulative weight exceeds uniform * total, never a token of weight 0.
 
     A uniform is at most 1 - 2^-53, so its product with the total rounds to less than the total.
     """
@@ -132,7 +132,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Does the same for a large vocabulary."""
+    """Inverts the distribution of a large vocabulary block by block."""
     cumulative = _running_sums(_block_sums(weights))
     target = uniforms[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)
@@ -142,8 +142,8 @@ def _invert_by_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
     past_end = tokens >= weights.shape[1]
     inside = weights.gather(1, tokens.clamp_max_(weights.shape[1] - 1)).masked_fill_(past_end, 0)
     inside_cumulative = _running_sums(inside)
-    # A block's sum and the sum of its cumulative weights may round apart: past the last positive weight there is only
-    # rounding, so the target is held below the latter.
+    # A block's sum and the last of its cumulative weights may round differently. Past the last positive weight there is
+    # only rounding, so the target is kept below the latter.
     total = inside_cumulative[:, -1:]
     target = torch.minimum(target - before, torch.nextafter(total, torch.zeros_like(total)))
     return (first + _first_above(inside_cumulative, target)).squeeze(1)
@@ -157,7 +157,7 @@ def _running_sums(weights: Tensor) -> Tensor:
 
 
 def exact_running_sums(weights: Tensor) -> Tensor:
-    """Returns the cumulative weights by sums of integers, multiples of 2^-62, which have the same bits in any order."""
+    """Returns the cumulative weights as sums of integers, multiples of 2^-62, exact in any order."""
     return (weights.double() * 2.0**62).long().cumsum(-1).double() / 2.0**62
 
 
@@ -172,5 +172,5 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Returns the first index whose cumulative weight is above the target, [n, 1]; inside the row even for NaN."""
+    """Returns the first index whose cumulative weight exceeds the target, [n, 1]; inside the row even for NaN."""
     return torch.searchsorted(cumulative, target.contiguous(), right=True).clamp_max_(cumulative.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Decides which samples run in which rows of the cache, and keeps what they have produced. Numbers only, no tensors."""
+"""Decides which samples run in which rows of the cache, and keeps their tokens; uses only numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lightrl.engines.native.sampler import SAMPLING
 from lightrl.records import FinishReason
 from lightrl.seeding import prefix_state
 
-_FIRST_COLUMNS = 8  # outputs start with room for this many tokens and double
+_FIRST_COLUMNS = 8  # outputs start with room for this many tokens, which doubles as needed
 _OUTPUT = np.dtype([("token", np.int64), ("logprob", np.float64), ("version", np.int64)])
-_PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward: bounds its activations
+_PREFILL_TOKENS = 16_384  # padded prompt tokens in one forward, to bound its activations
 
 
 @dataclass(slots=True)
 class Request:
-    """A submitted prompt, of which samples num_admitted, num_admitted + 1, ... are not running yet."""
+    """A submitted prompt; its samples num_admitted, num_admitted + 1, ... are not running yet."""
 
     request_id: int
     prompt: tuple[int, ...]
     params: SamplingParams
     source: EnginePrompt | None = None  # for a vision-language model: the prompt before its images were expanded
     num_admitted: int = 0
-    prefilled: Any = None  # what the engine keeps of the prompt for samples that found no free row
-    rope_delta: int = 0  # position less index of what follows a prompt with images; known after its prefill
+    prefilled: Any = None  # kept by the engine for samples that found no free row
+    rope_delta: int = 0  # position minus index after a prompt with images; known after its prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Samples of one request that enter now, into rows first_row .. first_row + count - 1."""
+    """Samples of one request that now enter rows first_row .. first_row + count - 1."""
 
     request: Request
     first_row: int
@@ -44,7 +44,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Rows to copy so that the running ones stay first: row sources[j] to row targets[j]."""
+    """Rows to copy, from sources[j] to targets[j], so that the running rows stay first."""
 
     sources: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -59,17 +59,17 @@ class RunningSamples:
         self.token = np.zeros(num_rows, np.int64)  # the last token produced, not yet in the cache
         self.position = np.zeros(num_rows, np.int64)  # of that token
         self.num_produced = np.zeros(num_rows, np.int64)
-        self.first_draw = np.zeros(num_rows, np.int64)  # draws that a resumed sample has behind it
-        self.last_position = np.zeros(num_rows, np.int64)  # that a token of the sample can have
+        self.first_draw = np.zeros(num_rows, np.int64)  # draws that a resumed sample has already made
+        self.last_position = np.zeros(num_rows, np.int64)  # highest version that a token of the sample can have
         self.stops_at_eos = np.zeros(num_rows, np.bool_)
-        self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # beyond the end tokens
+        self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # in addition to the end tokens
         self.is_constrained = np.zeros(num_rows, np.bool_)  # asks for a minimum of tokens or for penalties
         self.seed_state = np.zeros(num_rows, np.uint64)
         self.sampling = np.zeros(num_rows, SAMPLING)
         self.outputs = np.zeros((num_rows, _FIRST_COLUMNS), _OUTPUT)
 
     def fill(self, rows: slice, request: Request) -> None:
-        """Enters the next samples of a request into the rows; their first tokens come later."""
+        """Enters the next samples of a request into rows; their first tokens come later."""
         params = request.params
         first = params.first_sample + request.num_admitted
         samples = range(first, first + rows.stop - rows.start)
@@ -86,19 +86,19 @@ class RunningSamples:
         self.sampling[rows] = (params.temperature, params.top_p, params.top_k)
 
     def move(self, moves: Moves) -> None:
-        """Copies every column."""
+        """Moves samples in every column."""
         for column in vars(self).values():
             column[moves.targets] = column[moves.sources]
 
     def reserve_outputs(self, columns: int) -> None:
-        """Makes room for this many tokens a row."""
+        """Makes room for this many tokens per row."""
         num_rows, have = self.outputs.shape
         if columns > have:
             more = np.zeros((num_rows, max(columns - have, have)), _OUTPUT)
             self.outputs = np.concatenate((self.outputs, more), axis=1)
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
-        """Returns what the sample in a row has produced."""
+        """Returns the sample in a row as a completion."""
         outputs = self.outputs[row, : self.num_produced[row]]
         return Completion(
             request_id=self.request[row].request_id,
@@ -112,10 +112,10 @@ class RunningSamples:
 
 
 class Scheduler:
-    """Queues requests and runs their samples in rows 0 .. num_running - 1; the last rows fill gaps."""
+    """Queues requests and assigns samples to rows 0 .. num_running - 1; the last rows move to fill gaps."""
 
     def __init__(self, num_rows: int, eos_table: NDArray[np.bool_]) -> None:
-        """eos_table: [vocab], True for tokens that end a sample."""
+        """Takes eos_table, [vocab], True for tokens that end a sample."""
         self.rows = RunningSamples(num_rows)
         self.num_running = 0
         self._num_rows = num_rows
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests of which some sample has no row yet."""
+        """The number of requests with samples that have no row yet."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def admit(self) -> list[Admission]:
-        """Gives the free rows to the head of the queue; a request may enter in parts."""
+        """Gives free rows to the head of the queue; a request may enter in parts."""
         admissions: list[Admission] = []
         while self._waiting and self.num_running < self._num_rows:
             request, first = self._waiting[0], self.num_running
@@ -146,13 +146,13 @@ class Scheduler:
         return admissions
 
     def most_positions(self) -> int:
-        """Returns the positions that the longest running sample can come to need."""
+        """Returns the number of positions that the longest running sample may need."""
         return int(self.rows.last_position[: self.num_running].max()) + 1
 
     def record(
         self, first_row: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float64], version: int
     ) -> tuple[list[Completion], Moves | None]:
-        """Appends one token to each row from first_row on; returns the samples that it ends, and the rows to move."""
+        """Appends one token to each row from first_row on; returns the samples that end, and the rows to move."""
         rows, running = self.rows, slice(first_row, self.num_running)
         columns = rows.num_produced[running]
         rows.reserve_outputs(int(columns.max()) + 1)
@@ -173,9 +173,9 @@ class Scheduler:
     def record_runs(
         self, tokens: NDArray[np.int64], logprobs: NDArray[np.float64], counts: NDArray[np.int64], version: int
     ) -> tuple[list[Completion], Moves | None]:
-        """Appends the first counts[r] of the tokens [n, w] to each row r, up to one that ends it; returns as record().
+        """Appends the first counts[r] of tokens [n, w] to each row r, up to one that ends it; returns as record() does.
 
-        Entered only by an engine that draws several tokens of a sample at once.
+        Only an engine that draws several tokens of a sample at once uses it.
         """
         rows, running, width = self.rows, slice(self.num_running), tokens.shape[1]
         rows.reserve_outputs(int(rows.num_produced[running].max()) + width)
@@ -198,7 +198,7 @@ class Scheduler:
         return done, self._remove(leaving) if done else None
 
     def abort(self, request_ids: Collection[int] | None) -> tuple[list[Completion], Moves | None]:
-        """Takes requests (None: all) out; returns what each unfinished sample has, and the rows to move."""
+        """Removes requests (None: all); returns each unfinished sample so far, and the rows to move."""
 
         def is_chosen(request: Request) -> bool:
             return request_ids is None or request.request_id in request_ids
@@ -211,13 +211,13 @@ class Scheduler:
         return sorted(done, key=lambda item: (item.request_id, item.sample_index)), moves
 
     def is_padded(self, least: int) -> bool:
-        """Returns whether much of what the rows read up to the longest one is padding: so many positions or more."""
+        """Returns whether reading all rows up to the longest one would read at least this many positions of padding."""
         positions = self.rows.position[: self.num_running]
         real, read = int(positions.sum()), int(positions.max()) * len(positions)
         return read - real >= least and read >= 1.5 * real
 
     def reorder(self, order: NDArray[np.int64]) -> Moves:
-        """Puts the running sample of row order[j] into row j, for every j; returns the rows to move."""
+        """Moves the running sample of row order[j] to row j, for every j; returns the rows to move."""
         (targets,) = np.nonzero(order != np.arange(len(order)))
         moves = Moves(order[targets], targets)
         self.rows.move(moves)
@@ -251,7 +251,7 @@ def _aborted_before_start(request: Request) -> list[Completion]:
 
 
 def prefill_groups(lengths: list[int]) -> list[list[int]]:
-    """Groups prompts of similar length by their indices, so that padding stays below a quarter of what is run."""
+    """Groups the indices of prompts of similar length, so that padding stays below a quarter of what is run."""
     groups: list[list[int]] = []
     real = 0
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -263,4 +263,4 @@ def prefill_groups(lengths: list[int]) -> list[list[int]]:
         else:
             groups.append([index])
             real = length
-    return [sorted(group) for group in groups]  # so that the rows of a single group lie side by side
+    return [sorted(group) for group in groups]  # keeps the rows of a single group side by side

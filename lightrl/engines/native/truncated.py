@@ -1,4 +1,4 @@
-"""The native engine for --top_p and --top_k in training: it reports the tokens that they left to draw from."""
+"""The native engine for --top_p and --top_k in training: it reports the tokens that these left to draw from."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightrl.engines.base import Completion
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed
 
-_Key = tuple[int, int]  # request, sample
+_Key = tuple[int, int]  # (request, sample)
 
 
 class TruncatedEngine(NativeEngine):
-    """Returns with each completion the tokens that it could have drawn instead, as Sample.allowed."""
+    """Engine that returns with each completion the tokens that it could have drawn instead, as Sample.allowed."""
 
     reports_allowed = True
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._draw_from, self.draw = self.draw, self._draw_and_note
-        self._keys: list[_Key] = []  # of the rows that are drawn now
-        self._allowed: dict[_Key, list[NDArray[np.int32]]] = {}  # of the samples that run: one array a token
+        self._keys: list[_Key] = []  # of the rows in the current draw
+        self._allowed: dict[_Key, list[NDArray[np.int32]]] = {}  # of the running samples: one array per token
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests and returns what each unfinished sample has."""
+        """Stops the requests and returns each unfinished sample so far."""
         return [self._with_allowed(item) for item in super().abort(request_ids)]
 
     def _draw(self, logits: Tensor, first_row: int, plan: SamplingPlan) -> list[Completion]:
