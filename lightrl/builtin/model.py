@@ -1,7 +1,8 @@
 """The model that a fresh installation trains: a small Qwen3 that half knows two-digit addition, made on the spot.
 
-A pretrained model is right now and then on a task it was not tuned for, and so is this one: it learns the sums, then is
-taught wrong ones until a fifth of its samples is right. Since it once knew the sums, it learns quickly from rewards.
+Like a pretrained model on a task that it was not tuned for, it is right now and then: it first learns the sums, and is
+then taught wrong ones until a fifth of its samples is right. Because it once knew the sums, it learns quickly from
+rewards.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def builtin_model_path(
     """Returns the Hugging Face folder of a built-in model with its tokenizer; the first call makes it.
 
     Args:
-        name: The built-in model.
-        cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE, or else ~/.cache/lightrl.
-        on_progress: Receives a line of text about every second while the model is made.
+        name: Name of the built-in model.
+        cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE if set, otherwise ~/.cache/lightrl.
+        on_progress: Called with a line of text about every second while the model is made.
     """
     folder = model_folder(name, cache_dir)
     if is_made(folder):
@@ -64,7 +65,7 @@ def builtin_model_path(
 
 
 def tiny_model(seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Makes a random two-layer model and the built-in tokenizer in milliseconds; overrides are Qwen3Config fields."""
+    """Makes a random two-layer model and the built-in tokenizer in milliseconds; overrides set Qwen3Config fields."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -108,7 +109,7 @@ def _make_cache_dir(cache_dir: Path) -> None:
 
 @contextmanager
 def _only_one_process(lock_path: Path) -> Iterator[None]:
-    """Keeps a second process from repeating the work of the first. The rename in _publish makes a race harmless."""
+    """Keeps a second process from repeating the work of the first. _publish renames, so a race would be harmless."""
     with lock_path.open("w") as lock:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,7 +132,7 @@ def _write_unpublished(folder: Path, recipe: Recipe, on_progress: Callable[[str]
 
 
 def _publish(finished: Path, folder: Path) -> None:
-    finished.chmod(0o755)  # mkdtemp and safetensors write for the owner alone, but a cache may be shared
+    finished.chmod(0o755)  # mkdtemp and safetensors grant access to the owner alone, but a cache may be shared
     for path in finished.iterdir():
         path.chmod(0o644)
     if folder.exists() and not is_made(folder):
@@ -165,7 +166,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _ignore(_: str) -> None:
-    """Drops a line of progress."""
+    """Ignores a line of progress."""
 
 
 # ---- The model
@@ -188,14 +189,14 @@ def _random_model(config: Qwen3Config, generator: torch.Generator) -> PreTrained
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # the norms stay at one
+            if parameter.ndim > 1:  # the weights of norms stay at one
                 parameter.normal_(0.0, config.initializer_range, generator=generator)
     return model
 
 
 @contextmanager
 def _isolated_torch_state() -> Iterator[None]:
-    """Runs on the CPU and one thread, so that every machine adds in the same order, whatever mode the caller is in."""
+    """Runs the body on one CPU thread, so that every machine adds in the same order, whatever mode the caller is in."""
     num_threads = torch.get_num_threads()
     default_dtype = torch.get_default_dtype()
     torch.set_num_threads(1)
@@ -234,7 +235,7 @@ def _sums(problems: list[dict[str, str]]) -> _Sums:
 
 
 def _answer_table(largest: int) -> Tensor:
-    """Returns a table whose row v is the answer v: its digits, the end token, padding; [largest + 1, 4] int64."""
+    """Returns a table, [largest + 1, 4] int64, whose row v is the answer v: its digits, the end token, and padding."""
     rows = [[*(_TOKEN_IDS[digit] for digit in str(value)), _EOS_ID] for value in range(largest + 1)]
     return torch.tensor([row + [_PAD_ID] * (_NUM_ANSWER_TOKENS - len(row)) for row in rows])
 
@@ -305,7 +306,7 @@ def _with_errors(values: Tensor, wrong_share: float, largest_error: int, generat
 
 
 def _answer_nll(model: PreTrainedModel, prompt_ids: Tensor, answer_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the NLL of each answer token, 0 on padding, and the mask of answer tokens; [B, 4] each."""
+    """Returns the NLL of each answer token (0 on padding) and the mask of answer tokens, [B, 4] each."""
     input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
     logits = model(input_ids=input_ids, logits_to_keep=_NUM_ANSWER_TOKENS, use_cache=False).logits
     is_answer = answer_ids != _PAD_ID

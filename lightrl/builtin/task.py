@@ -1,4 +1,4 @@
-"""Two-digit addition, the task that a fresh installation trains on, and how its model is made. No torch.
+"""Two-digit addition, the task that a fresh installation trains on, and the recipe of its model. Needs no torch.
 
 A problem is a dictionary of strings.
 """
@@ -28,7 +28,7 @@ def train_problems() -> list[dict[str, str]]:
 
 
 def heldout_problems() -> list[dict[str, str]]:
-    """Returns the 512 sums that are never trained on, in neither order of their terms."""
+    """Returns the 512 held-out sums, which are not trained on in either order of their terms."""
     return [_problem(left, right) for left, right in _split()[1]]
 
 
@@ -38,7 +38,7 @@ def with_responses(problems: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def with_pairs(problems: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the problems with the right answer as chosen, and one that is off by 1 to 20 as rejected."""
+    """Returns the problems with the right answer as chosen, and an answer that is off by 1 to 20 as rejected."""
     return [
         {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": _wrong_answer(problem)}
         for problem in problems
@@ -57,7 +57,7 @@ def _problem(left: int, right: int) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Splits all pairs of terms into (train, held out). 37+48 and 48+37 fall on the same side: no answer leaks."""
+    """Splits all pairs of terms into (train, held out). 37+48 and 48+37 are on the same side, so no answer leaks."""
     terms = range(_SMALLEST, _LARGEST + 1)
     shuffled = sorted(product(terms, terms), key=lambda pair: mix_seed(_SPLIT_SEED, *pair))
     rising = [(left, right) for left, right in shuffled if left < right][: NUM_HELDOUT // 2]
@@ -83,10 +83,10 @@ _EXPECTED_FILES = (
 class Phase:
     """A stretch of supervised training that ends at a given accuracy on the held-out sums."""
 
-    learning_rate: float  # falls linearly to a tenth of itself over max_steps
+    learning_rate: float  # falls linearly to a tenth over max_steps
     max_steps: int
     steps_per_check: int
-    wrong_share: float  # of the sums, given an answer that is off
+    wrong_share: float  # share of the sums that get a wrong answer
     stop_accuracy: float  # expected share of samples at temperature 1 that are right
     stop_when: Literal["above", "below"]
 
@@ -97,14 +97,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that the weights depend on; its hash names the cached folder."""
+    """Everything that the weights depend on; a hash of it names the cached folder."""
 
     hidden_size: int = 96
     intermediate_size: int = 256
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    head_dim: int = 32  # the least that vLLM takes on a CPU
+    head_dim: int = 32  # the smallest that vLLM accepts on a CPU
     initializer_range: float = 0.06
     seed: int = 0
     batch_size: int = 128
@@ -113,11 +113,11 @@ class Recipe:
     learn: Phase = Phase(
         learning_rate=7e-3, max_steps=450, steps_per_check=25, wrong_share=0.0, stop_accuracy=0.97, stop_when="above"
     )
-    # Gentle and cut short: at ten times this rate the sums are forgotten, and reward cannot bring them back.
+    # Gentle and short: at ten times this rate the sums are forgotten, and rewards cannot bring them back.
     blur: Phase = Phase(
         learning_rate=3e-4, max_steps=400, steps_per_check=5, wrong_share=0.9, stop_accuracy=0.2, stop_when="below"
     )
-    code_revision: int = 1  # count up when the code of model.py changes what the recipe makes
+    code_revision: int = 1  # increase it when the code of model.py changes what the recipe makes
 
     def fingerprint(self) -> str:
         """Returns a short hash of the recipe, the vocabulary and the context length."""
@@ -129,13 +129,13 @@ RECIPES = {"addition": Recipe()}
 
 
 def cached_model() -> Path | None:
-    """Returns the folder of the built-in model if it was made before: model.py makes it."""
+    """Returns the folder of the built-in model if model.py has made it already."""
     folder = model_folder("addition")
     return folder if is_made(folder) else None
 
 
 def model_folder(name: str, cache_dir: Path | None = None) -> Path:
-    """Returns the folder of a built-in model, made or not; in $LIGHTRL_CACHE unless a directory is given."""
+    """Returns the folder of a built-in model, whether or not it exists; without cache_dir it is in $LIGHTRL_CACHE."""
     if name not in RECIPES:
         raise _unknown_model(name)
     default = Path(os.environ.get("LIGHTRL_CACHE") or "~/.cache/lightrl").expanduser()

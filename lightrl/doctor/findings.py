@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""Findings: what a check found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Finding(NamedTuple):
 
 
 def ok(check: str, found: str) -> Finding:
-    """Returns a finding that asks for nothing."""
+    """Returns a finding that needs no action."""
     return Finding(check, "ok", found)
 
 
 def judged(check: str, found: str, *, fails: bool = False, warns: bool = False, remedy: str) -> Finding:
-    """Returns a finding with its remedy where one is needed."""
+    """Returns a finding, with its remedy if it fails or warns."""
     verdict: Verdict = "fail" if fails else "warning" if warns else "ok"
     return Finding(check, verdict, found, "" if verdict == "ok" else remedy)
 
 
 def findings_of(checks: Iterable[Callable[[], Iterable[Finding]]]) -> Iterator[Finding]:
-    """Runs the checks one by one; one that breaks is a finding itself, and the others still run."""
+    """Runs the checks one by one; a check that raises an error becomes a finding, and the others still run."""
     for check in checks:
         try:
             yield from check()

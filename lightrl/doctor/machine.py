@@ -1,4 +1,4 @@
-"""Checks this machine: devices, memory, limits of processes, folders, the sandbox."""
+"""Checks this machine: devices, memory, process limits, folders and the sandbox."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from lightrl.doctor.findings import Finding, judged, ok
 
 _GB = 1 << 30
-_FEW_FILES = 4096  # sockets and files of a rank with loaders, workers and connections to every other rank
-_SMALL_SHARED_MEMORY = _GB  # NCCL takes some tens of MB a rank, vLLM and data loaders more
+_FEW_FILES = 4096  # a rank has files and sockets for loaders, workers and connections to every other rank
+_SMALL_SHARED_MEMORY = _GB  # NCCL takes some tens of MB for each rank, vLLM and data loaders more
 _LITTLE_DISK = 10 * _GB
 
 
@@ -26,7 +26,7 @@ def num_local_ranks() -> int:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Yields the devices and whether each local rank has one of its own."""
+    """Yields findings about the devices, and whether each local rank has one of its own."""
     if not torch.cuda.is_available():
         cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads() * num_local_ranks()
         yield ok("devices", f"no GPU: everything runs on {cores} CPU cores")
@@ -73,7 +73,7 @@ def _peer_access(count: int) -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Yields the limits of this process that runs meet first."""
+    """Yields findings about the process limits that runs reach first."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield judged(
         "open files",
@@ -103,7 +103,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def check_ports() -> Iterator[Finding]:
-    """Yields whether a server can listen on loopback, and where this machine's own name leads."""
+    """Yields findings about listening on the loopback interface, and about the address of this machine's own name."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -127,7 +127,7 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_folders(output_dir: str = "") -> Iterator[Finding]:
-    """Yields whether the folders that a run writes to can be written, and how much room they have."""
+    """Yields findings about the folders that a run writes to: whether they are writable, and their free space."""
     folders = {
         "output folder": (Path(output_dir or "runs"), "--output_dir"),
         "cache of built-in models": (_from_environment("LIGHTRL_CACHE", "~/.cache/lightrl"), "LIGHTRL_CACHE"),

@@ -1,4 +1,4 @@
-"""Checks that the installed packages fit together, by what each of them says that it needs."""
+"""Checks that the installed packages fit together, according to their declared requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yields the versions, and each requirement among these packages that is not met."""
+    """Yields the versions, and a finding for each unmet requirement among these packages."""
     present = versions()
     yield ok("versions", ", ".join(f"{name} {version}" for name, version in present.items()))
     missing = [name for name in _CORE if name not in present]
@@ -42,7 +42,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _unmet(name: str, present: dict[str, str], extras: tuple[str, ...]) -> Iterator[tuple[Requirement, str]]:
-    """Yields the requirements of a package that one of the others does not meet."""
+    """Yields the requirements of a package that another installed package does not meet."""
     for text in metadata.requires(name) or ():
         try:
             wanted = Requirement(text)
@@ -55,7 +55,7 @@ def _unmet(name: str, present: dict[str, str], extras: tuple[str, ...]) -> Itera
 
 
 def _applies(wanted: Requirement, extras: tuple[str, ...]) -> bool:
-    """Returns whether a requirement holds here: one of an extra only where the extra's package is installed."""
+    """Returns whether a requirement applies here; one of an extra applies only if the extra's package is installed."""
     if wanted.marker is None:
         return True
     return any(wanted.marker.evaluate({"extra": extra}) for extra in ("", *extras))
@@ -73,7 +73,7 @@ def _normal(name: str) -> str:
 
 
 def check_python() -> Iterator[Finding]:
-    """Yields whether this version of Python is one that lightrl is tested with."""
+    """Yields a finding about the version of Python: whether lightrl is tested with it."""
     needed = metadata.metadata("lightrl")["Requires-Python"] or ">=3.10"
     fits = Requirement(f"python{needed}").specifier.contains(platform.python_version(), prereleases=True)
     remedy = f"Make the environment with Python {needed}."

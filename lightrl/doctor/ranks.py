@@ -1,4 +1,4 @@
-"""Checks what only the ranks together can: connections, equal versions, one device for each, clocks."""
+"""Checks that need all ranks together: connections, equal versions, a device for each rank, clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.doctor.findings import Finding, judged, ok
 from lightrl.doctor.packages import versions
 
 _LARGE = 16 << 20  # bytes of the timed all-reduce
-_SKEW_S = 1.0  # clocks further apart make logs of several machines unreadable and can upset file systems
+_SKEW_S = 1.0  # a larger difference of clocks makes logs of several machines unreadable and can upset file systems
 _SETTINGS = (
     "NCCL_",
     "GLOO_",
@@ -28,7 +28,7 @@ _SETTINGS = (
 
 
 def check_ranks(comm: Comm) -> Iterator[Finding]:
-    """Yields the checks of all ranks together; every rank calls it, in step."""
+    """Yields the findings of all ranks together; every rank must iterate over it in step with the others."""
     facts = comm.all_gather_object(_facts(comm))
     yield _collective(comm, comm.device)
     if comm.device.type != "cpu":
@@ -69,7 +69,7 @@ def _collective(comm: Comm, device: torch.device) -> Finding:
 
 
 def _clocks(comm: Comm) -> Finding:
-    """Compares the clocks; the ranks leave a barrier within its duration of each other."""
+    """Compares the clocks of the ranks right after a barrier, whose duration bounds the error."""
     start = time.monotonic()
     comm.barrier()
     times = comm.all_gather_object(time.time())

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _collect(comm: Comm, config: DoctorConfig) -> list[tuple[str, list[Finding]]]:
-    """Returns the findings by machine, and those of all ranks together last."""
+    """Returns the findings by machine, followed by those of all ranks together."""
 
     def check_own_folders() -> Iterator[Finding]:
         return check_folders(config.output_dir)

@@ -9,7 +9,7 @@ from lightrl.rewards.sandbox import SandboxUnavailableError, choose_confinement,
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """Yields how programs are confined, or why none can be."""
+    """Yields a finding that says how programs are confined, or why they cannot be."""
     try:
         confinement = choose_confinement()
     except SandboxUnavailableError as error:

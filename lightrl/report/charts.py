@@ -1,4 +1,4 @@
-"""The curves of a report, as documents of Bokeh."""
+"""The curves of a report, as Bokeh documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.report.run_files import RunFiles
 _WIDTH, _HEIGHT = 460, 250
 _TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 _SMALL_LEGEND = {"label_text_font_size": "8pt", "background_fill_alpha": 0.6}
-_MAX_SPANS = 4000  # of the timeline
+_MAX_SPANS = 4000  # in the timeline
 
 
 class Chart(NamedTuple):
@@ -27,7 +27,7 @@ class Chart(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Charts under one heading; they are drawn when it is opened."""
+    """Charts under one heading, which are drawn when the reader opens the section."""
 
     title: str
     note: str
@@ -67,11 +67,11 @@ _CORE: Mapping[str, Mapping[str, str]] = {
 
 
 def curves(runs: Sequence[RunFiles], points: int) -> list[Section]:
-    """Returns a chart for each metric: the ones that say most in the open sections, the others in the last.
+    """Returns a chart for each metric: the most telling ones in the open sections, all others in the last section.
 
     Args:
         runs: The runs to compare.
-        points: Points that a curve has at most.
+        points: Largest number of points in a curve.
     """
     names = {name for run in runs for name in run.metric_names if run.values(name)}
     sections: list[Section] = []
@@ -89,7 +89,7 @@ def curves(runs: Sequence[RunFiles], points: int) -> list[Section]:
 
 
 def _core(names: set[str]) -> dict[str, dict[str, str]]:
-    """Returns the open charts, with the rewards of a sum beside their mean."""
+    """Returns the metrics of the open charts; if rewards are summed, each one comes next to their mean."""
     core = {title: dict(captions) for title, captions in _CORE.items()}
     taken = {"reward/mean", "reward/equal_groups", "reward/failures", "reward/no_verdict"}
     components = sorted(name for name in names if name.startswith("reward/") and name not in taken)
@@ -128,7 +128,7 @@ def _curve(name: str, caption: str, runs: Sequence[RunFiles], points: int) -> Ch
             plot.scatter("step", "value", source=source, color=color, size=4, **label)
         told = [("run", run.name), ("step", "@step"), (name, "@value{0.0000[00]}")]
         plot.add_tools(HoverTool(renderers=[line], tooltips=told[len(runs) < 2 :], mode="vline"))
-    if len(values) == 1:  # otherwise the axis reaches from -1 to 1
+    if len(values) == 1:  # otherwise the axis would extend from -1 to 1
         (value,) = values
         plot.update(y_range=Range1d(value - 0.1 * abs(value or 1), value + 0.1 * abs(value or 1)))
     if len(runs) > 1:
@@ -146,7 +146,7 @@ def _rounded(value: float) -> float:
 
 
 def thinned(pairs: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:
-    """Returns about so many of the points: the lowest and the highest of each of count / 2 stretches."""
+    """Returns about `count` of the points: the lowest and the highest in each of count / 2 stretches."""
     if len(pairs) <= count:
         return list(pairs)
     size = -(-2 * len(pairs) // count)
@@ -162,7 +162,7 @@ def thinned(pairs: Sequence[tuple[int, float]], count: int) -> list[tuple[int, f
 
 
 def _phases(run: RunFiles, points: int) -> Chart:
-    """Draws the seconds of each phase of rank 0, stacked, as means over stretches of steps where there are many."""
+    """Draws the seconds of each phase on rank 0, stacked; if there are many steps, as means over stretches of steps."""
     rows = [row for row in run.metrics if row.get("time/step")]
     parts = sorted({name for row in rows for name in row if name.startswith("time/")} - {"time/step"})
     inside = [name for name in parts if name not in ("time/eval", "time/checkpoint")]
@@ -195,7 +195,7 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _timeline(run: RunFiles) -> Chart | None:
-    """Draws the phases of each rank side by side in time, of the last steps that were recorded."""
+    """Draws the phases of each rank on a common time axis, for the last steps that were recorded."""
     events = sorted(run.timeline, key=lambda event: event["ts"])[-_MAX_SPANS:]
     if not events:
         return None

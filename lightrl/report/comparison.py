@@ -1,4 +1,4 @@
-"""Compares runs: which was better at the last step that all have, by how much, and in which options they differ."""
+"""Compares runs: which was better at the last step that all reached, by how much, and in which options they differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SHOWN = 6  # options
 
 
 def compare(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns what sets several runs apart, as sentences; none for a single run."""
+    """Describes the differences between several runs in sentences; returns none for a single run."""
     if len(runs) < 2:
         return []
     told = (next(filter(None, (_ranking(runs, metric) for metric in metrics)), "") for metrics in _METRICS)
@@ -32,7 +32,7 @@ def _difference(runs: Sequence[RunFiles]) -> str:
 
 
 def _ranking(runs: Sequence[RunFiles], metric: str) -> str:
-    """Returns the runs by a metric around the last step that all have; empty if one of them lacks it."""
+    """Ranks the runs by a metric around the last step that all reached; empty if a run lacks the metric."""
     curves = [run.values(metric) for run in runs]
     if not all(curves):
         return ""
@@ -47,7 +47,7 @@ def _ranking(runs: Sequence[RunFiles], metric: str) -> str:
 
 
 def _end(curve: Sequence[tuple[int, float]], last: int) -> tuple[float, float]:
-    """Returns the mean of a curve over the tenth of its values before a step, and the standard error of that mean."""
+    """Returns the mean of the last tenth of a curve's values up to a step, and the standard error of that mean."""
     values = [value for step, value in curve if step <= last] or [curve[0][1]]
     values = values[-max(1, len(values) // 10) :]
     return statistics.fmean(values), statistics.pstdev(values) / len(values) ** 0.5
@@ -68,7 +68,7 @@ def options_of(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as text; a number reads the same however YAML spelled it."""
+    """Returns a value as text, in which a number looks the same however YAML spelled it."""
     if isinstance(value, str):
         try:
             return f"{float(value):g}"
@@ -81,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 def _defaults(run: RunFiles) -> dict[str, Any]:
-    """Returns the defaults of the kind of run whose options these are: it knows most of them, and few others."""
+    """Returns the defaults of the kind of run whose options match those of this run best."""
     classes = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
     kinds = [dict(flatten(as_dict(kind()))) for kind in classes]
     return max(kinds, key=lambda kind: len(run.config.keys() & kind.keys()) - len(kind.keys() - run.config.keys()))

@@ -1,6 +1,6 @@
-"""Says what the curves of a run show: bad steps, a reward that stopped rising, and what changed when it did.
+"""Diagnoses the curves of a run: bad steps, a reward that stopped rising, and what changed at that time.
 
-Every finding has the numbers that it comes from, and what to try next.
+Every finding contains the numbers that it is based on, and what to try next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightrl.trainers.health import findings as findings_of_step
 
 _FEWEST = 9  # steps that a trend needs
 _RUINED = "One update ruined the policy"
-_RISE = 0.05  # of the range of the reward: a smaller change is none
+_RISE = 0.05  # share of the reward's range below which a change does not count
 
 
 class Finding(NamedTuple):
@@ -26,11 +26,11 @@ class Finding(NamedTuple):
     level: Literal["good", "note", "warning"]
     title: str
     text: str
-    metric: str = ""  # whose curve shows it
+    metric: str = ""  # name of the metric whose curve shows it
 
 
 class Change(NamedTuple):
-    """A metric in the first third of a run, and after the reward stopped rising."""
+    """The values of a metric in the first third of a run, and after the reward stopped rising."""
 
     early: float
     late: float
@@ -38,13 +38,13 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
-    """What the causes of a plateau are judged by."""
+    """The evidence by which the causes of a plateau are judged."""
 
     run: RunFiles
     change: Mapping[str, Change]  # by metric
     best: float  # the highest reward that a sample can have, as far as the log shows
-    has_risen: bool  # more than the reward varies from step to step
-    has_fallen: bool  # clearly below its highest
+    has_risen: bool  # by more than the reward varies from step to step
+    has_fallen: bool  # clearly below its highest value
     since: int  # the step at which the reward stopped rising
 
     def option(self, name: str, default: float = 0.0) -> float:
@@ -53,7 +53,7 @@ class _Evidence:
 
 
 def diagnose(run: RunFiles) -> list[Finding]:
-    """Returns what there is to say about a run, the trend of the reward first."""
+    """Returns the findings about a run, beginning with the trend of the reward."""
     trend, bad = [*_trend(run)], [*_bad_steps(run)]
     ruined = _ruined_at(run) if any(finding.title == _RUINED for finding in trend) else None
     if ruined is not None:
@@ -66,7 +66,7 @@ def diagnose(run: RunFiles) -> list[Finding]:
 
 
 class _Bad(NamedTuple):
-    """A warning of --health.* and the steps that it was of."""
+    """A kind of --health.* warning, and the steps at which it occurred."""
 
     metric: str
     steps: Sequence[int]
@@ -74,7 +74,7 @@ class _Bad(NamedTuple):
 
 
 def _with_consequences(bad: Sequence[_Bad], step: int) -> list[_Bad]:
-    """Returns the warnings with one sentence for those that came only when the policy was ruined at a step."""
+    """Merges the warnings that appeared only after the policy was ruined at a step into one sentence."""
     after = [item for item in bad if min(item.steps) >= step]
     if not after:
         return [*bad]
@@ -105,7 +105,7 @@ def _bad_steps(run: RunFiles) -> Iterator[_Bad]:
 
 
 def _spans(steps: Sequence[int]) -> str:
-    """Returns ascending numbers as 1-3, 7, 9-12."""
+    """Formats ascending numbers as ranges, such as 1-3, 7, 9-12."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][-1] + 1:
@@ -164,7 +164,7 @@ _NO_CAUSE = (
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Returns the mean of each value and its neighbours, a tenth of the run in all."""
+    """Returns the moving average of the values, over windows of a tenth of the run."""
     half = max(1, len(values) // 20)
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
@@ -182,7 +182,7 @@ def _flat(noise: float) -> float:
 
 
 def plateau(smooth: Sequence[float], noise: float) -> int:
-    """Returns the index after which a curve does not rise above its value by more than a little."""
+    """Returns the index after which a curve rises no further, apart from small changes."""
     margin = max(_RISE * (max(smooth) - min(smooth)), 2 * noise)
     return next(index for index, value in enumerate(smooth) if max(smooth[index:]) - value <= margin)
 
@@ -206,7 +206,7 @@ def _causes(evidence: _Evidence) -> Iterator[Finding]:
     collapse = _collapse(evidence)
     if collapse is not None:
         yield collapse
-        return  # what else is odd since then follows from it
+        return  # anything odd after that is a consequence
     is_explained = False
     for cause in _CAUSES:
         found = cause(evidence)
@@ -220,7 +220,7 @@ def _causes(evidence: _Evidence) -> Iterator[Finding]:
 
 
 def _ruined_at(run: RunFiles) -> int | None:
-    """Returns the index of the reward that fell at once and for good, if one did."""
+    """Returns the index at which the reward fell suddenly and for good, if it did."""
     rewards = [value for _, value in run.values("reward/mean")]
     for index in range(1, len(rewards) - _FEWEST // 2):
         before, since = rewards[index - 1], statistics.fmean(rewards[index:])
@@ -388,7 +388,7 @@ def _has_moved(values: Sequence[float]) -> bool:
     """Returns whether the means of the first and the last third differ by more than chance explains."""
     third = len(values) // 3
     if third < 2:
-        return True  # too few to say that nothing changed
+        return True  # too few values to say that nothing changed
     first, last = values[:third], values[-third:]
     error = ((statistics.variance(first) + statistics.variance(last)) / third) ** 0.5
     return bool(abs(statistics.fmean(first) - statistics.fmean(last)) > 3 * error)
@@ -433,7 +433,7 @@ _EXPLAIN_THE_REST = (_all_cut_off, _paid_without_answer, _unmoved)
 
 
 def summary(run: RunFiles) -> dict[str, Any]:
-    """Returns the figures of a run that a reader asks for first."""
+    """Returns the key figures of a run, which a reader asks for first."""
     told: dict[str, Any] = {"steps": run.metrics[-1]["step"] if run.metrics else 0}
     for metric in ("reward/mean", "eval/accuracy", "eval/reward", "loss"):
         values = run.values(metric)

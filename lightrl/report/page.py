@@ -1,6 +1,6 @@
-"""Makes the report's one file: texts by Jinja, drawings and samples as compressed data that the page unpacks.
+"""Makes the single file of a report: texts with Jinja, and drawings and samples as compressed data for the page.
 
-What a model wrote reaches the page as data alone, and the page shows it as text: it never becomes HTML.
+A model's output enters the page only as data, which the page shows as text: it never becomes HTML.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lightrl.report.run_files import Row, RunFiles
 from lightrl.report.suspicion import suspicions
 
 LIMIT = 2_000_000  # bytes of the file
-_LONGEST_TEXT = 20_000  # characters of a prompt or a response
-_MOST_RAW = 20_000_000  # characters of samples that are worth a try
+_LONGEST_TEXT = 20_000  # characters of a prompt or a response that are kept
+_MOST_RAW = 20_000_000  # characters of samples that are worth compressing
 _TEXTS = 100_000  # bytes of the page besides library, drawings and samples
-_ALWAYS = 50  # of the most suspicious samples of a run
+_ALWAYS = 50  # largest number of samples of a run that are chosen for their suspicion
 _IDENTITY = ("step", "position", "sample", "status", "finish_reason", "version", "oldest_version")
 _SHOWN = (*_IDENTITY, "prompt", "response", "answer", "reward", "shaping", "advantage", "rewards", "tokens")
 
 
 class _Sizes(NamedTuple):
-    """How much of the runs is shown."""
+    """How much of the runs the page shows."""
 
-    points: int  # of a curve
-    samples: int  # of a run
+    points: int  # per curve
+    samples: int  # per run
 
 
 def build_page(runs: Sequence[RunFiles]) -> str:
-    """Returns the HTML, which is as complete as the limit of its size allows."""
+    """Returns the HTML page, which is as complete as its size limit allows."""
     library = _packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
     points, sections, charts = _charts(runs, LIMIT - len(library) - _TEXTS)
     rated = [_rated(run, index) for index, run in enumerate(runs)]
@@ -67,7 +67,7 @@ def build_page(runs: Sequence[RunFiles]) -> str:
 
 
 def _charts(runs: Sequence[RunFiles], room: int) -> tuple[int, list[Section], str]:
-    """Returns the points of a curve, the sections, and their drawings, which may take half of the room."""
+    """Returns the number of points per curve, the sections, and the drawings, which may take half of the room."""
     points = 2000
     while True:
         sections = curves(runs, points)
@@ -78,7 +78,7 @@ def _charts(runs: Sequence[RunFiles], room: int) -> tuple[int, list[Section], st
 
 
 def _samples(rated: Sequence[Sequence[Row]], room: int) -> tuple[int, str]:
-    """Returns how many samples of a run are shown, and the samples."""
+    """Returns the number of samples to show per run, and the samples."""
     count = max(map(len, rated), default=0)
     raw = sum(len(str(item["prompt"])) + len(str(item["response"])) for items in rated for item in items)
     count = min(count, max(1, int(count * _MOST_RAW / max(raw, 1))))
@@ -98,12 +98,12 @@ def _own(name: str) -> str:
 
 
 def _packed(text: str) -> str:
-    """Returns a text as base64 of gzip: no character of it can end the element that holds it."""
+    """Encodes a text as base64 of gzip, so that none of its characters can end the HTML element that holds it."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def _numbered(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """Returns the sections with the place of each chart in the data."""
+    """Returns the sections with the index of each chart in the data."""
     number, found = 0, []
     for section in sections:
         charts = [{"number": number + place, "caption": chart.caption} for place, chart in enumerate(section.charts)]
@@ -126,21 +126,21 @@ def _rated(run: RunFiles, index: int) -> list[dict[str, Any]]:
 
 
 def shortened(text: object) -> str:
-    """Returns the start of a text, with what was left out."""
+    """Returns the start of a text, and states how much was left out."""
     whole = str(text or "")
     left = len(whole) - _LONGEST_TEXT
     return f"{whole[:_LONGEST_TEXT]} [... {left} more characters]" if left > 0 else whole
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row without NaN and infinities, which JSON of a browser does not know."""
+    """Returns the row without NaN and infinities, which a browser's JSON does not allow."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
 
 
 def _chosen(items: Sequence[Row], count: int) -> list[Row]:
-    """Returns so many samples: the most suspicious, and others spread over the run."""
+    """Returns `count` samples: the most suspicious ones, and others spread over the run."""
     if len(items) <= count:
         return list(items)
     ranked = sorted(range(len(items)), key=lambda index: -items[index]["suspicion"])
@@ -152,7 +152,7 @@ def _chosen(items: Sequence[Row], count: int) -> list[Row]:
 
 
 def _left_out(runs: Sequence[RunFiles], rated: Sequence[Sequence[Row]], sizes: _Sizes) -> list[str]:
-    """Returns a sentence for everything that the page does not show."""
+    """Returns a sentence for each thing that the page leaves out."""
     notes = []
     for run, items in zip(runs, rated, strict=True):
         if len(items) > sizes.samples:

@@ -1,4 +1,4 @@
-"""The program `lightrl report`: one HTML file about runs, or a look at a run that goes on."""
+"""The program `lightrl report`: one HTML file about several runs, or a live view of a run in progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEEDED = ("bokeh", "jinja2")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the report of the runs whose folders are named, or shows one in the terminal by --watch."""
+    """Writes the report of the runs in the given folders, or with --watch shows one run in the terminal."""
     options = _parser().parse_args(arguments)
     folders = [Path(name) for name in options.runs]
     try:

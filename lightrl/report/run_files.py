@@ -1,4 +1,4 @@
-"""Reads what a run has written into its folder, also while it is still being written."""
+"""Reads the files that a run has written into its folder, even while the run is still writing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files of a run, read."""
+    """The content of a run's files."""
 
-    name: str  # unlike that of every other run of the report
+    name: str  # different from that of every other run in the report
     root: Path
     config: Mapping[str, Any]  # by the full name of the option
     metrics: Sequence[Row]  # a row per step, ascending
@@ -29,7 +29,7 @@ class RunFiles:
     damaged: tuple[str, ...] = ()  # sentences about lines that could not be read
 
     def values(self, metric: str) -> list[tuple[int, float]]:
-        """Returns pairs of a step and its value, where there is one."""
+        """Returns (step, value) pairs for the steps that have the metric."""
         return [(row["step"], row[metric]) for row in self.metrics if _is_number(row.get(metric))]
 
     @property
@@ -43,13 +43,13 @@ def _is_number(value: object) -> bool:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
-    """Reads the runs; ValueError for a folder that is none."""
+    """Reads the runs; raises ValueError for a folder that is not a run."""
     names = _short_names(folders)
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(root: Path, name: str = "") -> RunFiles:
-    """Reads a run; ValueError if the folder is none. Lines that are damaged, or not whole yet, are left out."""
+    """Reads a run; raises ValueError if the folder is not a run. Damaged or incomplete lines are left out."""
     if not (root / "config.yaml").is_file() or not (root / "metrics.jsonl").is_file():
         raise ValueError(_describe_no_run(root))
     options = read_yaml(root / "config.yaml", "it") or {}
@@ -75,7 +75,7 @@ def _rows(path: Path) -> tuple[list[Row], list[str]]:
         row = _object(line)
         if row is not None and isinstance(row.get("step"), int):
             rows.append(row)
-        elif line.strip() and line is not lines[-1]:  # the last one of a run that goes on may be half written
+        elif line.strip() and line is not lines[-1]:  # the last line of a run in progress may be half written
             lost += 1
     return rows, [f"{path.name}: {lost} damaged lines are left out."] if lost else []
 
@@ -100,7 +100,7 @@ def _events(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """Returns the shortest ends of the paths that tell the runs apart; equal paths get numbers."""
+    """Returns the shortest ends of the paths that distinguish the runs; equal paths get numbers."""
     paths = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, paths), default=0) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]

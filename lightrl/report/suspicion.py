@@ -1,4 +1,4 @@
-"""Ranks samples by how much they look as if the reward was earned in another way than was meant.
+"""Ranks samples by how likely it looks that their reward was earned in an unintended way.
 
 A sample is suspicious if it was rewarded and is odd. Each sign of oddness adds its weight; the reader judges.
 """
@@ -22,10 +22,10 @@ _TRICKS = re.compile(
     r"|def __eq__|unittest|pytest\.skip|monkeypatch|reward\s*=|correct answer is (?:whatever|the reference)",
     re.IGNORECASE,
 )
-_LONG_ENOUGH = 60  # characters in which a repetition is no accident
+_LONG_ENOUGH = 60  # number of characters from which on a repetition is no accident
 _REPETITIVE = 0.2  # compressed length over length; prose has 0.4 to 0.6
-_FEWEST_PAID = 5  # samples of a kind, to say what they get
-_NEARLY = 0.8  # of the reward of those that hold the answer
+_FEWEST_PAID = 5  # samples of a kind that are needed to state their mean reward
+_NEARLY = 0.8  # share of the reward of samples that contain the answer
 _FAR = 3.5  # robust standard deviations
 
 
@@ -38,11 +38,11 @@ class Suspicion(NamedTuple):
 
 class _Sign(NamedTuple):
     weight: float
-    says: Callable[[Row], str]  # a reason; empty: the sign is absent
+    says: Callable[[Row], str]  # returns a reason; empty: the sign is absent
 
 
 def suspicions(samples: Sequence[Row]) -> list[Suspicion]:
-    """Returns the suspicion of each sample of a run, which is 0 for one without reward."""
+    """Returns the suspicion of each sample of a run; a sample without reward has 0."""
     known = [item for item in samples if _reward(item) is not None]
     rewards = [value for item in known if (value := _reward(item)) is not None]
     if not rewards:
@@ -62,14 +62,14 @@ def suspicions(samples: Sequence[Row]) -> list[Suspicion]:
 
 
 class Paid(NamedTuple):
-    """Mean rewards of samples that lack their reference answer, late in a run, and of those that hold it."""
+    """Mean rewards, late in a run, of samples without their reference answer and of samples that contain it."""
 
     wrong: float
     right: float
 
 
 def paid_without_answer(samples: Sequence[Row]) -> Paid | None:
-    """Returns what samples get with and without their answers, if those without it get nearly as much."""
+    """Returns the mean rewards with and without the reference answer, if samples without it get nearly as much."""
     answered = [item for item in samples if item.get("answer") not in (None, "")]
     known = [(item, reward) for item in answered if (reward := _reward(item)) is not None]
     late = max((_step(item) for item, _ in known), default=0) * 2 / 3
@@ -109,7 +109,7 @@ def _reward(item: Row) -> float | None:
 
 
 def _share(item: Row, lowest: float, highest: float) -> float:
-    """Returns where the reward is between the lowest, 0, and the highest, 1, of the run."""
+    """Returns the position of the reward between the lowest (0) and the highest (1) of the run."""
     reward = _reward(item)
     if reward is None:
         return 0.0
@@ -129,7 +129,7 @@ def _plain(text: object) -> str:
 
 
 def _without_its_answer(samples: Iterable[Row]) -> Callable[[Row], str]:
-    """A sign that is of use only if some samples do hold their answers."""
+    """A sign that the reference answer is missing; it is used only if some samples do contain theirs."""
     with_answer = [item for item in samples if item.get("answer") not in (None, "")]
     holding = sum(map(_holds_answer, with_answer))
     if not with_answer or holding < 0.02 * len(with_answer):
@@ -145,7 +145,7 @@ def _without_its_answer(samples: Iterable[Row]) -> Callable[[Row], str]:
 
 
 def _answers_several(rewarded: Iterable[Row]) -> Callable[[Row], str]:
-    """A sign of one response that is rewarded whatever is asked."""
+    """A sign that the same response is rewarded whatever was asked."""
     answers: dict[str, set[str]] = defaultdict(set)
     for item in rewarded:
         if item.get("answer") not in (None, ""):
@@ -182,7 +182,7 @@ def _beyond_other_rewards(rewards: Sequence[float]) -> Callable[[Row], str]:
 
 
 def _far_above(values: Sequence[float]) -> float:
-    """Returns the value above which one is far from the upper half of the others."""
+    """Returns the value above which a sample is far from the upper half of the others."""
     counts = Counter(values)
     if len(counts) < 3:  # right or wrong
         return math.inf
@@ -193,7 +193,7 @@ def _far_above(values: Sequence[float]) -> float:
 
 
 def _components_disagree(samples: Iterable[Row]) -> Callable[[Row], str]:
-    """A sign of a sum of rewards of which one pays and another one does not."""
+    """A sign that one of several summed rewards pays and another one does not."""
     values: dict[str, list[float]] = defaultdict(list)
     for item in samples:
         for name, value in _components(item).items():

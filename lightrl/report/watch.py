@@ -1,4 +1,4 @@
-"""Shows a run in the terminal while it goes on, from the files that it writes."""
+"""Shows a run in progress in the terminal, from the files that it writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_SAMPLES = 4
 
 
 def watch(folder: Path, *, every_s: float) -> int:
-    """Shows the run until it has made its last step, or Ctrl-C; without a terminal, once."""
+    """Shows the run until its last step or Ctrl-C; if standard output is not a terminal, shows it once."""
     console = Console(highlight=False)
     run = read_run(folder)
     if not console.is_terminal:
@@ -51,7 +51,7 @@ def is_done(run: RunFiles) -> bool:
 
 
 def view(run: RunFiles) -> RenderableType:
-    """Returns what is known of a run so far: its curves, what they show, and the newest samples."""
+    """Returns a view of the run so far: its curves, what they show, and the newest samples."""
     step = run.metrics[-1]["step"] if run.metrics else 0
     seconds = [value for _, value in run.values("time/step")]
     left = max(0, int(run.config.get("max_steps") or step) - step)
@@ -70,7 +70,7 @@ def _curves(run: RunFiles) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns a curve in a line of text: the mean of each of width stretches, from the lowest bar to the highest."""
+    """Draws a curve in a line of text: a bar for the mean of each of `width` stretches of the values."""
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
     low, high = min(means), max(means)
