@@ -1,4 +1,4 @@
-"""Runs one test in a process of its own. What the test calls runs in the program's process and comes back as data."""
+"""Runs one test in a process of its own; functions of the program run in the program's process and return data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CARRIED = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, a
 
 
 def check(number: int, channel: tuple[int, int], verdict: int, tests_file: int) -> int:
-    """Runs the test of this number and writes 1 to the verdict if it passes; the file holds all tests as JSON."""
+    """Runs the test with this number and writes 1 to the verdict if it passes; the file holds all tests as JSON."""
     with open(tests_file, "rb", closefd=False) as file:
         file.seek(0)
         tests = json.loads(file.read())
@@ -35,7 +35,7 @@ def check(number: int, channel: tuple[int, int], verdict: int, tests_file: int) 
 
 
 def _with_definitions(tests: Sequence[str], number: int) -> ast.Module:
-    """Returns the test after what the tests before it import and define."""
+    """Returns the test, preceded by the imports and definitions of the tests before it."""
     carried: list[ast.stmt] = []
     for text in tests[:number]:
         with suppress(SyntaxError, ValueError):
@@ -51,17 +51,17 @@ def _is_future(node: ast.stmt) -> bool:
 
 
 def _names_from_elsewhere(test: ast.Module) -> set[str]:
-    """Returns the names that the test reads and does not make."""
+    """Returns the names that the test reads but does not define."""
     names = [node for node in ast.walk(test) if isinstance(node, ast.Name)]
     made = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     return {node.id for node in names} - made
 
 
 class _Scope(dict[str, Any]):
-    """The test's names; one that it has not made itself is asked of the program.
+    """The names of a test; a name that the test has not defined itself is requested from the program.
 
-    A name of Python's own, such as abs, means Python's, even if the program has defined one, since a program could
-    redefine what the test compares with. It means the program's if that is the one thing of the program in the test.
+    A built-in name such as abs means Python's own, even if the program defines it too: otherwise a program could
+    redefine what the test compares with. It means the program's if the test uses nothing else of the program.
     """
 
     def __init__(self, peer: Peer, read: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Packs values as JSON and back. What is no plain data is handed to a function of the caller's."""
+"""Converts values to JSON data and back; the caller provides functions for values that are not plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _SAFE_TYPES = ("int", "float", "complex", "str", "bytes", "bool", "list", "tuple", "dict", "set", "frozenset", "object")
-# Of the standard library, by module and name: (parts of a value, value of parts).
+# Types of the standard library, by module and name: (function to the parts of a value, function from these parts).
 _FROM_PARTS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     ("builtins", "complex"): (lambda value: [value.real, value.imag], lambda kind, parts: kind(*parts)),
     ("builtins", "range"): (lambda value: [value.start, value.stop, value.step], lambda kind, parts: kind(*parts)),
@@ -47,11 +47,11 @@ if hasattr(sys, "set_int_max_str_digits"):
 
 
 class UnknownDataError(Exception):
-    """The value is no data, or the data no value."""
+    """A value cannot be packed as data, or data cannot be unpacked to a value."""
 
 
 def pack_data(value: Any, pack_object: Callable[[Any], Any]) -> Any:
-    """Returns the value as JSON has it; subclasses are objects, since a program can give them any behaviour."""
+    """Packs a value as JSON data; instances of subclasses are packed as objects, as their behaviour is arbitrary."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -78,7 +78,7 @@ def _pack_array(value: Any, pack_object: Callable[[Any], Any]) -> Any:
 
 
 def unpack_data(data: Any, unpack_object: Callable[[Mapping[str, Any]], Any], *, allow_functions: bool) -> Any:
-    """Returns the value of data that came from another process; nothing but the types above is made."""
+    """Unpacks data that came from another process; it constructs no other types than those above."""
 
     def unpack(item: Any) -> Any:
         if isinstance(item, list):

@@ -1,7 +1,7 @@
 """Supervises the processes of one sandbox: reads a request from stdin, and writes a report to stdout.
 
-sandbox.py starts this file in a Python of its own. It holds no expected value: the tests are read by the checker alone,
-from a file that the program's process has not got.
+sandbox.py starts this file in a separate Python process. It holds no expected values: only the checker reads the tests,
+from a file that the program's process does not have.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightrl.rewards.sandboxed.namespaces import leave_the_system  # noqa: E402
 from lightrl.rewards.sandboxed.program import run_program, serve_program  # noqa: E402
 from lightrl.rewards.sandboxed.restrictions import confine, die_with_parent  # noqa: E402
 
-_SHOWN_ERRORS = 2000  # bytes, the last ones
+_SHOWN_ERRORS = 2000  # bytes at the end of standard error
 _SLOW_IMPORTS = ("numpy", "scipy", "pandas", "sympy")  # loaded once for all processes, not in each
 
 
 def main() -> None:
-    """Runs what the request asks for, in the confinement that it names."""
+    """Carries out the request in the confinement that it names."""
     request = json.loads(sys.stdin.buffer.read())
     die_with_parent()
     try:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _in_namespaces(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Supervises from the first process of new namespaces, whose end is the end of all in them."""
+    """Supervises from the first process of new namespaces; when it ends, everything in them ends."""
     leave_the_system(request["paths"], as_root=request["uid"] is not None)
     first = os.fork()
     if first == 0:
@@ -103,14 +103,14 @@ def _run_program(request: Mapping[str, Any], stdin: str, deadline: float) -> dic
 
 
 def _run_test(request: Mapping[str, Any], number: int, deadline: float) -> bool:
-    """Runs one test in a checker, which asks a fresh process of the program for values."""
+    """Runs one test in a checker, which requests values from a fresh process of the program."""
     if time.monotonic() >= deadline:
         return False
     source, tests = request["source"], request["tests_file"]
     nothing = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_WRONLY)
     to_program, from_program, verdict = os.pipe(), os.pipe(), os.pipe()
     streams = (nothing[0], nothing[1], nothing[1])
-    # The program's process is made first: it cannot inherit what the checker reads.
+    # The program's process is forked first, so it cannot inherit the file that the checker reads.
     program = _start(request, (*streams, to_program[0], from_program[1]), lambda: serve_program(source, 3, 4))
     ends = (*streams, from_program[0], to_program[1], verdict[1], tests)
     checker = _start(request, ends, lambda: check(number, (3, 4), 5, 6))
@@ -127,7 +127,7 @@ def _run_test(request: Mapping[str, Any], number: int, deadline: float) -> bool:
 
 
 def _sealed(text: str) -> int:
-    """Returns a file in memory that a process can read and not enlarge."""
+    """Returns an in-memory file that a process can read but not enlarge."""
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as stream:
         stream.write(text.encode(errors="surrogatepass"))
@@ -141,7 +141,7 @@ def _sealed(text: str) -> int:
 
 
 def _start(request: Mapping[str, Any], files: tuple[int, ...], body: Callable[[], int]) -> int:
-    """Forks a confined process that has the files as 0, 1, 2, ... and no others; returns its id."""
+    """Forks a confined process whose only files are the given ones, as 0, 1, 2, ...; returns its process id."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -178,7 +178,7 @@ def _be_confined(request: Mapping[str, Any], files: tuple[int, ...], report: int
 
 
 def _move_files(files: tuple[int, ...], report: int) -> int:
-    """Makes the files 0, 1, 2, ... and the report the one after them; closes all others."""
+    """Renumbers the files to 0, 1, 2, ... and the report to the next number; closes all other files."""
     wanted = (*files, report)
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 20) for file in wanted]
     for index, copy in enumerate(copies):
@@ -193,7 +193,7 @@ def _move_files(files: tuple[int, ...], report: int) -> int:
 def _watch(
     pid: int, streams: tuple[int, int], deadline: float, max_bytes: int
 ) -> tuple[bytes, bytes, int | None, bool]:
-    """Returns the program's output, the end of its errors, its wait status (None: still running), and if in time."""
+    """Returns output, end of standard error, wait status (None: still running), and whether it finished in time."""
     texts = dict.fromkeys(streams, b"")
     with selectors.DefaultSelector() as selector:
         for stream in streams:

@@ -1,4 +1,4 @@
-"""Gives this process its own processes, network, memory segments and a read-only root of what Python needs."""
+"""Isolates this process: its own process ids, network and memory segments, and a read-only root with only Python."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 _STAGE = "/usr"  # any folder that every system has; only this process sees what is mounted over it
 _DEVICES = ("null", "zero", "random", "urandom")
 WORK = "/tmp"  # the only folder in which a program can write
-_UID = 1000  # in the user namespace of an ordinary user
+_UID = 1000  # in the user namespace, if the user is not root
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave_the_system(paths: Sequence[str], *, as_root: bool) -> None:
-    """Enters new namespaces in which nothing but the paths exists; the first child is process 1 of them.
+    """Enters new namespaces in which only the given paths exist; the first child becomes their process 1.
 
-    Root needs no user namespace for that, and gives the programs a user id of their own, which it could not in one.
+    Root needs no user namespace for this. Outside of one, it can give the programs a user id of their own.
     """
     flags = _NEW_MOUNTS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_CGROUP
     uid, gid = os.geteuid(), os.getegid()

@@ -1,7 +1,7 @@
 """Calls between a checker and a program in two processes. Values travel as data, objects as numbers.
 
-The two ends are not alike. The program's answers anything. The checker's answers only what a program may do with what
-it was given: call a function, and use objects of classes that the test has defined, without their private names.
+The two ends differ. The program's end answers any question. The checker's end allows a program only to call functions
+that it was given, and to use objects of classes that the test has defined, without their private names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 _MUTABLE = {("builtins", name) for name in ("list", "dict", "set", "bytearray")} | {("numpy", "ndarray")}
 _MUTABLE |= {("collections", name) for name in ("deque", "Counter", "OrderedDict", "defaultdict")}
 
-# What a program may do with what a test gives it: objects of the test's own classes, iterators, and all else.
+# What a program may do with the objects that a test passes: those of the test's own classes, iterators, and all others.
 _OF_OBJECTS = {"call", "getattr", "setattr", "getitem", "setitem", "len", "iter", "next", "bool", "hash", "eq", "lt"}
 _OF_FUNCTIONS, _OF_ITERATORS = {"call", "bool", "hash"}, {"iter", "next", "bool", "hash"}
 
@@ -37,16 +37,16 @@ class Peer:
     def __init__(self, reader: int, writer: int, *, names: Mapping[str, Any] | None) -> None:
         self._reader, self._writer = reader, writer
         self._names = names  # of the program; None at the checker's end
-        self._own: list[Any] = []  # what the other end knows by number
+        self._own: list[Any] = []  # objects that the other end knows by their number
         self._numbers: dict[int, int] = {}  # by id()
         self._remote: dict[int, Any] = {}
         self._lock = threading.RLock()
-        self.output = io.StringIO()  # what the program prints; the checker's end prints it
+        self.output = io.StringIO()  # what the program prints, which the checker's end prints in turn
 
     # ---- Asking --------------------------------------------------------------------------------------------------
 
     def ask(self, operation: str, *args: Any, **named: Any) -> Any:
-        """Lets the other end carry out an operation; returns its result, or raises its error."""
+        """Has the other end carry out an operation; returns the result or raises the error."""
         with self._lock:
             self._send({"do": operation, "args": self._pack([*args]), "named": self._pack(named)})
             while "do" in (message := self._receive()):
@@ -60,7 +60,7 @@ class Peer:
             return self._unpack(message["value"])
 
     def serve(self) -> None:
-        """Answers until the other end is gone."""
+        """Answers questions until the other end is gone."""
         while True:
             try:
                 message = self._receive()
@@ -91,7 +91,7 @@ class Peer:
         self._send(reply)
 
     def _contents(self, values: list[Any]) -> list[Any]:
-        """Packs what a call can change in place."""
+        """Packs the contents of arguments that a call can change in place."""
         return [self._pack(value) if _is_mutable(value) else None for value in values]
 
     def _carry_out(self, operation: str, args: list[Any], named: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class Peer:
             self._own.append(value)
         described: dict[str, Any] = {"mine": number}
         for base in (int, float, str, tuple, list, dict):
-            if isinstance(value, base):  # an enumeration or a named tuple: compared by what it contains
+            if isinstance(value, base):  # an enumeration or a named tuple: compared by its content
                 described["content"] = pack_data(_as_base(value, base), self._pack_object)
         if self._names is not None and isinstance(value, type) and issubclass(value, BaseException):
             described["error"] = lineage(value)
@@ -200,18 +200,18 @@ class Peer:
 
 
 class AskedStdin(io.TextIOBase):
-    """The program's stdin: what the test has put into its own."""
+    """Standard input of the program: reads what the test has put into its own standard input."""
 
     def __init__(self, peer: Peer) -> None:
         super().__init__()
         self._peer = peer
 
     def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Returns the next line, "" at the end."""
+        """Returns the next line, or "" at the end."""
         return str(self._peer.ask("readline"))
 
     def read(self, _size: int | None = -1, /) -> str:
-        """Returns all lines that are left."""
+        """Returns all remaining lines."""
         return "".join(iter(self.readline, ""))
 
 
@@ -225,7 +225,7 @@ _INPUT = builtins.input
 
 
 def _check_name(kind: type, name: str, *, is_set: bool) -> None:
-    """Refuses private names, and to replace a method, which the test may ask later."""
+    """Refuses private names, and replacing a method that the test may call later."""
     if name.startswith("_") or (is_set and callable(getattr(kind, name, None))):
         raise AttributeError(name)
 

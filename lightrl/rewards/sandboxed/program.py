@@ -1,4 +1,4 @@
-"""The untrusted program: run once as __main__, or loaded and asked for values by a checker."""
+"""Runs the untrusted program: once as __main__, or loaded to answer the questions of a checker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_program(source: str) -> int:
 
 
 def _finish() -> None:
-    """Does what Python does at the end of a program, since the process is ended without it."""
+    """Does what Python would do at the end of a program, because this process ends without it."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -36,7 +36,7 @@ def _finish() -> None:
 
 
 def serve_program(source: str, reader: int, writer: int) -> int:
-    """Loads the program and answers the checker until that is gone."""
+    """Loads the program and answers the checker until the checker is gone."""
     module = _fresh_module(_MODULE)
     peer = Peer(reader, writer, names=module.__dict__)
     sys.stdout = peer.output
@@ -53,5 +53,5 @@ def serve_program(source: str, reader: int, writer: int) -> int:
 def _fresh_module(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
-    sys.modules[name] = module  # dataclasses, pickle and typing look it up
+    sys.modules[name] = module  # dataclasses, pickle and typing look up the module there
     return module

@@ -1,7 +1,7 @@
-"""An object that lives in the other process: what is done with it is done there.
+"""Remote: stands for an object that lives in the other process, which carries out all operations on it.
 
-It is never equal to data, and does not calculate with data, so that a program cannot answer for the comparison of a
-test, nor see what it is compared with. Enumerations and named tuples are compared by the data that they contain.
+It never equals plain data and does not calculate with it. So a program can neither decide the comparison in a test nor
+see the value that it is compared with. Enumerations and named tuples are compared by the data that they contain.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _LOCAL_ATTRIBUTES = ("__class__", "__dict__")
 
 
 class Remote:
-    """An object of the other end of a channel."""
+    """Stands for an object at the other end of a channel."""
 
     def __init__(self, ask: Callable[..., Any], number: int, content: tuple[Any, ...]) -> None:
         object.__setattr__(self, "_ask", ask)
         object.__setattr__(self, "_number", number)  # by which the other end knows it
-        object.__setattr__(self, "_content", content)  # its data; () if it is none
+        object.__setattr__(self, "_content", content)  # its data; () if it has none
 
     def __contains__(self, item: Any) -> bool:
         return any(item == other for other in iter(self))

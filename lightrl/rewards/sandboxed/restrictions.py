@@ -1,4 +1,4 @@
-"""Takes from a process what an untrusted program must not have: memory, privileges, files, system calls."""
+"""Restricts the memory, privileges, files and system calls of a process that runs an untrusted program."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Lets the kernel kill this process as soon as its parent is gone."""
+    """Makes the kernel kill this process as soon as its parent is gone."""
     _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def confine(request: Mapping[str, Any], uid: int | None) -> None:
-    """Confines this process for good; raises OSError if the system does not allow what the request asks for."""
+    """Confines this process for good; raises OSError if the system does not support a requested restriction."""
     has_own_root = request["confinement"] in ("bubblewrap", "namespaces")
     num_others = 0 if has_own_root else _count_own_threads()
     if has_own_root:
@@ -45,7 +45,7 @@ def confine(request: Mapping[str, Any], uid: int | None) -> None:
     _drop_capabilities()
     if has_own_root:
         os.chdir(WORK)
-    die_with_parent()  # after the change of user, which takes it back
+    die_with_parent()  # after the change of user, which resets it
     _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)  # closes its memory to other processes of the same user
     _set_limits(request, num_others if uid is None else 0)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -83,7 +83,7 @@ def _set_limits(request: Mapping[str, Any], num_others: int) -> None:
 
 
 def _count_own_threads() -> int:
-    """Counts what already runs as this user: without a namespace the kernel counts it too."""
+    """Counts the threads that already run as this user: without a namespace the kernel counts them, too."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -94,7 +94,7 @@ def _count_own_threads() -> int:
 
 
 def _restrict_files(paths: Sequence[str]) -> None:
-    """Leaves reading below the paths, and no other use of files, by Landlock."""
+    """Uses Landlock to allow reading below the paths and no other use of files."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         raise OSError(errno.ENOSYS, "the kernel has no Landlock")

@@ -1,8 +1,8 @@
 """The system calls that a sandboxed process may make, as a seccomp filter. All others fail with EPERM.
 
-A program is one process: it may start threads, but no other process. So the limit of its memory is one of a process,
-and nothing is left when it ends. The numbers are those of the kernel's tables (arch/x86/entry/syscalls/syscall_64.tbl,
-include/uapi/asm-generic/unistd.h), which never change.
+A program is a single process: it may start threads, but no other process. A memory limit per process is therefore
+enough, and nothing is left when it ends. The numbers are those of the kernel's tables
+(arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h), which never change.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CHECKED = {  # (x86_64, aarch64, argument, its allowed values)
     "ioctl": (16, 29, 1, _IOCTLS),
     "fcntl": (72, 25, 1, _FCNTLS),
     "prctl": (157, 167, 0, (15, 16)),  # a thread's name
-    "prlimit64": (302, 261, 0, (0,)),  # its own limits; what is hard cannot be raised
-    "socketpair": (53, 199, 0, (1,)),  # connected to itself, as asyncio has it
+    "prlimit64": (302, 261, 0, (0,)),  # the process's own limits; it cannot raise a hard limit
+    "socketpair": (53, 199, 0, (1,)),  # connected to itself, which asyncio needs
 }
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -61,7 +61,7 @@ class _Filter(ctypes.Structure):
 
 
 def restrict_system_calls(*, may_change_files: bool) -> None:
-    """Takes all other system calls from this process, for good; raises OSError if the kernel cannot."""
+    """Denies all other system calls to this process for good; raises OSError if the kernel does not support this."""
     code = filter_code(os.uname().machine, may_change_files=may_change_files)
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Filter(len(code) // 8, code)
@@ -100,7 +100,7 @@ def _numbers(table: str, column: int) -> list[int]:
 
 
 def _argument(index: int) -> tuple[int, int, int, int]:
-    return _LOAD, 0, 0, 16 + 8 * index  # its lower half, which is all of an int
+    return _LOAD, 0, 0, 16 + 8 * index  # the lower half of the argument, which holds a whole int
 
 
 def _if_number(

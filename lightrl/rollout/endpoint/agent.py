@@ -1,4 +1,4 @@
-"""The workflow of any program that talks to an OpenAI endpoint: it gets a base_url and a key, and returns a reward."""
+"""The workflow for any program that talks to an OpenAI endpoint: it gets a base_url and a key, and returns a reward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightrl.rollout.episode import Episode
 from lightrl.rollout.workflow import Workflow
 
 _GIVEN = ("data", "base_url", "api_key", "model")
-_MAX_THREADS = 256  # of agents that are plain functions
+_MAX_THREADS = 256  # for agents that are plain functions
 
 
 class EndpointWorkflow(Workflow):
-    """Serves the policy to something that plays an episode by requests: play()."""
+    """Serves the policy to an agent, which plays an episode by sending requests: play()."""
 
     def __init__(self, **options: Any) -> None:
-        """options: those of Endpoint."""
+        """Takes the options of Endpoint."""
         self.endpoint = Endpoint(**options)
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
-        """Plays an episode in the endpoint's loop; returns what reward_of() takes."""
+        """Plays an episode in the endpoint's loop and returns its outcome: see episodes_of()."""
         raise NotImplementedError
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> list[Episode]:
-        """Runs play() beside the driver; its calls become the episode, and what it returns the reward."""
+        """Runs play() alongside the driver; its calls become the episode, and its result the reward."""
         self.endpoint.start()
         assert self.endpoint.loop is not None, "start() sets the loop"
         playing = self._play(engine, data, asyncio.get_running_loop())
@@ -48,21 +48,21 @@ class EndpointWorkflow(Workflow):
 
 
 class AgentWorkflow(EndpointWorkflow):
-    """Runs an agent of the user's: a function that calls base_url with api_key, and returns a reward or None."""
+    """Runs a user's agent: a function that sends requests to base_url with api_key and returns a reward or None."""
 
     def __init__(self, *, agent: str, **arguments: Any) -> None:
-        """Finds the agent.
+        """Loads the agent.
 
         Args:
             agent: package.module:function, plain or async, or a class whose objects are called like one.
-            arguments: Settings of the endpoint; the others go to the agent.
+            arguments: Settings of the endpoint; all others are passed to the agent.
         """
         super().__init__(**{name: arguments.pop(name) for name in ENDPOINT_OPTIONS if name in arguments})
         self._agent, self._takes = _loaded_agent(agent, arguments)
         self._threads: ThreadPoolExecutor | None = None
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
-        """Calls the agent with those of data, base_url, api_key and model that it takes."""
+        """Calls the agent with those of data, base_url, api_key and model that it accepts."""
         given = {"data": data, "base_url": base_url, "api_key": api_key, "model": model}
         arguments = {name: given[name] for name in self._takes}
         if _is_async(self._agent):
@@ -73,7 +73,7 @@ class AgentWorkflow(EndpointWorkflow):
 
 
 def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
-    """Returns the agent, and which of the given arguments it takes; ValueError if it cannot be called."""
+    """Returns the agent, and which of the given arguments it accepts; raises ValueError if it cannot be called."""
     found = load_object(name, builtin={}, what="agent", example="my_agent")
     if not callable(found):
         raise ValueError(f"The agent {name!r} is a {type(found).__name__}; it must be a function or a class.")
@@ -120,10 +120,10 @@ def _is_async(function: Any) -> bool:
 
 
 def episodes_of(session: Session, outcome: Any) -> list[Episode]:
-    """Returns the conversations of a session, the first one with the reward; ValueError if there is none.
+    """Returns the conversations of a session, the first with the reward; raises ValueError if there are none.
 
     Args:
-        session: What was recorded.
+        session: The session with the recorded calls.
         outcome: A number; None, which leaves the reward to the run; or a mapping with "reward" and numbers to count.
     """
     episodes = session.episodes()

@@ -1,8 +1,8 @@
-"""The calls of one agent as a forest: which call goes on from which, and the episodes that they make.
+"""Arranges the calls of one agent as a forest: which call continues which, and the episodes that they form.
 
-A call goes on from another if its prompt begins with that one's prompt and answer, token by token. Of several calls
-that go on from the same one, the one with the most turns behind it continues the sample. The others are forks: samples
-of their own, whose prompt is all that came before. Each token that the engine produced is therefore trained once.
+A call continues another one if its prompt begins with the other's prompt and answer, token by token. If several calls
+continue the same one, the call with the most turns after it continues the sample. The others are forks: separate
+samples, whose prompt is everything before them. So each token that the engine produced is trained on exactly once.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from lightrl.rollout.episode import Episode, Turn
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A prompt and what the policy said to it."""
+    """A prompt, and the policy's answer to it."""
 
     prompt_ids: tuple[int, ...]
     turn: Turn
     parent: Call | None = None
-    depth: int = 1  # turns of the policy up to this one
+    depth: int = 1  # number of the policy's turns up to and including this one
     children: list[Call] = field(default_factory=list)
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The tokens that a call begins with that goes on from here."""
+        """The tokens with which a call that continues this one begins."""
         return self.prompt_ids + self.turn.token_ids
 
 
 class Conversations:
-    """Records the calls of one agent, and recognises what goes on from an earlier one."""
+    """Records the calls of one agent, and recognises calls that continue an earlier one."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._by_history: dict[Hashable, Call] = {}  # the newest call that ended at these messages
+        self._by_history: dict[Hashable, Call] = {}  # the newest call that ended with these messages
 
     def record(self, prompt_ids: Sequence[int], turn: Turn, *, parent: Call | None = None) -> Call:
-        """Adds a call; parent: the one that it goes on from, where the caller knows it."""
+        """Adds a call; `parent` is the call that it continues, if the caller knows it."""
         prompt = tuple(prompt_ids)
         if parent is None or not _begins_with(prompt, parent):
             parent = self.extended_by(prompt)
@@ -48,7 +48,7 @@ class Conversations:
         return call
 
     def remember(self, call: Call, histories: Sequence[Hashable]) -> None:
-        """Makes the call known by the messages up to its answer."""
+        """Registers a call under the messages up to and including its answer."""
         for history in histories:
             self._by_history[history] = call
 
@@ -57,7 +57,7 @@ class Conversations:
         return self._by_history.get(history)
 
     def extended_by(self, prompt_ids: tuple[int, ...]) -> Call | None:
-        """Returns the call that the prompt goes on from: the longest, of equal ones the newest without a successor."""
+        """Returns the longest call that the prompt continues; if several are equal, the newest without a successor."""
         found = [call for call in self.calls if _begins_with(prompt_ids, call)]
         if not found:
             return None
@@ -66,7 +66,7 @@ class Conversations:
         return next((call for call in reversed(found) if not call.children), found[-1])
 
     def episodes(self) -> list[Episode]:
-        """Returns the samples: first the one with the most turns, of equal ones the newest, then the others."""
+        """Returns the samples, beginning with the one that has the most turns (the newest of several equal ones)."""
         lengths = self._turns_below()
         continued = {
             id(max(reversed(call.children), key=lambda child: lengths[id(child)]))
@@ -81,9 +81,9 @@ class Conversations:
         return [_episode(_line(call, continued)) for call in ordered]
 
     def _turns_below(self) -> dict[int, int]:
-        """Returns the most turns of a conversation that begins with each call."""
+        """Returns for each call the largest number of turns of a conversation that begins with it."""
         lengths: dict[int, int] = {}
-        for call in reversed(self.calls):  # a call is recorded after the one that it goes on from
+        for call in reversed(self.calls):  # a call is recorded after the one that it continues
             lengths[id(call)] = 1 + max((lengths[id(child)] for child in call.children), default=0)
         return lengths
 
@@ -98,7 +98,7 @@ def _begins_with(prompt_ids: tuple[int, ...], call: Call) -> bool:
 
 
 def _line(first: Call, continued: set[int]) -> list[Call]:
-    """Returns the call and those that continue its sample."""
+    """Returns the call and the calls that continue its sample."""
     line = [first]
     while following := [child for child in line[-1].children if id(child) in continued]:
         line += following

@@ -1,4 +1,4 @@
-"""The errors of the endpoint, in the form in which OpenAI's clients read them."""
+"""The errors of the endpoint, in the form that OpenAI's clients understand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """A request that is refused; the message is for whoever wrote the client."""
+    """The endpoint refused a request; the message is for the author of the client."""
 
     def __init__(
         self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None, retry_s: int = 0
     ) -> None:
-        """retry_s: seconds after which the client may try again; 0 says nothing about it."""
+        """Sets the parts of the answer; retry_s: seconds after which to try again, 0: not stated."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -20,7 +20,7 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON body of the answer."""
         kinds = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -33,7 +33,7 @@ class RequestError(Exception):
 
 
 def asleep(waited_s: float) -> RequestError:
-    """Returns the error of a request that waited long enough for the engine."""
+    """Returns the error for a request that has waited too long for a sleeping engine."""
     return RequestError(
         f"The engine is asleep while the policy trains, and did not wake up within {waited_s:g} s. Try again.",
         status=503,
@@ -43,5 +43,5 @@ def asleep(waited_s: float) -> RequestError:
 
 
 def ended() -> RequestError:
-    """Returns the error of a request with the key of an episode that is over."""
+    """Returns the error for a request whose key belongs to an episode that is over."""
     return RequestError("The episode that this key belongs to has ended.", status=401, code="episode_ended")

@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns the messages with their content as a text; RequestError for what a chat cannot have."""
+    """Returns the messages with their content as text; raises RequestError for anything that a chat cannot contain."""
     if not isinstance(value, list) or not value:
         raise RequestError("'messages' must be a list of at least one message.", param="messages")
     return [_checked(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -68,9 +68,9 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def histories(messages: Sequence[Message], tools: Sequence[Any]) -> list[tuple[bytes, bytes]]:
-    """Returns two names of the conversation up to each message: the exact one, and one that forgives.
+    """Returns two names for the conversation up to each message: an exact one and a tolerant one.
 
-    The second is the same where a client strips texts, or leaves out the names of tool calls.
+    The tolerant name stays the same if a client strips texts or leaves out the names of tool calls.
     """
     exact = loose = _digest(b"", list(tools))
     names = []
@@ -88,16 +88,16 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def answer_message(text: str, *, call_ids: str, with_tools: bool) -> dict[str, Any]:
-    """Returns the message of the policy; calls of tools that can be read stand in tool_calls and not in the content.
+    """Returns the policy's message; tool calls that can be parsed are in tool_calls and not in the content.
 
     Args:
         text: What the policy said.
-        call_ids: What the ids of its tool calls begin with.
-        with_tools: Whether the request has tools; without them a call is a text.
+        call_ids: Prefix of the ids of its tool calls.
+        with_tools: Whether the request has tools; without tools a call is just text.
     """
     found = list(_CALL.finditer(text)) if with_tools else []
     calls = [call for call in (_parsed_call(match.group(1)) for match in found) if call is not None]
-    if not calls or len(calls) < len(found):  # the agent sees what cannot be read
+    if not calls or len(calls) < len(found):  # the agent should see calls that cannot be parsed
         return {"role": "assistant", "content": text}
     content = _CALL.sub("", text).strip()
     listed = [

@@ -1,4 +1,4 @@
-"""The workflow of programs outside the run: they take an episode over HTTP, play it, and post its reward."""
+"""The workflow for programs outside the run: they fetch an episode over HTTP, play it, and post its reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """An episode that waits for a program."""
+    """An episode that is waiting for a program."""
 
     data: Prompt
     api_key: str
@@ -33,7 +33,7 @@ class ServeWorkflow(EndpointWorkflow):
     """Offers each episode of the run at POST /v1/episodes, and ends it when its reward arrives."""
 
     def __init__(self, **options: Any) -> None:
-        """options: those of Endpoint."""
+        """Takes the options of Endpoint."""
         super().__init__(**options)
         self._offers: deque[_Offer] = deque()
         self._taken: dict[str, _Offer] = {}
@@ -85,7 +85,7 @@ class ServeWorkflow(EndpointWorkflow):
     def _next(self) -> _Offer | None:
         while self._offers:
             offer = self._offers.popleft()
-            if not offer.outcome.done():  # it may have run out of time
+            if not offer.outcome.done():  # the episode may have run out of time
                 return offer
         return None
 

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests and writes those of answers: OpenAI chat completions, and tokens in, tokens out."""
+"""Parses requests and builds answers: OpenAI chat completions, and requests with tokens in and tokens out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightrl.rollout.endpoint.session import Reply, Wish
 
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
-_DISTRIBUTION = {  # settings that change what is drawn, with the value that changes nothing; the run decides on them
+_DISTRIBUTION = {  # settings that change the distribution, each with its neutral value; the run decides them
     "top_p": 1,
     "top_k": None,
     "min_p": 0,
@@ -40,11 +40,11 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
 
 
 def adapter_of(body: Mapping[str, Any], model: str, others: Sequence[str]) -> str:
-    """Returns the adapter that a request's model stands for; RequestError if there is none.
+    """Returns the adapter that the model name of a request selects; raises RequestError if there is none.
 
     Args:
-        model: The name of the policy here.
-        others: Adapters of the engine besides the policy's, each under its own name.
+        model: The policy's name at this endpoint.
+        others: Names of the engine's adapters besides the policy's.
     """
     name = body.get("model", model)
     if name == model:
@@ -80,7 +80,7 @@ def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
-    """Returns the prompt and the settings of a request of tokens."""
+    """Returns the prompt and the settings of a token request."""
     ids = body.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise RequestError("'token_ids' must be a list of at least one integer.", param="token_ids")
@@ -93,7 +93,7 @@ def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
 
 
 def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
-    """Returns the settings of a request that the run decides on: an agent's turns are drawn as the trainer needs."""
+    """Returns the settings of a request that are ignored, because the trainer needs turns of the run's distribution."""
     settings = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body
     assert isinstance(settings, Mapping)
     given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, neutral, {}, -1)]
@@ -103,7 +103,7 @@ def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
 
 
 def without_temperature(wish: Wish) -> Wish:
-    """Returns the wish for turns of the run's own distribution."""
+    """Returns the wish changed to the run's own distribution."""
     return replace(wish, temperature=None)
 
 
@@ -171,7 +171,7 @@ def chat_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str, t
 
 
 def chat_events(answer: Mapping[str, Any], *, with_usage: bool) -> list[bytes]:
-    """Returns the server-sent events of a chat completion that is already there."""
+    """Returns the server-sent events for a chat completion that is already complete."""
     head = {name: answer[name] for name in ("id", "created", "model", "system_fingerprint")}
     events: list[dict[str, Any]] = []
     for choice in answer["choices"]:
@@ -188,7 +188,7 @@ def chat_events(answer: Mapping[str, Any], *, with_usage: bool) -> list[bytes]:
 
 
 def token_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Returns the answer to a request of tokens, with the weight version of each token."""
+    """Returns the answer to a token request, with the weight version of each token."""
     choices = [
         {
             "index": index,

@@ -1,6 +1,6 @@
-"""The HTTP server of a rank. It has a thread and an event loop of its own, so that it answers while the policy trains.
+"""The HTTP server of a rank, in a thread and an event loop of its own, so that it answers while the policy trains.
 
-A key names an episode: whoever calls with it takes a turn in that episode. Keys are random, and never logged.
+A key stands for an episode: a request with that key takes a turn in the episode. Keys are random and never logged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class Endpoint:
-    """Serves the policy of this rank: OpenAI chat completions, and tokens in, tokens out."""
+    """Serves the policy of this rank through OpenAI chat completions and token requests."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Endpoint:
         """Checks the settings; start() opens the port.
 
         Args:
-            model: The name that requests give.
-            host: What to listen on. Anything but loopback needs a key.
-            port: 0 chooses a free one; otherwise the n-th rank of a machine takes port + n.
-            api_key_env: Environment variable with the key of requests that belong to no episode.
-            wait_s: How long a request waits for a sleeping engine before it is told to come again.
-            max_body_mb: The largest body of a request.
+            model: Name of the policy in requests.
+            host: Address to listen on. Any address but loopback requires a key.
+            port: 0 chooses a free port; otherwise the n-th rank of a machine takes port + n.
+            api_key_env: Environment variable with the key for requests that belong to no episode.
+            wait_s: How long a request waits for a sleeping engine before the client is told to retry.
+            max_body_mb: Largest body of a request.
         """
         require_aiohttp()
         self.model = model
@@ -78,13 +78,13 @@ class Endpoint:
         self.wait_s = wait_s
         self._max_body = int(max_body_mb * 1e6)
         self._sessions: dict[str, Session] = {}
-        self._aliases: dict[str, str] = {}  # keys of episodes by the X-Session-ID of requests with the shared key
+        self._aliases: dict[str, str] = {}  # keys of episodes, by the X-Session-ID of requests with the shared key
         self.shared_key = secrets.token_urlsafe(24)
         self._newest: Session | None = None
         self._max_model_len: int | None = None
-        self._others: tuple[str, ...] = ()  # adapters of the engine besides the policy's, which are models here
+        self._others: tuple[str, ...] = ()  # the engine's adapters besides the policy's, offered as models
         self._has_warned = False
-        self.routes: list[tuple[str, str, Handler]] = []  # of others: method, path, handler
+        self.routes: list[tuple[str, str, Handler]] = []  # further routes: method, path, handler
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stop: asyncio.Event | None = None
@@ -92,13 +92,13 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as base_url."""
+        """The base_url for an OpenAI client."""
         return f"{self.origin}/v1"
 
     # ---- Episodes ----------------------------------------------------------------------------------------------
 
     def open(self, engine: EngineClient, task: Prompt, driver_loop: asyncio.AbstractEventLoop) -> tuple[str, Session]:
-        """Begins an episode; returns the key of its calls."""
+        """Begins an episode; returns the key for its calls."""
         key = _KEY_PREFIX + secrets.token_urlsafe(24)
         session = Session(engine, driver_loop, task, wait_s=self.wait_s)
         self._sessions[key] = self._newest = session
@@ -112,13 +112,13 @@ class Endpoint:
         self._aliases = {name: other for name, other in self._aliases.items() if other != key}
 
     def alias(self, name: str, key: str) -> None:
-        """Makes requests with the shared key and this X-Session-ID calls of an episode."""
+        """Assigns requests with the shared key and this X-Session-ID to an episode."""
         self._aliases[name] = key
 
     # ---- The thread --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Opens the port, once; raises OSError if it is taken."""
+        """Opens the port if it is not open yet; raises OSError if the port is taken."""
         if self._thread is not None:
             return
         ready: Future[None] = Future()
@@ -225,7 +225,7 @@ class Endpoint:
         return _json(requests.token_answer(replies, body, body.get("model", self.model)))
 
     def _allowed(self, wish: Wish, body: dict[str, Any], session: Session) -> Wish:
-        """Returns the wish with the run's distribution, where the turns are trained."""
+        """Returns the wish, restricted to the run's distribution if the turns are trained on."""
         if session.task is None or wish.adapter != POLICY:
             return wish
         ignored = requests.ignored_settings(body, session.engine.temperature)
@@ -241,7 +241,7 @@ class Endpoint:
     # ---- Keys --------------------------------------------------------------------------------------------------
 
     def check_key(self, request: web.Request) -> None:
-        """Raises RequestError for a key that opens nothing; each handler calls it first."""
+        """Raises RequestError for an invalid key; each handler calls it first."""
         key = self._key_of(request)
         if key in self._sessions:
             return
@@ -250,7 +250,7 @@ class Endpoint:
         self.check_operator(request)
 
     def check_operator(self, request: web.Request) -> None:
-        """Raises RequestError if the endpoint has a key and the request does not give it."""
+        """Raises RequestError if the endpoint has a key and the request lacks it."""
         if self._key and not hmac.compare_digest(self._key_of(request).encode(), self._key.encode()):
             raise RequestError(
                 "Incorrect API key. Give the key of an episode, or the one that the endpoint was started with.",
@@ -259,7 +259,7 @@ class Endpoint:
             )
 
     def _key_of(self, request: web.Request) -> str:
-        """Returns the key of a request; one that a client sets by itself gives way to x-api-key."""
+        """Returns the key of a request; x-api-key takes precedence over a key that a client sets by default."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if hmac.compare_digest(key.encode(), self.shared_key.encode()):
@@ -282,7 +282,7 @@ class Endpoint:
 
 
 def require_aiohttp() -> None:
-    """Raises ImportError that says how to install what the endpoint needs."""
+    """Raises an ImportError that says how to install the endpoint's requirements, if they are missing."""
     if not is_installed("aiohttp"):
         raise ImportError("The endpoint needs aiohttp: pip install 'lightrl[serve]'.")
 

@@ -1,4 +1,4 @@
-"""The calls of one agent: from a request's messages or tokens to the engine's tokens, all of them recorded."""
+"""Session: turns the requests of one agent (messages or tokens) into engine calls, and records all tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a request asks for besides its prompt, as far as the endpoint honours it."""
+    """The settings of a request besides its prompt, as far as the endpoint honours them."""
 
     num_choices: int = 1
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     temperature: float | None = None  # None: the run's
-    adapter: str = POLICY  # another takes part in no conversation of the policy's
+    adapter: str = POLICY  # turns of any other adapter belong to no conversation of the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Reply:
 
     @property
     def turn(self) -> Turn:
-        """What the policy said."""
+        """The policy's turn."""
         return self.call.turn
 
 
@@ -54,13 +54,13 @@ class Session:
     def __init__(
         self, engine: EngineClient, driver_loop: asyncio.AbstractEventLoop, task: Prompt | None, *, wait_s: float
     ) -> None:
-        """task: the prompt of the episode; None: a visitor's session, of which nothing is recorded."""
+        """Begins with the prompt of the episode as its task; None makes an unrecorded session for a visitor."""
         self.engine = engine
         self.task = task
         self.is_open = True
         self.conversations = Conversations()
         self._driver_loop = driver_loop
-        self._context = copy_context()  # of the episode, with its journal; a request comes in another one
+        self._context = copy_context()  # of the episode, with its journal; requests run in another context
         self._wait_s = wait_s
         self._num_asked: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
@@ -71,17 +71,17 @@ class Session:
         return self._driver_loop.is_running()
 
     def for_visitor(self) -> Session:
-        """Returns a session of requests that belong to no episode and are not recorded."""
+        """Returns a session for requests that belong to no episode and are not recorded."""
         return Session(self.engine, self._driver_loop, None, wait_s=self._wait_s)
 
     def close(self) -> None:
-        """Ends the episode: what still runs is aborted, and later calls are refused."""
+        """Ends the episode: running requests are aborted, and later calls are refused."""
         self.is_open = False
         for task in self._running:
             task.cancel()
 
     def episodes(self) -> list[Episode]:
-        """Returns the conversations that were recorded; the first is the one with the most turns."""
+        """Returns the recorded conversations, beginning with the one that has the most turns."""
         return self.conversations.episodes()
 
     # ---- Requests ----------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Session:
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], wish: Wish
     ) -> list[Reply]:
-        """Answers messages. Turns of the policy that are among them count with the engine's own tokens."""
+        """Answers a chat request. For the policy's turns among the messages, the engine's own tokens are used."""
         names = histories(messages, tools)
         parent, prompt_ids = self._prompt_of(messages, tools, names)
         turns = await self._turns(prompt_ids, wish, parent)
@@ -107,7 +107,7 @@ class Session:
         return replies
 
     async def complete(self, prompt_ids: Sequence[int], wish: Wish) -> list[Reply]:
-        """Goes on from tokens."""
+        """Answers a request that continues tokens."""
         prompt = tuple(prompt_ids)
         turns = await self._turns(prompt, wish, self.conversations.extended_by(prompt))
         return [
@@ -125,7 +125,7 @@ class Session:
     def _prompt_of(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], names: list[tuple[bytes, bytes]]
     ) -> tuple[Call | None, tuple[int, ...]]:
-        """Returns the call that the messages go on from, if any, and their tokens."""
+        """Returns the call that the messages continue, if any, and the tokens of the messages."""
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1]["role"] != "assistant" or messages[end]["role"] == "assistant":
                 continue
@@ -146,7 +146,7 @@ class Session:
                 return engine.encode_messages(messages, after=after)
             if engine.tokenizer.chat_template:
                 return engine.encode_prompt(messages, tools=tools)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise RequestError(f"The model's chat template refuses the messages: {error}", param="messages") from error
         if tools:
             raise RequestError("The model has no chat template, which would describe tools to it.", param="tools")
@@ -179,7 +179,7 @@ class Session:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
             if self.is_open:
-                raise  # the client has gone
+                raise  # the client has disconnected
             raise ended() from None
         except ValueError as error:  # the engine's checks
             raise RequestError(str(error)) from error
@@ -209,7 +209,7 @@ class Session:
         return await asyncio.wrap_future(asked)
 
     def _number(self, prompt_ids: tuple[int, ...], adapter: str) -> int:
-        """Names the draw by its prompt and by how often it was asked for, so that no order of arrival changes it."""
+        """Numbers a draw by its prompt and by how often that was requested, whatever the order of arrival."""
         repeat = self._num_asked[prompt_ids, adapter]
         self._num_asked[prompt_ids, adapter] += 1
         if self.task is not None and not repeat and prompt_ids == self.task.token_ids:
@@ -218,7 +218,7 @@ class Session:
 
 
 def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the messages of a data set as those of a request are kept; none if one has more than a text."""
+    """Returns a data set's messages in the form in which requests are kept; none if one has more than text."""
     if not all(isinstance(message.get("content"), str) for message in messages):
         return []
     return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,4 +1,4 @@
-"""The workflow of an environment of the package verifiers: it runs unmodified, against the endpoint."""
+"""The workflow for environments of the package verifiers, which run unmodified against the endpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_TASKS = 1_000_000
 
 
 class VerifiersWorkflow(EndpointWorkflow):
-    """Plays a task of a verifiers environment in each episode. The reward is the sum of those of its traces.
+    """Plays a task of a verifiers environment in each episode. The reward is the sum over its traces.
 
-    A line of the data set names its task by the field `task`; without one, line n plays task n.
+    A record of the data set names its task in the field `task`; without that field, record n plays task n.
     """
 
     def __init__(self, *, taskset: str, config: dict[str, Any] | None = None, **options: Any) -> None:
@@ -27,8 +27,8 @@ class VerifiersWorkflow(EndpointWorkflow):
 
         Args:
             taskset: The id of an installed taskset.
-            config: What else its configuration has, as under [env] of verifiers' own files.
-            options: Those of Endpoint.
+            config: The rest of its configuration, as under [env] in verifiers' own files.
+            options: The options of Endpoint.
         """
         unknown = sorted(set(options) - set(ENDPOINT_OPTIONS))
         if unknown:
@@ -42,7 +42,7 @@ class VerifiersWorkflow(EndpointWorkflow):
         self._serving: tuple[asyncio.Future[None], asyncio.Task[None]] | None = None
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
-        """Runs an episode of the environment; its failure is the episode's."""
+        """Runs an episode of the environment; if it fails, the episode fails."""
         from verifiers import v1  # noqa: PLC0415  (an extra)
         from verifiers.v1.clients import ModelContext  # noqa: PLC0415
 
@@ -67,7 +67,7 @@ class VerifiersWorkflow(EndpointWorkflow):
         return self._tasks[index]
 
     async def _served(self) -> None:
-        """Brings up what the environment shares between episodes, once, for as long as the run lasts."""
+        """Starts the environment's shared resources at the first call; they last as long as the run."""
         if self._serving is None:
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._serving = ready, asyncio.ensure_future(self._serve(ready))  # the loop itself keeps no task alive
@@ -78,7 +78,7 @@ class VerifiersWorkflow(EndpointWorkflow):
             async with self._environment.serving():
                 ready.set_result(None)
                 await asyncio.Event().wait()
-        except (Exception, SystemExit) as error:  # verifiers ends the process where it wants a login
+        except (Exception, SystemExit) as error:  # verifiers ends the process if it wants a login
             if not ready.done():
                 ready.set_exception(RuntimeError(f"The environment could not be started: {error}"))
 
