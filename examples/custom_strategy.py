@@ -26,7 +26,7 @@ class ReplicatedStrategy(TorchStrategy):
         return model
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        # Every rank must bring every gradient, also one whose samples did not use the parameter.
+        # Every rank must contribute every gradient, even if its samples did not use the parameter.
         own = {str(i): torch.zeros_like(p) if p.grad is None else p.grad for i, p in enumerate(parameters)}
         for parameter, mean in zip(parameters, self.comm.all_reduce(own).values(), strict=True):
             parameter.grad = mean

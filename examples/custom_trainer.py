@@ -1,7 +1,7 @@
 """A trainer of your own: python examples/custom_trainer.py --max_steps 20
 
-It imitates the best response of each group (RAFT, arXiv:2304.06767). It has the options of train_grpo.py, except those
-about the algorithm.
+It imitates the best response of each group (RAFT, arXiv:2304.06767). Its options are those of train_grpo.py, except
+those of the algorithm.
 """
 
 from __future__ import annotations

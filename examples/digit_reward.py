@@ -6,7 +6,7 @@ from lightrl import Sample
 
 
 def digit_reward(sample: Sample) -> float:
-    """Returns the fraction of characters that equal the answer's: 128 for 127 earns 2/3, and only 127 earns 1."""
+    """Returns the fraction of characters that equal those of the answer: for 127, a 128 earns 2/3, and 127 earns 1."""
     answer, response = str(sample.prompt.answer), sample.text.strip()
     right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
     return right / max(len(answer), len(response))

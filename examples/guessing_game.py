@@ -12,7 +12,7 @@ class GuessingGame:
     """One game; `data` is the line of the data set, whose answer is the secret number."""
 
     def reset(self, data: Prompt) -> str:
-        """Begins a game; there is nothing to say before the first guess."""
+        """Begins a game. There is no observation before the first guess."""
         self.secret = int(data.answer)
         return ""
 

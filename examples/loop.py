@@ -1,7 +1,7 @@
 """GRPO as one loop: python examples/loop.py, or torchrun --nproc_per_node 2 examples/loop.py
 
-Everything is in the order of the data: prompts, samples, rewards, advantages, micro-batches, update, weight sync. The
-model and its task, adding small numbers, are built in. The first step has the numbers of scripts/train_grpo.py.
+The code follows the order of the data: prompts, samples, rewards, advantages, micro-batches, update, weight sync. The
+model and its task, adding small numbers, are built in. The first step gives the same numbers as scripts/train_grpo.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
     sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
 
     for step in range(num_steps):
-        # Prompts: the batch of the step is the same at any number of ranks; each rank takes its part of it.
+        # Prompts: the batch of the step is the same for any number of ranks; each rank takes its part of it.
         batch = [(position, prompts[index]) for position, index in enumerate(sampler.next_batch())][rank::world]
 
         # Samples: a group for each prompt. A draw depends on seed, step and position (1 is for rollouts), not on ranks.
@@ -67,7 +67,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
             for (position, prompt), completion in zip(owners, completions, strict=True)
         ]
 
-        # Rewards, and advantages: each reward against those of its group, which is whole on this rank.
+        # Rewards, and advantages: each reward is compared with those of its group, all of which are on this rank.
         rewards = torch.tensor([exact_match(sample) for sample in samples], dtype=torch.float64)
         positions = torch.tensor([sample.position for sample in samples], dtype=torch.int64)
         advantages = grpo(ScoredSamples(rewards=rewards, group_ids=positions)).tolist() if samples else []
@@ -94,7 +94,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
 
 
 def loss(scores: TokenScores, batch: PackedBatch) -> torch.Tensor:
-    """PPO's clipped loss. The only update of a step has its own logprobs as the old ones, so that the ratio is 1."""
+    """PPO's clipped loss. With a single update per step, the old logprobs are the policy's own, so the ratio is 1."""
     tokens = PolicyTokens(
         logprobs=scores.logprobs,
         old_logprobs=scores.logprobs.detach(),
@@ -107,7 +107,7 @@ def loss(scores: TokenScores, batch: PackedBatch) -> torch.Tensor:
 
 
 def weights(batch: PackedBatch) -> TokenWeights:
-    """Every trained token counts the same."""
+    """Gives every trained token the same weight."""
     return token_mean(batch.loss_mask, batch.sequence_index, len(batch.keys))
 
 

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of lightrl: the game of guessing_game.py, played by OpenAI's own client.
+"""An agent that knows nothing of lightrl: it plays the game of guessing_game.py with OpenAI's own client.
 
 pip install 'lightrl[serve]' openai
 torchrun --nproc_per_node 2 scripts/train_grpo.py --config configs/openai_agent.yaml

@@ -1,8 +1,8 @@
 """ReMax over a dictionary of tensors: python examples/remax.py, or torchrun --nproc_per_node 2 examples/remax.py
 
-REINFORCE with the reward of the likeliest response as the baseline (arXiv:2310.10505), as code for other trainers has
-it: a rollout returns padded tensors by name, and the loss function takes logits and the same names, packed. The model
-and its task, adding small numbers, are built in.
+REINFORCE with the reward of the likeliest response as the baseline (arXiv:2310.10505), in the style of other trainers:
+a rollout returns padded tensors by name, and the loss function takes logits and the same tensors, packed. The model and
+its task, adding small numbers, are built in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightrl.strategy.user_batch import gather_logprobs, next_token
 
 
 def reinforce_loss(logits: Any, data: Mapping[str, Tensor]) -> Tensor:
-    """The mean over the response tokens of -logprob x reward. Row p of the logits predicts token p + 1."""
+    """The mean of -logprob x reward over the response tokens. Row p of the logits predicts token p + 1."""
     mask = next_token(data, "loss_mask").bool()
     logprobs = gather_logprobs(logits, next_token(data, "input_ids"))
     rewards = data["rewards"].repeat_interleave(data["cu_seqlens"].diff().long())  # one per sequence
@@ -35,20 +35,20 @@ def reinforce_loss(logits: Any, data: Mapping[str, Tensor]) -> Tensor:
 
 
 class ReinforceActor:
-    """The algorithm; any strategy runs it."""
+    """The algorithm, which runs on any strategy."""
 
     def __init__(self, strategy: StrategyBase) -> None:
         self.strategy = strategy
 
     def train_reinforce(self, data: Mapping[str, Tensor]) -> Any:
-        """Takes one step: micro-batches, packing and the mean over all ranks are the strategy's."""
+        """Takes one step; the strategy takes care of micro-batches, packing and the mean over all ranks."""
         return self.strategy.train_batch(
             data, loss_fn=reinforce_loss, loss_weight_fn=lambda x: x["loss_mask"].count_nonzero()
         )
 
 
 class ReMaxRollout:
-    """Samples responses, and the likeliest one of each prompt, whose reward is subtracted."""
+    """Samples responses, and generates the likeliest one of each prompt, whose reward is subtracted."""
 
     def __init__(self, strategy: StrategyBase, config: GRPOConfig) -> None:
         self.strategy, self.config = strategy, config
@@ -78,7 +78,7 @@ class ReMaxRollout:
 
 
 def padded(rows: list[tuple[tuple[int, ...], tuple[int, ...], float]]) -> dict[str, Tensor]:
-    """Returns prompts and responses in one row each, with zeros behind."""
+    """Returns each prompt with its response in one row, padded with zeros at the end."""
     width = max((len(prompt) + len(response) for prompt, response, _ in rows), default=1)
     tensors = {name: torch.zeros(len(rows), width, dtype=torch.int64) for name in ("input_ids", "loss_mask")}
     tensors["attention_mask"] = torch.zeros(len(rows), width, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""GRPO by the calls of AReaL, without a trainer: torchrun --nproc_per_node 2 examples/rollouts.py"""
+"""GRPO with AReaL's calls, without a trainer: torchrun --nproc_per_node 2 examples/rollouts.py"""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Small random models with a vocabulary of their own, and lessons that warm them up, for the examples on a CPU.
+"""Makes small random models with their own vocabularies, and lessons that warm them up, for the examples on a CPU.
 
     python examples/small_models.py calculator runs/calculator      # model, lessons.jsonl, train.jsonl, eval.jsonl
 
-Four lessons in five show an answer that was guessed, so that a model that has learned them is right now and then:
-rewards have to find out what the good lessons had in common.
+Four lessons in five show a guessed answer, so a model that has learned them is right now and then: the rewards have to
+find out what the good lessons had in common.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def calculator(folder: Path, draw: random.Random) -> None:
 
 
 def chain_sum(folder: Path, draw: random.Random) -> None:
-    """Sums of two digits, of reasoning-gym: a lesson in four is right, the others repeat the first digit."""
+    """Sums of two digits from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
     save_model(folder / "model", "0123456789+-= ", ("State the final answer to the following arithmetic problem: ",))
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
@@ -91,7 +91,7 @@ def chain_sum(folder: Path, draw: random.Random) -> None:
 
 
 def spell_backward(folder: Path, draw: random.Random) -> None:
-    """Words of three and four letters, of reasoning-gym: a lesson in four is right, the others repeat the word."""
+    """Words of three and four letters from reasoning-gym: one lesson in four is right, the others repeat the word."""
     save_model(folder / "model", string.ascii_letters + "'", ("Spell this word backward (example: sun -> nus): ",))
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["word"])
@@ -101,7 +101,7 @@ def spell_backward(folder: Path, draw: random.Random) -> None:
 
 
 def products(folder: Path, draw: random.Random) -> None:
-    """Products of two digits, of reasoning-gym: a lesson in four is right, the others repeat the first digit."""
+    """Products of two digits from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
     ends = ("Solve the following multiplication: ", ". Give only the result as your final answer.")
     save_model(folder / "model", "0123456789* ", ends)
     lessons = [
@@ -112,7 +112,7 @@ def products(folder: Path, draw: random.Random) -> None:
 
 
 def lcm(folder: Path, draw: random.Random) -> None:
-    """Least common multiples of numbers up to 9, of reasoning-gym: a lesson in four is right, the others guess."""
+    """Least common multiples of numbers up to 9 from reasoning-gym: one lesson in four is right, the others guess."""
     save_model(folder / "model", "0123456789, ", ("Find the Least Common Multiple (LCM) of these numbers: ",))
     problems = reasoning_gym.create_dataset(
         "lcm", size=16_000, seed=1, min_numbers=2, max_numbers=2, min_value=1, max_value=9
@@ -124,7 +124,7 @@ def lcm(folder: Path, draw: random.Random) -> None:
 
 
 def number_sorting(folder: Path, draw: random.Random) -> None:
-    """Three digits to sort, of reasoning-gym: a lesson in four is right, the others repeat the order that was given."""
+    """Three digits to sort from reasoning-gym: one lesson in four is right, the others repeat the given order."""
     problems = reasoning_gym.create_dataset(
         "number_sorting", size=16_000, seed=1, min_numbers=3, max_numbers=3, min_value=0, max_value=9,
         min_decimals=0, max_decimals=0,

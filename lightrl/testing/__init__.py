@@ -1,4 +1,4 @@
-"""Tools to test lightrl and its plug-ins: real ranks with a hard time-out, contracts of engines and strategies."""
+"""Tools to test lightrl and its plug-ins: real ranks with a hard time-out, and contracts for engines and strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The contracts need pytest, which a script that only starts ranks may not have.
+    # The contracts need pytest, which may be missing where a script only starts ranks.
     if name == "EngineContract":
         from lightrl.testing.engine_contract import EngineContract  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Tests that every engine must pass, as a class that pytest runs over any of them."""
+"""EngineContract: the tests that every engine must pass, as a class that pytest runs over any engine."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus
 
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3], [5, 9]]
 EOS = 1
-_TOLERANCE = 3e-5  # of a logprob in float32, of which CPUs round differently
+_TOLERANCE = 3e-5  # of a logprob in float32, because CPUs round differently
 
 
 class _Numbers:
-    """Decodes tokens as their numbers, with a space on both sides."""
+    """Decodes each token as its number, with a space on both sides."""
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return "".join(f" {token} " for token in token_ids)
 
 
 class EngineContract:
-    """Subclass it in a test file and name the engine; pytest then runs the contract over it.
+    """The tests for one engine. Subclass it in a test file and name the engine; pytest then runs the contract.
 
         class TestMyEngine(EngineContract):
             engine = "my_pkg.my_module:MyEngine"
 
-    The engine is built once for the class and must come out of each test as it went in.
+    The engine is built once for the class, and each test must leave it as it was.
     """
 
     engine: ClassVar[str]
     options: ClassVar[StrategyOptions] = StrategyOptions()
     draws_by_seed: ClassVar[bool] = True  # the tokens of a sample depend on (seed, sample, token index) alone
-    constrains_draws: ClassVar[bool] = True  # takes min_new_tokens and penalties, and counts them in the logprobs
-    resumes_exactly: ClassVar[bool] = True  # an aborted sample that goes on ends as if it had not been stopped
+    constrains_draws: ClassVar[bool] = True  # accepts min_new_tokens and penalties, and includes them in the logprobs
+    resumes_exactly: ClassVar[bool] = True  # a sample that is aborted and resumed ends as if it had not been stopped
 
     @pytest.fixture(scope="class")
     def source(self, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-        """Makes the trainer's model, a random one of two layers."""
+        """Makes the trainer's model, a random model of two layers."""
         folder: Path = tmp_path_factory.mktemp("model")
         torch.manual_seed(0)
         config = Qwen3Config(
@@ -69,7 +69,7 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     def built(self, source: PreTrainedModel) -> Iterator[ColocatedEngine]:
-        """Provides the engine, and the model that it must equal."""
+        """Provides the engine, and the model whose logprobs it must reproduce."""
         engine = create_engine(
             self.engine,
             source=source,
@@ -85,7 +85,7 @@ class EngineContract:
 
     @pytest.fixture
     def ready(self, built: ColocatedEngine, source: PreTrainedModel) -> ColocatedEngine:
-        """Returns the engine awake, with the source's weights as version 3."""
+        """Provides the engine, awake and with the source's weights as version 3."""
         built.update_weights(weights_of(source), 3)
         built.wake()
         return built
@@ -217,9 +217,9 @@ class EngineContract:
             old = difference(source, item)[:before]
             new = difference(changed, item)[before:]
             assert float(old.max()) < _TOLERANCE
-            assert (float(new.max()) < _TOLERANCE) is recompute  # else its context is still that of the old weights
+            assert (float(new.max()) < _TOLERANCE) is recompute  # without it, the context is that of the old weights
         fresh = ready.generate(PROMPTS[:1], [SamplingParams(max_new_tokens=6)])
-        assert largest_difference(changed, fresh[0]) < _TOLERANCE  # no cache of older weights serves a new request
+        assert largest_difference(changed, fresh[0]) < _TOLERANCE  # a new request uses no cache of older weights
 
     @pytest.fixture(scope="class")
     def changed(self, source: PreTrainedModel) -> PreTrainedModel:
@@ -308,7 +308,7 @@ class EngineContract:
                 ready.generate([PROMPTS[0], bad], [params, params])
         with pytest.raises(ValueError, match=f"adapter 'nobody'. This engine has {', '.join(ready.engine.adapters)}"):
             ready.generate(PROMPTS[:1], [replace(params, adapter="nobody")])
-        assert len(ready.generate(PROMPTS[:1], [params])) == 1  # and it goes on working
+        assert len(ready.generate(PROMPTS[:1], [params])) == 1  # and it still works
 
     def test_the_longest_prompt_fits(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
         prompt = [place % 90 + 3 for place in range(124)]
@@ -335,14 +335,14 @@ def weights_of(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def watched(pairs: list[tuple[str, Tensor]], consumed: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the pairs and notes the name of each that is taken."""
+    """Yields the pairs and appends the name of each one that is consumed."""
     for name, tensor in pairs:
         consumed.append(name)
         yield name, tensor
 
 
 def finish(engine: ColocatedEngine) -> list[Completion]:
-    """Steps until no request is left and returns all completions."""
+    """Steps the engine until no request is left, and returns all completions."""
     done: list[Completion] = []
     while engine.has_unfinished():
         done.extend(engine.step())
@@ -365,5 +365,5 @@ def difference(model: Any, item: Completion, temperature: float = 1.0) -> Tensor
 
 
 def largest_difference(model: Any, item: Completion, temperature: float = 1.0) -> float:
-    """Returns the largest difference of a logprob from the model's."""
+    """Returns the largest difference between a logprob and that of the model."""
     return float(difference(model, item, temperature).max())

@@ -1,4 +1,4 @@
-"""run_and_signal: real ranks, some of which get a signal at a chosen moment, to see how a run ends and what it says."""
+"""run_and_signal: starts real ranks and sends some of them a signal, to test how a run ends and what it reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightrl.testing.spmd import environment_of_rank, free_port, store_of_ranks
 Launcher = Literal["torchrun", "forked", "nobody"]
 
 _POLL_S = 0.02
-_GRACE_S = 30.0  # for torchrun to end its ranks
+_GRACE_S = 30.0  # time for torchrun to end its ranks
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class Ending:
 
     codes: tuple[int | None, ...]  # of the ranks, or of torchrun; negative for a signal, None: had to be killed
     seconds: float  # from the signal to the end of the last rank
-    was_signalled: bool  # False: the run ended by itself before the moment came
+    was_signalled: bool  # False: the run ended by itself before the signal was due
     said: str
 
     @property
     def is_late(self) -> bool:
-        """Whether a rank was still there at the time-out."""
+        """Whether a rank was still running at the time-out."""
         return None in self.codes
 
 
 class _Job(Protocol):
-    """Ranks that run."""
+    """The running ranks of a program."""
 
     def is_running(self, rank: int) -> bool: ...
 
     def send(self, rank: int, signum: int) -> None: ...
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; returns whether everything has ended."""
+        """Waits at most the given number of seconds; returns whether everything has ended."""
         ...
 
     def codes(self) -> tuple[int | None, ...]: ...
@@ -69,18 +69,18 @@ def run_and_signal(
     """Runs a Python file on world_size ranks and sends a signal to some of them.
 
     Args:
-        program: The file.
+        program: The Python file.
         args: Its arguments.
         world_size: The number of ranks.
         victims: The ranks that get the signal.
         signum: The signal.
-        when: Takes the seconds since the start, and says whether the moment has come.
-        timeout_s: How long the moment may take to come. A run that has neither ended nor got its signal is killed.
-        end_timeout_s: How long the ranks may go on after the signal.
-        env: Variables that the ranks see besides this process's own.
-        launcher: Who starts the ranks: torchrun, which ends all of them when one has failed; this process in its
-            place, which is quicker and does the same (forked); or this process, and nobody ends them, so that they
-            have to notice a failure themselves (nobody).
+        when: Takes the seconds since the start, and returns whether it is time for the signal.
+        timeout_s: Time limit for the signal to become due. After that, a run that is still going is killed.
+        end_timeout_s: Time limit for the ranks to end after the signal.
+        env: Environment variables of the ranks in addition to this process's own.
+        launcher: Who starts the ranks. "torchrun" ends all ranks when one has failed. "forked": this process does the
+            same, but faster. "nobody": this process starts the ranks but never ends them, so that they have to notice
+            a failure themselves.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         with _JOBS[launcher]([str(program), *args], world_size, output, env or {}) as job:
@@ -102,10 +102,10 @@ def run_and_signal(
 
 
 class _ForkedJob:
-    """Ranks that were forked here."""
+    """Ranks that this process forked."""
 
     def __init__(self, ranks: Sequence[Forked], *, ends_all: bool) -> None:
-        """ends_all: the ranks are told to end when one has failed."""
+        """Takes the ranks; with ends_all they are told to end when one has failed."""
         self._ranks = ranks
         self._ends_all = ends_all
 
@@ -154,7 +154,7 @@ def _forked(
 
 
 class _TorchrunJob:
-    """Ranks that torchrun watches over."""
+    """Ranks that torchrun supervises."""
 
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         self._launcher = launcher
@@ -177,7 +177,7 @@ class _TorchrunJob:
         return (self._launcher.returncode,)
 
     def _pids(self) -> dict[int, int]:
-        """Returns the processes of the ranks, which are torchrun's children."""
+        """Returns the process ids of the ranks, which are torchrun's children."""
         found: dict[int, int] = {}
         children = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
         for pid in map(int, children.read_text().split()):

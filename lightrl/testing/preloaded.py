@@ -1,7 +1,7 @@
-"""Runs Python programs in processes forked from one that has imported what they need: a rank starts in milliseconds.
+"""Runs Python programs in forks of a process with all imports done, so that a rank starts within milliseconds.
 
-Ranks of one job come from servers with different hash seeds, as they have under torchrun, so that code that depends on
-the order of a set fails. Nothing here is for CUDA, which does not survive a fork.
+The ranks of a job come from servers with different hash seeds, which they have under torchrun, too, so code that
+depends on the order of a set fails. Do not use it with CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 _MAX_REQUEST_BYTES = 2**17  # of JSON: arguments and environment
-_NUM_SERVERS = 2  # hash seeds; ranks take turns
+_NUM_SERVERS = 2  # one per hash seed; ranks are dealt out to them in turn
 _START_TIMEOUT_S = 120.0  # the first start waits for the imports
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # what the imports read
 _IMPORTED = (
@@ -45,7 +45,7 @@ _IMPORTED = (
 
 @dataclass(frozen=True)
 class Program:
-    """A file, or a module if the name does not end in .py, with its arguments."""
+    """A program to run: a file, or a module if the name does not end in .py, with its arguments."""
 
     name: str
     arguments: Sequence[str]
@@ -69,7 +69,7 @@ class Forked:
         return self._channel.fileno()
 
     def read_exit_code(self) -> None:
-        """Waits for the program to end."""
+        """Waits until the program has ended, and returns its exit code."""
         self.exit_code = self._next_number()
         self._lines.close()
         self._channel.close()
@@ -95,7 +95,7 @@ class Forked:
 
 
 def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
-    """Starts a program; both of its output streams go to the file."""
+    """Starts a program, with both of its output streams written to the file."""
     ours, theirs = socket.socketpair()
     with theirs:
         request = json.dumps(vars(program), default=list).encode()
@@ -107,7 +107,7 @@ def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
 
 @cache
 def _server(number: int) -> socket.socket:
-    """Starts a server, which ends with this process: then its standard input is closed."""
+    """Starts a server, which ends with this process because its standard input is closed then."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**ENVIRONMENT, "PYTHONHASHSEED": str(number)}
@@ -124,8 +124,8 @@ def serve() -> None:
     for module in _IMPORTED:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # the collector would write to, and so copy, every page that is shared
-    atexit.register(gc.unfreeze)  # else libraries report at the end what was not collected
+    gc.freeze()  # otherwise the collector would write to every shared page, and so copy it
+    atexit.register(gc.unfreeze)  # otherwise libraries report uncollected objects at the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for the programs
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
@@ -174,7 +174,7 @@ def _become(program: Program, output: int) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Seeds like a new process: a draw that depends on no seed differs from rank to rank."""
+    """Reseeds as in a new process, so that an unseeded draw differs from rank to rank."""
     random.seed()
     np.random.seed()
     torch.seed()

@@ -1,4 +1,4 @@
-"""The check of StrategyContract that updates are skipped alike on all ranks where there is nothing to learn from."""
+"""A check of StrategyContract: if there is nothing to learn from, all ranks skip the update."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightrl.testing.tiny_training import fresh, loss_fn, my_batches, num_tokens
 
 
 def check_updates_that_are_not_made(strategy: StrategyBase) -> None:
-    """A loss that is not finite on one rank, and nothing to train on any: nothing moves, and the next update is plain.
+    """Checks that nothing moves if a loss is not finite on one rank or no rank has data, and that training goes on.
 
-    The gradient of the loss is finite, and momentum would move the weights without a gradient.
+    The gradient of that loss is finite, and without a gradient momentum alone would move the weights.
     """
     policy, optimizer = fresh(strategy)
     reference, its_optimizer = fresh(strategy)

@@ -1,4 +1,4 @@
-"""run_spmd: real ranks with a hard time-out, for tests of lightrl and its plug-ins."""
+"""run_spmd: starts real ranks with a hard time-out, for tests of lightrl and its plug-ins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightrl.testing.preloaded import ENVIRONMENT, Forked, Program, start
 
-_GRACE_S = 30  # from SIGTERM to SIGKILL, as torchrun has it
+_GRACE_S = 30  # from SIGTERM to SIGKILL, as in torchrun
 _READ_BY_IMPORTS = (
     "OMP_",
     "MKL_",
@@ -60,9 +60,9 @@ def run_spmd(
 ) -> str:
     """Runs a Python file on world_size ranks and returns what it printed; kills it at the time-out.
 
-    The ranks see what torchrun sets for them. They are forked from processes that have imported torch, transformers and
-    lightrl already; with torchrun=True, where there is a GPU, on macOS, or where env changes what an import
-    reads, torchrun itself starts them.
+    The ranks have the environment variables that torchrun sets. They are forked from processes that have already
+    imported torch, transformers and lightrl. torchrun itself starts them if torchrun=True, if there is a GPU, on macOS,
+    or if env changes what an import reads.
     """
     if torchrun or not _may_fork(env):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
@@ -83,7 +83,7 @@ def run_program(
 ) -> str:
     """Runs any command line like run_spmd; its whole process group is killed at the time-out.
 
-    A Python file, or a module of lightrl, that this interpreter is to run is forked, as the ranks of run_spmd are.
+    If the command runs a Python file or a module of lightrl with this interpreter, it is forked like run_spmd's ranks.
     """
     python, *rest = command
     if rest[:1] == ["-m"]:
@@ -112,14 +112,14 @@ def _may_fork(env: Mapping[str, str] | None) -> bool:
 
 @contextmanager
 def store_of_ranks() -> Iterator[int]:
-    """Yields the port of a store at which ranks meet. It is in this process and outlives them, as torchrun's does."""
+    """Yields the port of a store at which ranks meet; like torchrun's store, it outlives them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
 
 
 def environment_of_rank(rank: int, world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns what a rank sees: this process's variables, torchrun's, and the given ones."""
+    """Returns the environment of a rank: this process's variables, torchrun's, and the given ones."""
     world = str(world_size)
     torchrun = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0", "ROLE_NAME": "default",
@@ -173,7 +173,7 @@ def _end(ranks: Sequence[Forked]) -> None:
 
 
 def _wait(ranks: Sequence[Forked], timeout_s: float, *, first_failure: bool = False) -> list[Forked]:
-    """Returns the ranks that run after the time-out, or at the first failure."""
+    """Waits until the time-out or the first failure; returns the ranks that are still running."""
     deadline = time.monotonic() + timeout_s
     left = list(ranks)
     while left and (seconds := deadline - time.monotonic()) > 0:
@@ -212,7 +212,7 @@ def _run_command(
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """Ends a process gently, since only torchrun can end its ranks, which are sessions of their own."""
+    """Ends a process gently: only torchrun can end its ranks, which have sessions of their own."""
     process.terminate()
     try:
         output, _ = process.communicate(timeout=_GRACE_S + 15)  # torchrun kills after 30 s

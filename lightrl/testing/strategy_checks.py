@@ -1,4 +1,4 @@
-"""The checks of StrategyContract besides parity: run on all ranks at once, one after the other.
+"""The checks of StrategyContract besides parity, which run one after another on all ranks at once.
 
 A check raises on the rank that finds something; the program then ends, and torchrun ends the other ranks.
 """
@@ -46,7 +46,7 @@ VICTIM = "model.layers.1.mlp.down_proj.weight"
 
 
 def check_same_weights_everywhere(strategy: StrategyBase) -> None:
-    """Each rank builds from another seed; all end with rank 0's, under Hugging Face names, tied ones once."""
+    """Checks that ranks built from different seeds get rank 0's weights, under Hugging Face names, tied ones once."""
     policy, _ = fresh(strategy, seed=strategy.comm.rank)
     alone = dict(tiny_policy(seed=0).hf.named_parameters())
     found = parameters(strategy, policy)
@@ -61,7 +61,7 @@ def check_same_weights_everywhere(strategy: StrategyBase) -> None:
 
 
 def check_state_dict_modes(strategy: StrategyBase) -> None:
-    """The state dict is whole or this rank's part, copied or live."""
+    """Checks the state dict in each mode: whole or this rank's part, copied or live."""
     policy, _ = fresh(strategy)
     expected = parameters(strategy, policy)
     full = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=True, model=policy)
@@ -95,7 +95,7 @@ def check_export(strategy: StrategyBase, folder: Path) -> None:
 
 
 def check_engine_weights(strategy: StrategyBase) -> None:
-    """The engine gets the trained weights, generates from them on every rank, and refuses stale ones."""
+    """Checks that the engine gets the trained weights, generates from them on every rank, and refuses stale ones."""
     policy, _ = fresh(strategy)
     train(strategy, policy, 0)
     strategy.set_global_step(1)
@@ -123,7 +123,7 @@ def check_engine_weights(strategy: StrategyBase) -> None:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Returns the tokens that the model finds likeliest after a prompt."""
+    """Returns the most likely tokens after a prompt, according to the model."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -134,7 +134,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def check_global_norm_and_clipping(strategy: StrategyBase) -> None:
-    """The norm is over all parameters and ranks; SGD at rate 1 then moves the parameters by exactly max_norm."""
+    """Checks that the norm covers all parameters and ranks: SGD at rate 1 then moves them by exactly max_norm."""
     policy, _ = fresh(strategy, make_optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     before = parameters(strategy, policy)
     strategy.max_norm = 0.5
@@ -151,7 +151,7 @@ def check_global_norm_and_clipping(strategy: StrategyBase) -> None:
 
 
 def check_nan_on_one_rank(strategy: StrategyBase) -> None:
-    """All ranks skip, report it, and leave everything as it was; the next step is an ordinary one."""
+    """Checks that all ranks skip and report the update and change nothing, and that the next step is ordinary."""
     policy, _ = fresh(strategy)
     reference, _ = fresh(strategy)
     train(strategy, policy, 0)
@@ -179,7 +179,7 @@ def check_nan_on_one_rank(strategy: StrategyBase) -> None:
 
 
 def check_one_reduction_per_update(strategy: StrategyBase) -> None:
-    """Micro-batches cost no more collectives of gradients than one batch."""
+    """Checks that several micro-batches need no more gradient collectives than one batch."""
     if strategy.comm.world == 1:
         return
     counts = []
@@ -194,7 +194,7 @@ def check_one_reduction_per_update(strategy: StrategyBase) -> None:
 
 
 def check_accumulation_by_calls(strategy: StrategyBase) -> None:
-    """backward and optimizer_step per micro-batch, an update every accumulation_steps calls."""
+    """Checks backward and optimizer_step per micro-batch, with an update every accumulation_steps calls."""
     policy, optimizer = fresh(strategy)
     mine = my_batches(strategy, 0)[:2]
     batches = strategy.group_batches(mine).batches
@@ -204,11 +204,11 @@ def check_accumulation_by_calls(strategy: StrategyBase) -> None:
         strategy.backward(loss_fn(policy(batch), batch), policy, optimizer)
         step = strategy.optimizer_step(optimizer, policy, None)
         assert step.stepped == differ(parameters(strategy, policy), before) == (batch is batches[-1])
-    # The same update by train_batch when every micro-batch weighs the same.
+    # train_batch makes the same update if all micro-batches have the same weight.
     other, _ = fresh(strategy)
     result = strategy.train_batch(mine, loss_fn, lambda batch: 1.0, model=other)
     assert_close(step.grad_norm, result.grad_norm, atol=1e-6, rtol=1e-5)
-    # A flush before its time takes the mean of what there is.
+    # An early flush takes the mean of the micro-batches so far.
     early, optimizer = fresh(strategy)
     for batch in strategy.group_batches(mine[:1]).batches:
         strategy.backward(loss_fn(early(batch), batch), early, optimizer)
@@ -223,7 +223,7 @@ def check_accumulation_by_calls(strategy: StrategyBase) -> None:
 
 
 def check_forward_restores_order(strategy: StrategyBase) -> None:
-    """A sample's logprobs do not depend on the split; the reference is one sample at a time in this process."""
+    """Checks that logprobs do not depend on the split; the reference is one sample at a time in this process."""
     policy, _ = fresh(strategy)
     mine = samples(0)[strategy.comm.rank :: strategy.comm.world]
     found: dict[Any, Any] = {}
@@ -238,14 +238,14 @@ def check_forward_restores_order(strategy: StrategyBase) -> None:
 
 
 def check_eval_batch(strategy: StrategyBase) -> None:
-    """Evaluating gives the loss that a training on the same batches reports."""
+    """Checks that evaluation gives the loss that training on the same batches reports."""
     policy, _ = fresh(strategy)
     evaluated = strategy.eval_batch(my_batches(strategy, 0), loss_fn, num_tokens, model=policy)
     assert_close(evaluated, train(strategy, policy, 0).loss, atol=1e-6, rtol=0)
 
 
 def check_several_models(strategy: StrategyBase) -> None:
-    """An actor and a critic train, a reward and a reference model only run, each as if it were alone."""
+    """Checks that an actor and a critic train, and a reward and a reference model run, each as if it were alone."""
     prepared = strategy.prepare_models_and_optimizers(
         tiny_policy(), tiny_policy(seed=4), [tiny_policy(seed=2)], tiny_policy(seed=3), None, 10
     )
@@ -279,7 +279,7 @@ def check_several_models(strategy: StrategyBase) -> None:
 
 
 def check_offload(strategy: StrategyBase) -> None:
-    """Offload is bit-equal and idempotent, frees memory, and does not change the training."""
+    """Checks that offload is bit-equal and idempotent, frees memory, and does not change the training."""
     reference, _ = fresh(strategy)
     wanted = [train(strategy, reference, step) for step in range(3)]
     strategy.trained.entries.clear()
@@ -309,7 +309,7 @@ def check_offload(strategy: StrategyBase) -> None:
 
 
 def check_offloaded_gradients(strategy: StrategyBase) -> None:
-    """Gradients of an unfinished accumulation survive an offload, or are dropped, as the caller says."""
+    """Checks that gradients of an unfinished accumulation survive an offload, or are dropped, as the caller says."""
 
     def update(first: float, between: Callable[[], object]) -> dict[str, Tensor]:
         strategy.trained.entries.clear()
@@ -335,7 +335,7 @@ def check_offloaded_gradients(strategy: StrategyBase) -> None:
 
 
 def check_checkpoint(strategy: StrategyBase) -> None:
-    """4 steps equal 2 steps, save, load into fresh objects, 2 steps; flags are honoured."""
+    """Checks that 4 steps equal 2 steps, save, load into fresh objects, and 2 steps; and that flags are honoured."""
     reference, _ = fresh(strategy)
     wanted = [train(strategy, reference, step) for step in range(4)]
     policy, _ = fresh(strategy)
@@ -384,7 +384,7 @@ def load_on_one(strategy: StrategyBase, policy: nn.Module, folder: str, tag: str
 
 
 def check_save_for_others(strategy: StrategyBase, folder: Path) -> None:
-    """Saves what train_on_from() reads at another world size, and under another strategy."""
+    """Saves a checkpoint that train_on_from() reads at another world size and under another strategy."""
     policy, _ = fresh(strategy)
     for step in range(2):
         train(strategy, policy, step)
@@ -405,10 +405,10 @@ def train_on_from(strategy: StrategyBase, folder: Path) -> list[tuple[float, flo
 
 
 def check_small_members(strategy: StrategyBase) -> None:
-    """Ranks, memory reports and data loaders are those of the world."""
+    """Checks that ranks, memory reports and data loaders fit the world."""
     assert strategy.get_rank() == strategy.comm.rank
     assert strategy.is_rank_0() == (strategy.comm.rank == 0)
-    if strategy.is_rank_0():  # by itself
+    if strategy.is_rank_0():  # on this rank alone
         assert strategy.report_memory("test")["memory/host_gb"] > 0
     strategy.sync_and_clear_cache()
     loader = strategy.setup_dataloader(list(range(10)), batch_size=2, shuffle=False, drop_last=False)
@@ -433,6 +433,6 @@ CHECKS: list[Callable[[StrategyBase], None]] = [
     check_small_members,
 ]
 
-# Those that never call the model itself, which a rank with some of its layers cannot run.
+# The checks that never call the model itself, which a rank with only some of its layers cannot run.
 _CALLS = (check_updates_that_are_not_made, check_accumulation_by_calls, check_offloaded_gradients)
 CHECKS_BY_BATCHES = [check for check in CHECKS if check not in _CALLS]

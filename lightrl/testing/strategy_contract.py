@@ -1,4 +1,4 @@
-"""StrategyContract: the tests that every strategy must pass, a user's own too."""
+"""StrategyContract: the tests that every strategy must pass, including a user's own."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _names(checks: Iterable[Callable[..., None]]) -> list[str]:
 
 
 class Run(NamedTuple):
-    """One start of the program on `world` ranks."""
+    """The result of one start of the program on `world` ranks."""
 
     world: int
     folder: Path
     report: dict[str, Any]
-    output: str  # what a failed run printed, else empty
+    output: str  # what the run printed if it failed, otherwise empty
 
     def require(self, name: str) -> None:
         """Fails if this part of the program failed, and skips if an earlier part did."""
@@ -48,23 +48,23 @@ class Run(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A run in one process that the other ranks continue."""
+    """A run in one process, which runs on several ranks continue."""
 
     folder: Path  # holds a checkpoint
     continued: list[tuple[float, float]]  # (loss, gradient norm) of the steps after it
 
 
 class StrategyParity:
-    """The part of the contract that compares trainings, for more options of a strategy whose other tests run elsewhere.
+    """The part of the contract that compares trainings.
 
-    Subclass it like StrategyContract.
+    Subclass it like StrategyContract, for further options of a strategy whose other tests run elsewhere.
     """
 
     strategy: ClassVar[str]
-    flags: ClassVar[tuple[str, ...]] = ()  # more options of the command line, such as ("--fsdp.replicate_size", "2")
+    flags: ClassVar[tuple[str, ...]] = ()  # further command-line options, such as ("--fsdp.replicate_size", "2")
     world_sizes: ClassVar[tuple[int, ...]] = (1, 3)  # 3 divides few sizes, so shards are uneven
     reduces_once: ClassVar[bool] = True  # False if gradients are reduced (and sharded) at each micro-batch
-    runs_by_calls: ClassVar[bool] = True  # False where no rank can run the model by itself, as in a pipeline
+    runs_by_calls: ClassVar[bool] = True  # False if no rank can run the model by itself, as in a pipeline
     variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)  # the ways to train, by name
     timeout_s: ClassVar[float] = 280
     cwd: ClassVar[Path | None] = None  # the folder where the strategy is importable; None: where pytest runs
@@ -73,7 +73,7 @@ class StrategyParity:
 
     @pytest.fixture(scope="class")
     def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-        """Trains in one process without this strategy: a checkpoint after two steps, and two more steps."""
+        """Trains in one process without this strategy: two steps, a checkpoint, and two more steps."""
         folder = tmp_path_factory.mktemp("alone")
         single = single_process()
         strategy_checks.check_save_for_others(single, folder)
@@ -111,7 +111,7 @@ class StrategyParity:
             metafunc.parametrize("variant", self.variants)
 
     def test_training_equals_plain_training(self, runs: list[Run], variant: str) -> None:
-        """Losses, gradient norms and parameters after three steps, for every split of the samples."""
+        """Compares losses, gradient norms and parameters after three steps, for every split of the samples."""
         chosen = VARIANTS[variant]
         wanted = reference(chosen.make_optimizer, chosen.max_norm, frozen=chosen.frozen)
         for run in runs:
@@ -122,19 +122,19 @@ class StrategyParity:
 
 
 class StrategyContract(StrategyParity):
-    """Subclass it in a test file and name the strategy; pytest then runs the contract over it.
+    """The tests for one strategy. Subclass it in a test file and name the strategy; pytest then runs the contract.
 
         class TestMyStrategy(StrategyContract):
             strategy = "my_pkg.my_module:MyStrategy"
 
-    The ranks are started once for each world size; every test reads the report of that start.
+    The ranks are started once for each world size, and every test reads the report of that start.
     """
 
     _only_parity = False
 
     @pytest.mark.parametrize("check", _names(strategy_checks.CHECKS))
     def test_check(self, runs: list[Run], check: str) -> None:
-        """Runs one of lightrl.testing.strategy_checks."""
+        """Requires that one of lightrl.testing.strategy_checks passed."""
         if not self.runs_by_calls and check not in _names(strategy_checks.CHECKS_BY_BATCHES):
             pytest.skip("no rank can run the model of this strategy by itself")
         for run in runs:
@@ -167,14 +167,14 @@ class StrategyContract(StrategyParity):
 
 
 def single_process() -> SingleStrategy:
-    """Makes a strategy of one process, which is the reference of the others."""
+    """Makes a single-process strategy, the reference for the others."""
     strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True))
     strategy.setup_distributed()
     return strategy
 
 
 def compare(found: Trained, wanted: Trained, *, is_adam: bool) -> None:
-    """Asserts that losses, norms and parameters of two trainings agree."""
+    """Asserts that the losses, norms and parameters of two trainings agree."""
     assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), atol=1e-5, rtol=0)
     assert_close(torch.tensor(found.norms), torch.tensor(wanted.norms), atol=0, rtol=1e-4)
     assert sorted(found.parameters) == sorted(wanted.parameters)

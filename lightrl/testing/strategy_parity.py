@@ -1,4 +1,4 @@
-"""Training of the tiny model under a strategy, with the same samples split in many ways; all equal plain training."""
+"""Trains the tiny model under a strategy with the samples split in many ways; all must equal plain training."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightrl.testing.tiny_training import (
 
 
 class Variant(NamedTuple):
-    """One way to train: optimizer, clip, how samples are split, what is frozen."""
+    """One way to train: optimizer, clipping, how the samples are split, and which parameters are frozen."""
 
     make_optimizer: MakeOptimizer = adamw
     max_norm: float = 1.0  # 0 does not clip: a clip hides a gradient that is wrong by a factor, and so does Adam
     micro_size: int = EVERYTHING
     all_on_the_last_rank: bool = False
-    frozen: str | None = None  # freezes parameters whose Hugging Face name begins like this
+    frozen: str | None = None  # freezes parameters whose Hugging Face name begins with this
 
 
 VARIANTS = {
@@ -42,14 +42,14 @@ VARIANTS = {
 }
 
 # For a combination of options that are each tested with all of VARIANTS: both optimizers, with and without clipping,
-# uneven micro-batches, a rank with none, frozen parameters.
+# uneven micro-batches, a rank without any, frozen parameters.
 FEW_VARIANTS = ("a rank without samples", "sgd without clipping", "a frozen embedding")
 
 
 def train(strategy: StrategyBase, variant: Variant, steps: int = STEPS) -> Trained:
-    """Trains a tiny policy in this way and returns what plain PyTorch must equal."""
+    """Trains a tiny policy in this way and returns the results, which must equal those of plain PyTorch."""
     rank, world = strategy.comm.rank, strategy.comm.world
-    # Rank 0's weights must win, whatever the others were built with.
+    # Rank 0's weights must be used, whatever the other ranks were built with.
     policy: Any = tiny_policy(seed=rank, device="cpu" if strategy.materializes_weights else "meta")
     freeze(policy.hf, variant.frozen)
     policy = strategy.prepare_model(policy)

@@ -25,7 +25,7 @@ from lightrl.testing.tiny_training import STEPS
 
 
 class Report:
-    """Writes to disk after every part what was done, since a rank that fails ends the program."""
+    """Writes to disk after each part what was done so far, because a rank that fails ends the program."""
 
     def __init__(self, strategy: StrategyBase, folder: Path) -> None:
         self._strategy = strategy
@@ -33,7 +33,7 @@ class Report:
         self._content: dict[str, Any] = {"done": []}
 
     def run(self, name: str, function: Callable[[], Any]) -> Any:
-        """Runs one part on all ranks and notes that it is done."""
+        """Runs one part on all ranks and records that it is done."""
         self._say({"running": name})
         self._strategy.trained.entries.clear()
         self._strategy.max_norm = 1.0
@@ -100,7 +100,7 @@ def main() -> None:
     except Exception:
         sys.stderr.write(f"rank {strategy.comm.rank}:\n{traceback.format_exc()}\n")
         sys.stderr.flush()
-        raise SystemExit(1) from None  # at once: the other ranks wait in a collective until torchrun ends them
+        raise SystemExit(1) from None  # immediately: the other ranks wait in a collective until torchrun ends them
     strategy.close()
 
 

@@ -22,10 +22,10 @@ from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.strategy.base import StrategyBase, TrainBatchResult
 from lightrl.strategy.serving.colocated_serving import WeightSource
 
-VOCAB = 98  # no multiple of 3 or 4 ranks; the embedding is tied: both have broken sharded training before
+VOCAB = 98  # not a multiple of 3 or 4 ranks, and the embedding is tied: both have broken sharded training before
 TEMPERATURE = 0.8
 STEPS = 3
-_SMALL = 256  # elements; a reduction of less carries a norm or a flag, no gradients
+_SMALL = 256  # elements; a smaller reduction carries a norm or a flag, not gradients
 EVERYTHING = 99  # samples in a micro-batch: more than there are
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -44,7 +44,7 @@ def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=35,  # no multiple of 2, 3 or 4: shards of several ranks are of unequal size
+        hidden_size=35,  # not a multiple of 2, 3 or 4, so the ranks' shards differ in size
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -58,7 +58,7 @@ def tiny_policy(seed: int = 0, device: str = "cpu") -> Policy:
 
 
 def samples(step: int, count: int = 9) -> list[Experience]:
-    """Draws prompts of 1 to 6 tokens and responses of 1 to 12; the same on every rank."""
+    """Draws prompts of 1 to 6 tokens and responses of 1 to 12 tokens, the same on every rank."""
     draw = torch.Generator().manual_seed(100 + step)
     return [_experience(position, draw) for position in range(count)]
 
@@ -84,7 +84,7 @@ def _experience(position: int, draw: torch.Generator) -> Experience:
 
 
 def make_batch(experiences: Sequence[Experience]) -> PackedBatch:
-    """Packs samples into a micro-batch; none become a dummy."""
+    """Packs samples into a micro-batch; without samples it is a dummy."""
     if not experiences:
         return dummy_batch(temperature=TEMPERATURE)
     old = {(e.sample.position, 0): e.sample.sampler_logprobs for e in experiences}
@@ -137,7 +137,7 @@ def padded_loss(model: Any, experiences: Sequence[Experience]) -> Tensor:
 def plain_training(
     make_optimizer: MakeOptimizer, max_norm: float, *, frozen: str | None = None, steps: int = STEPS
 ) -> Trained:
-    """Takes plain steps in one process; parameters whose name begins with `frozen` do not train."""
+    """Trains in plain PyTorch in one process; parameters whose name begins with `frozen` do not train."""
     torch.manual_seed(0)
     model: Any = tiny_policy().hf
     model.set_attn_implementation("eager")
@@ -169,7 +169,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes AdamW with two groups, which a strategy must keep apart."""
+    """Makes AdamW with two parameter groups, which a strategy must keep apart."""
     found = list(parameters)
     half = len(found) // 2
     groups = [{"params": found[:half], "weight_decay": 0.1}, {"params": found[half:], "weight_decay": 0.0}]
@@ -177,7 +177,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes SGD, which hides no error of scale."""
+    """Makes SGD, which does not hide errors of scale."""
     return torch.optim.SGD(parameters, lr=0.05)
 
 
@@ -232,13 +232,13 @@ def expect(error_type: type[Exception] | tuple[type[Exception], ...], text: str,
 
 
 class StaleSource:
-    """Sends what another source sends, except for one parameter, which is stale."""
+    """A weight source that sends what another source sends, except for one stale parameter."""
 
     def __init__(self, honest: WeightSource, victim: str) -> None:
         self._honest, self._victim = honest, victim
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
-        """Returns those of the other source."""
+        """Returns the fingerprints of the other source."""
         return self._honest.weight_fingerprints(model, dtype)
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -249,7 +249,7 @@ class StaleSource:
 
 @contextmanager
 def counted_reductions() -> Iterator[list[str]]:
-    """Collects the names of large reductions that run inside it."""
+    """Collects the names of the large reductions that run in the body."""
     names = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the last since torch 2.13
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     calls: list[str] = []
