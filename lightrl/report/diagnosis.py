@@ -79,7 +79,7 @@ def _with_consequences(bad: Sequence[_Bad], step: int) -> list[_Bad]:
     if not after:
         return [*bad]
     told = "; ".join(f"{item.metric} ({_spans(item.steps)})" for item in after)
-    text = f"Bad steps of {told}. They most likely come from that update: mend it first."
+    text = f"Bad steps of {told}. They most likely come from that update: fix that first."
     follows = Finding("note", "What followed", text, after[0].metric)
     return [*(item for item in bad if item not in after), _Bad("", [], follows)]
 

@@ -110,8 +110,8 @@ def choose_confinement(unsafe: bool = False) -> Confinement:
         logger.info("Programs run in a sandbox by %s.", confinement)
         if confinement != "landlock" and hides_packages():
             logger.warning(
-                "Programs see the standard library alone, without installed packages such as numpy: these are in /tmp, "
-                "and each program has a /tmp of its own. Make Python's environment in another folder."
+                "Programs import the standard library only, without installed packages such as numpy: these are in "
+                "/tmp, and each program has a /tmp of its own. Put Python's environment in another folder."
             )
         return confinement
     if unsafe:

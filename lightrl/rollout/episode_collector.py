@@ -194,8 +194,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         if made is not None and not self._has_shown_failure:
             self._has_shown_failure = True
             logger.warning(
-                "An episode of prompt %d has failed and is left out, as all that fail are; episode/failed counts "
-                "them.\n%s",
+                "An episode of prompt %d has failed. Failed episodes are left out; episode/failed counts them.\n%s",
                 *(job.prompt.index, made.details.rstrip()),
             )
         return Sample(

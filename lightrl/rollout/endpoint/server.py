@@ -232,8 +232,8 @@ class Endpoint:
         if ignored and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "An agent asks for %s. Its turns are drawn at the run's --temperature and from the whole vocabulary, "
-                "as the trainer's logprobs are; such settings are left out.",
+                "An agent asks for %s, which is ignored. Its turns are drawn at the run's --temperature and from the "
+                "whole vocabulary, because the trainer's logprobs are of that distribution.",
                 ", ".join(ignored),
             )
         return requests.without_temperature(wish)
