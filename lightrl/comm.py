@@ -339,7 +339,7 @@ class RankComm(Comm):
             return False  # this rank's own error comes first
         return self._board is not None and bool(self._board.errors_of_others())
 
-    # ---- Collectives, each of which a group of one goes without ------------------------------------------------
+    # ---- Collectives, which are skipped in a group of one ------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
         return bool(self._reduced_int(int(flag), "max"))

@@ -135,7 +135,7 @@ def _opened(path: str, kind: str) -> Any:
 
 
 def _mapped_frames(path: str) -> Any:
-    """Maps the array of a .npy file without reading it. Pickled objects are refused, since they could run code."""
+    """Maps the array of a .npy file without reading it. Pickled objects are refused because they could run code."""
     _require_file(path, "video")
     try:
         frames = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def files_of(pattern: str) -> list[Path]:
-    """Returns the files that match a pattern such as data/part-*.jsonl, sorted by name; none if it is no pattern."""
+    """Returns the files that match a pattern such as data/part-*.jsonl, sorted by name; none without a wildcard."""
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return []
     return [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]

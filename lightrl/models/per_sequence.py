@@ -1,8 +1,8 @@
-"""Packs for models that cannot take one whole: each sequence runs by itself, in the mixers or in the whole decoder.
+"""Runs packs on models that cannot take a whole one: each sequence runs alone, in the mixers or in the whole decoder.
 
 A recurrent layer (Mamba, linear attention, a short convolution) carries a state along the row, so sequences laid end to
-end would mix. Where all else of a model can run on the pack, only these mixers take a sequence at a time. Where its
-attention cannot be replaced either, the whole decoder does: exact for every causal model, but slower.
+end would mix. If everything else in a model can run on the pack, only these mixers take one sequence at a time. If the
+attention cannot be replaced either, the whole decoder does so: exact for every causal model, but slower.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lightrl.models.packed_attention import (
 logger = logging.getLogger(__name__)
 
 _STATEFUL_TYPES = LAYER_TYPES | {"linear_attention", "conv", "hybrid", "moe", "mlp"}
-# Marks a module whose parts run a different number of times on each rank: what shards it must take it as one block.
+# Marks a module whose parts run a different number of times on each rank: it must be sharded as one block.
 RUNS_APART = "lightrl_runs_apart"
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def run_per_sequence(model: PreTrainedModel) -> None:
-    """Makes the decoder of a model, which cannot take a pack whole, run the sequences apart where they would mix."""
+    """Makes a decoder that cannot take a whole pack run the sequences separately wherever they would mix."""
     if model.get_decoder() is model and isinstance(getattr(model, "model", None), PreTrainedModel):
-        # Llama 4 names its decoder by a prefix that only its class with images has.
+        # Llama 4 names its decoder with a prefix that only its class with images has.
         model.get_decoder = MethodType(_inner_model, model)
     decoder: Any = model.get_decoder()
     config = decoder.config
@@ -61,11 +61,11 @@ def run_per_sequence(model: PreTrainedModel) -> None:
 
 
 def leave_weights_alone(decoder: Any) -> None:
-    """Keeps RWKV from halving its weights in place where it does not train, which no sync or checkpoint expects."""
+    """Keeps RWKV from halving its weights in place in evaluation mode, which no sync or checkpoint expects."""
     if not getattr(decoder.config, "rescale_every", 0):
         return
     was_training = decoder.training
-    decoder.train()._rescale_layers()  # undoes it
+    decoder.train()._rescale_layers()  # undoes the halving
     decoder.train(was_training)
     decoder.config.rescale_every = 0
 
@@ -75,7 +75,7 @@ def _inner_model(model: Any, /) -> Any:
 
 
 def _mixers(decoder: nn.Module) -> list[Any]:
-    """Returns the modules that carry a state along the row: all of them begin with a short convolution."""
+    """Returns the modules that carry a state along the row; all of them begin with a short convolution."""
     return [module for module in decoder.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
 
 
@@ -90,7 +90,7 @@ def _say_once(model_type: str, by_mixer: bool) -> None:
 
 
 def _carry_layout(decoder: Any, /, *args: Any, **inputs: Any) -> Any:
-    """Runs a decoder whose mixers know the boundaries of the pack, in the recomputation of a layer too."""
+    """Runs a decoder so that its mixers know the boundaries of the pack, even when a layer is recomputed."""
     forward = type(decoder).forward
     if CURRENT_LAYOUT.get() is None:
         return forward(decoder, *args, **inputs)
@@ -102,7 +102,7 @@ def _carry_layout(decoder: Any, /, *args: Any, **inputs: Any) -> Any:
 
 
 def _carrying_layout(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' checkpointing function, which runs a layer again in the backward, outside of any pack."""
+    """Wraps transformers' checkpointing function, because it reruns layers in the backward, outside of any pack."""
 
     @wraps(checkpoint)
     def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _carrying_layout(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mix_apart(mixer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Runs a mixer on each sequence of the pack, or as it is outside of a pack."""
+    """Runs a mixer on each sequence of the pack separately; outside of a pack it runs unchanged."""
     forward, layout = type(mixer).forward, CURRENT_LAYOUT.get()
     kwargs.pop(LAYOUT_KEYWORD, None)
     if layout is None:
@@ -140,7 +140,7 @@ def _mix_apart(mixer: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_apart(decoder: Any, /, *args: Any, **inputs: Any) -> Any:
-    """Runs a decoder on each sequence of the pack, or as it is outside of a pack."""
+    """Runs a decoder on each sequence of the pack separately; outside of a pack it runs unchanged."""
     forward, layout = type(decoder).forward, CURRENT_LAYOUT.get()
     if layout is None:
         return forward(decoder, *args, **inputs)
@@ -150,7 +150,7 @@ def _run_apart(decoder: Any, /, *args: Any, **inputs: Any) -> Any:
 
 
 def _accepted(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the inputs that a decoder takes: recurrent models know no positions."""
+    """Returns the inputs that a decoder accepts; recurrent models do not accept positions."""
     parameters = inspect.signature(forward).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(inputs)

@@ -1,4 +1,4 @@
-"""The language model, trained or a frozen reference: loading it, and scoring the tokens of packs."""
+"""Policy: loads a language model, to be trained or as a frozen reference, and scores the tokens of packs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 disable_progress_bar()  # every rank would draw one; the run has its own
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # ends of names
-# Types of model that tests/models/test_policy.py compares with their own logits, so that a run need not.
+_RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # endings of names
+# Model types that tests/models/test_policy.py compares with their own logits, so that runs need not do so.
 _TESTED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _TESTED_VERSIONS = ("5.19.", "5.23.", "5.24.")  # of transformers: the test suite ran with each of them
 
@@ -70,10 +70,10 @@ def response_batch(
     encoded: Sequence[EncodedPrompt] | None = None,
     keys: Sequence[tuple[int, int]] | None = None,
 ) -> PackedBatch:
-    """Lays (prompt, response) pairs of token ids end to end, to score the responses; nothing in the pack is trained.
+    """Lays (prompt, response) pairs of token ids end to end to score the responses; nothing in the pack is trained.
 
     Args:
-        encoded: the prompts as a vision-language model takes them; None for a model of text alone.
+        encoded: the prompts, encoded for a vision-language model; None for a text-only model.
         keys: the names of the sequences; None numbers them.
     """
     lengths = [len(prompt) + len(response) for prompt, response in pairs]
@@ -107,7 +107,7 @@ def _with_images(batch: PackedBatch, encoded: Sequence[EncodedPrompt]) -> Packed
 
 
 class Policy(nn.Module):
-    """A causal language model that scores packs. All its weights, the output embedding included, work inside forward.
+    """A causal language model that scores packs. All its weights, even the output embedding, are used inside forward.
 
     Attributes:
         is_actor: True for the model that is trained, False for a reference.
@@ -117,7 +117,7 @@ class Policy(nn.Module):
     is_actor = True
 
     def __init__(self, hf_model: PreTrainedModel, *, entropy: bool = True) -> None:
-        """Takes over a model from transformers: packs its attention and removes all randomness.
+        """Takes over a transformers model: makes its attention accept packs and removes all randomness.
 
         Args:
             entropy: False leaves the entropy NaN, for a frozen reference.
@@ -138,12 +138,12 @@ class Policy(nn.Module):
         return self.scores(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Returns the states behind the last layer, [T, H]; only this rank's tokens where ranks split them."""
+        """Returns the states after the last layer, [T, H]; if ranks split the tokens, those of this rank only."""
         embed = self._embeddings if self.takes_images or batch.vision is not None else None
         return packed_hidden_states(self.hf.get_decoder(), batch, embed, self.sequence_group)
 
     def scores(self, hidden: Tensor, batch: PackedBatch) -> TokenScores:
-        """Returns the scores of the response tokens from hidden_states()."""
+        """Returns the scores of the response tokens from the result of hidden_states()."""
         if self.sequence_group is not None:
             return self._scores_of_split(hidden, batch, self.sequence_group)
         support = None if batch.allowed is None else AllowedTokens(batch.allowed, len(batch.targets))
@@ -165,14 +165,14 @@ class Policy(nn.Module):
         return chosen_logprobs(hidden, head.weight, targets, transform, bias=getattr(head, "bias", None))
 
     def _embeddings(self, tokens: Tokens) -> dict[str, Any]:
-        """Returns tokens and images together, in place of token ids."""
+        """Returns the embeddings of tokens and images together, which replace the token ids."""
         if not self.takes_images:
             raise ValueError(f"The pack has images, and {self.hf.config.model_type} takes none.")
         return embedded(self.hf, tokens)
 
 
 def prepare_decoder(model: PreTrainedModel) -> None:
-    """Makes the decoder of a model take packs: whole ones, or one sequence at a time where it would mix them."""
+    """Makes the decoder of a model accept packs, which run whole, or sequence by sequence where they would mix."""
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         raise _no_decoder(model, decoder)
@@ -191,8 +191,8 @@ def _no_decoder(model: PreTrainedModel, found: object) -> ValueError:
 def remove_randomness(model: nn.Module) -> None:
     """Turns dropout, dropped layers and the noise of routers off for good, in training mode too.
 
-    Modules hold their rate in an nn.Dropout or, for the functional form, as a number. Those with a jitter (Mixtral,
-    PhiMoE, DBRX) stay in evaluation mode instead: PhiMoE draws its experts in training mode whatever the number is.
+    Modules hold their rate in an nn.Dropout or, for the functional form, as a number. Modules with a jitter (Mixtral,
+    PhiMoE, DBRX) stay in evaluation mode instead: in training mode PhiMoE draws its experts whatever the number is.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -206,7 +206,7 @@ def remove_randomness(model: nn.Module) -> None:
 
 def _keep_in_evaluation(module: Any) -> None:
     module.eval()
-    module.train = partial(_stay, module)  # what the train() of a module that holds it calls
+    module.train = partial(_stay, module)  # the train() of an enclosing module calls this
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -214,13 +214,13 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def softcap_of(text_config: Any) -> float | None:
-    """Returns the cap on the logits: most configs call it final_logit_softcapping."""
+    """Returns the cap on the logits, which most configs call final_logit_softcapping."""
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((float(cap) for name in names if (cap := getattr(text_config, name, None))), None)
 
 
 def logit_scale(text_config: Any, model_type: str) -> float:
-    """Returns what the logits are multiplied by: Cohere and HyperCLOVA X name a factor, Granite a divisor."""
+    """Returns the factor of the logits; Cohere and HyperCLOVA X state a factor, Granite a divisor."""
     scale = getattr(text_config, "logit_scale", None) or 1.0
     divisor = getattr(text_config, "logits_scaling", None) or 1.0
     return float(scale * divisor if "hyperclovax" in model_type else scale / divisor)
@@ -229,7 +229,7 @@ def logit_scale(text_config: Any, model_type: str) -> float:
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
     state = model.state_dict(keep_vars=True)
-    # A module may have extra state too, which is no tensor.
+    # A module may also have extra state, which is not a tensor.
     tensors = [(name, item) for name, item in state.items() if isinstance(item, Tensor)]
     return sorted((name, item) for name, item in tensors if not isinstance(item, nn.Parameter))
 
@@ -238,7 +238,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def check_model_folder(path: str, option: str = "--model") -> None:
-    """Raises unless the path may name a model, before transformers takes a wrong folder for a repository's name."""
+    """Raises an error unless the path can be a model, before transformers mistakes a wrong folder for a hub name."""
     folder = Path(path).expanduser()
     looks_local = path.startswith(("/", ".", "~")) or folder.exists()
     if not path or (":" in path and not folder.exists()):
@@ -273,7 +273,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def explained(path: str, what: str) -> Iterator[None]:
-    """Turns whatever a library says about a file that it cannot use into one sentence that names the model."""
+    """Turns any error of a library about an unusable file into one sentence that names the model."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -288,12 +288,12 @@ def _unreadable(path: str, what: str, error: Exception) -> ValueError:
 
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int:
-    """Returns how many tokens of prompt and response together the model takes; reads its config only."""
+    """Returns how many tokens prompt and response together may have in the model; reads only its config."""
     return stated_context(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
 
 
 def stated_context(text_config: Any) -> int:
-    """Returns how many positions a language model has; 2^30 if its config names no limit, as for recurrent models."""
+    """Returns how many positions a language model has; 2^30 if its config states no limit, as for recurrent models."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     return next((int(length) for name in names if (length := getattr(text_config, name, None))), 1 << 30)
 
@@ -333,10 +333,10 @@ def _missing_weights(path: str, names: Iterable[str]) -> ValueError:
 def load_teacher(
     path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, trust_remote_code: bool = False
 ) -> Policy:
-    """Loads a frozen model that scores another model's tokens, which must therefore have the same tokenizer.
+    """Loads a frozen model that scores another model's tokens, and therefore must have the same tokenizer.
 
     Args:
-        tokenizer: of the model whose tokens are scored.
+        tokenizer: the tokenizer of the model whose tokens are scored.
         materialize: as for load_policy().
     """
     check_model_folder(path, "--teacher_model")
@@ -364,8 +364,8 @@ def model_loader(config: Any) -> Any:
 
 def _check_text_only(config: Any) -> None:
     """Raises ValueError unless transformers has a language model for a config with vision."""
-    # A private table of transformers, which lists the config classes that AutoModelForCausalLM takes. It can go once a
-    # public function answers that without making a model; 5.19.0 has none:
+    # A private table of transformers that lists the config classes which AutoModelForCausalLM accepts. It can go once a
+    # public function tells this without making a model; 5.19.0 has none:
     # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/auto/auto_factory.py
     if not getattr(config, "auto_map", None) and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
@@ -379,15 +379,15 @@ def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -
     with torch.device("meta"):
         model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     model.tie_weights()
-    try:  # its end tokens count: without them this rank would not stop where the others do
+    try:  # its end tokens matter: without them this rank would not stop where the others do
         model.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError:  # the folder has none; from_pretrained makes it of the model's config then
+    except OSError:  # the folder has none; from_pretrained then derives it from the model's config
         model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
 
 
 def needs_score_check(model: PreTrainedModel) -> bool:
-    """Returns whether a run should check the scores of this model: the tests compare no model that is built like it."""
+    """Returns whether a run should check this model's scores, because the tests compare no model of this kind."""
     config = model.config
     is_tested = config.model_type in _TESTED_TYPES and type(model).__module__.startswith("transformers.")
     is_tested &= transformers.__version__.startswith(_TESTED_VERSIONS)

@@ -1,4 +1,4 @@
-"""The reward model: one score per sequence of a pack, by the same head and rule as transformers' own classifiers."""
+"""The reward model: one score per sequence of a pack, with the same head and rule as transformers' own classifiers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
 
 HEAD_NAME = "score"
-_HEAD_STREAM = 0x53434F5245  # keeps the draw of a new head apart from all others of the same seed
+_HEAD_STREAM = 0x53434F5245  # separates the random draw of a new head from all others of the same seed
 _CHECK_LENGTHS = (7, 7, 12)  # tokens of the sequences that check_reward_scores() runs
 
 
 class RewardModel(nn.Module):
-    """Scores a sequence at its last token that is no padding token, as AutoModelForSequenceClassification does."""
+    """Scores a sequence at its last token that is not padding, as AutoModelForSequenceClassification does."""
 
     is_actor = False
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
-        """Takes over a sequence-classification model of one label, and packs its attention."""
+        """Takes over a sequence-classification model with one label, and makes its attention accept packs."""
         super().__init__()
         self.hf: Any = hf_model
         hf_model.score.computes_in_float32 = True  # type: ignore[union-attr]  # half precision is too coarse to compare
@@ -36,7 +36,7 @@ class RewardModel(nn.Module):
         remove_randomness(hf_model)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Returns [S] float32 in the order of batch.keys."""
+        """Returns the scores, [S] float32, in the order of batch.keys."""
         group = self.sequence_group
         hidden = packed_hidden_states(self.hf.get_decoder(), batch, group=group)
         positions = last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
@@ -48,11 +48,11 @@ class RewardModel(nn.Module):
     def _score(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             scores: Tensor = self.hf.score(hidden.float())
-        return scores[:, 0].clone()  # a copy: FSDP warns of modules that give views
+        return scores[:, 0].clone()  # a copy: FSDP warns about modules that return views
 
 
 def last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
-    """Returns [S], the last token of each sequence that is not padding; the first token if all are padding."""
+    """Returns the index of each sequence's last token that is not padding, [S]; of the first token if all are."""
     device = input_ids.device
     starts = torch.tensor(cu_seqlens[:-1], device=device)
     lengths = torch.tensor([end - start for start, end in pairwise(cu_seqlens)], device=device)
@@ -67,9 +67,9 @@ def load_reward_model(
     """Loads a reward model in float32, from a language model (with a new head) or from a reward model (with its own).
 
     Args:
-        tokenizer: gives the padding token.
+        tokenizer: provides the padding token.
         materialize: False builds it on the meta device, for ranks that receive its weights later.
-        seed: of a new head.
+        seed: seed of a new head.
     """
     config = _config(path, tokenizer, trust_remote_code=trust_remote_code)
     loader, settings = AutoModelForSequenceClassification, {"dtype": torch.float32}
@@ -105,7 +105,7 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
 
 def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreTrainedModel:
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would report the new head
+    transformers_logging.set_verbosity_error()  # otherwise it would report the new head
     try:
         with explained(path, "weights"):
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -128,7 +128,7 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
 
 
 def check_reward_scores(model: RewardModel) -> None:
-    """Raises ValueError unless the scores of a pack are those of the model's own forward, to 1e-3.
+    """Raises ValueError unless the scores of a pack equal those of the model's own forward, to within 1e-3.
 
     This refuses models that pool or mix tokens in another way. Call it before the model is sharded.
     """

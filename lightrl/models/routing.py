@@ -1,6 +1,6 @@
-"""The routers of a mixture of experts: where they are, which experts they choose, and how they weigh chosen ones.
+"""The routers of a mixture of experts: where they are, which experts they choose, and how they weight these.
 
-transformers names a model's class of routers in `_can_record_outputs`. Each returns logits, weights and indices.
+transformers names the class of a model's routers in `_can_record_outputs`. Each returns logits, weights and indices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-UNKNOWN = -1  # stands for an expert where nobody recorded one: a response's last token, which no engine runs
+UNKNOWN = -1  # stands for an expert that nobody recorded, as for a response's last token, which no engine runs
 _LAYER = re.compile(r"(.*?\blayers\.(\d+))\.")
 
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
@@ -24,10 +24,10 @@ class Router:
     """One router of a model."""
 
     module: nn.Module
-    layer_name: str  # of the decoder layer that it is in
+    layer_name: str  # of the decoder layer that contains it
     layer: int
-    logits_at: int  # index of the logits in what the module returns: 0, or 2 with the experts first
-    weigh: Weigh  # from the module, logits [t, E] and experts [t, k] to weights [t, k]
+    logits_at: int  # index of the logits in the module's output: 0, or 2 if the experts come first
+    weigh: Weigh  # maps the module, logits [t, E] and experts [t, k] to weights [t, k]
 
     def logits(self, output: Sequence[Tensor]) -> Tensor:
         """Returns the logits in the module's output, [t, E]."""
@@ -38,14 +38,14 @@ class Router:
         return output[2 - self.logits_at]
 
     def with_experts(self, output: Sequence[Tensor], experts: Tensor) -> tuple[Tensor, ...]:
-        """Returns the output with these experts, weighed by the module's own logits."""
+        """Returns the output with the experts replaced by these, weighted by the module's own logits."""
         weights = self.weigh(self.module, self.logits(output), experts).to(output[1].dtype)
         parts = (self.logits(output), weights, experts)
         return parts if self.logits_at == 0 else parts[::-1]
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Returns the routers in the order of their layers; raises ValueError for none, or for one of an unknown kind."""
+    """Returns the routers in the order of their layers; raises ValueError if there are none, or one of unknown kind."""
     kinds = _router_kinds(model)
     found = []
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def uses_sigmoid(routers: Sequence[Router]) -> bool:
 
 @torch.no_grad()
 def check_rules(routers: Sequence[Router]) -> None:
-    """Raises ValueError unless each router's own weights follow from its logits and experts, by a few random states."""
+    """Raises ValueError unless each router's weights follow from its logits and experts, for a few random states."""
     for router in routers:
         weight = next(router.module.parameters())
         hidden = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def check_rules(routers: Sequence[Router]) -> None:
 
 
 def _router_kinds(model: nn.Module) -> list[tuple[type, int]]:
-    """Returns classes of routers, and where in their output the logits are."""
+    """Returns the classes of routers, and the index of the logits in their output."""
     kinds: dict[type, int] = {}
     for module in model.modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}
@@ -103,11 +103,11 @@ def _unknown_router(module: nn.Module) -> ValueError:
     )
 
 
-# ---- How chosen experts are weighed --------------------------------------------------------------------------------
+# ---- How chosen experts are weighted -------------------------------------------------------------------------------
 
 
 def _rule(module: Any) -> Weigh | None:
-    """Returns the rule of a router; None if it has none of those known here."""
+    """Returns the weighting rule of a router; None if it has none of those known here."""
     name = type(module).__name__
     if name.startswith("Phimoe"):
         return _sparse_mixer

@@ -1,8 +1,8 @@
 """Routing replay (R3, arXiv:2510.11370): the trainer's forward uses the experts that the engine chose for each token.
 
 Trainer and engine round differently, so now and then a router chooses another expert, and the token's probability
-jumps. Here the choice comes from the engine and only its weights from the trainer's router, which gets a gradient
-through them. Attached to a policy when it is asked for; a pack that has no routing runs as ever.
+jumps. Here the choice comes from the engine, and only the weights of the chosen experts come from the trainer's router,
+which gets a gradient through them. It is attached to a policy on request; a pack without routing runs as usual.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _KEYWORD = "expert_routing"
 
 
 class RoutingReplay:
-    """Hooks on a policy and its routers. What the routers did comes back in the policy's scores."""
+    """Hooks on a policy and its routers; the policy's scores then also report what the routers did."""
 
     def __init__(self, policy: Policy, *, keeps_logits: bool) -> None:
-        """Attaches to the policy, before it is sharded; raises ValueError if it is no mixture of experts.
+        """Attaches to the policy before it is sharded; raises ValueError if it is not a mixture of experts.
 
-        keeps_logits: the scores have the logits of the routers, for their losses.
+        With keeps_logits the scores contain the logits of the routers, for their losses.
         """
         self._routers = routers_of(policy.hf)
         self._is_sigmoid = uses_sigmoid(self._routers)
         self._keeps_logits = keeps_logits
         if not next(self._routers[0].module.parameters()).is_meta:
             check_rules(self._routers)
-        self._batch: PackedBatch | None = None  # under way in the policy's forward; None in a recomputation
+        self._batch: PackedBatch | None = None  # the pack in the policy's current forward; None in a recomputation
         self._replayed: dict[int, Tensor] = {}  # by router: the experts [t, k] for the layer that runs now
-        self._logits: list[Tensor] = []  # [t, E] of each router, in the forward under way
-        self._experts: list[Tensor] = []  # [t, k] that were used
-        self._differs: list[Tensor] = []  # [t] bool, of the experts that the trainer would have chosen
+        self._logits: list[Tensor] = []  # [t, E] of each router, in the current forward
+        self._experts: list[Tensor] = []  # [t, k], the experts that were used
+        self._differs: list[Tensor] = []  # [t] bool, whether the trainer would have chosen other experts
         self._hooks: list[RemovableHandle] = []
         self.follow(policy)
         self._hooks.append(policy.hf.get_decoder().register_forward_pre_hook(self._hand_on, with_kwargs=True))
@@ -51,13 +51,13 @@ class RoutingReplay:
             self._hooks.append(router.module.register_forward_hook(partial(self._route, index)))
 
     def follow(self, policy: Policy) -> None:
-        """Serves a policy that has taken over the same model from another one."""
+        """Switches to another policy that has taken over the same model."""
         self._policy = policy
         self._hooks.append(policy.register_forward_pre_hook(self._begin))
         self._hooks.append(policy.register_forward_hook(self._end))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -68,7 +68,7 @@ class RoutingReplay:
         self._logits, self._experts, self._differs = [], [], []
 
     def _hand_on(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Gives the routing to the decoder as a keyword, so that a checkpointed layer is recomputed with its own."""
+        """Passes the routing to the decoder as a keyword, so that a checkpointed layer is recomputed with its own."""
         if self._batch is None or self._batch.routing is None:
             return None
         return args, {**kwargs, _KEYWORD: _own_part(self._batch.routing, self._policy)}
@@ -114,9 +114,9 @@ class RoutingReplay:
 
 
 def attach_replay(policy: Policy, *, keeps_logits: bool) -> None:
-    """Makes a policy use the experts in the packs that have them, and report on its routers.
+    """Makes a policy use the recorded experts of packs that have them, and report on its routers.
 
-    Where another policy had the model before, its hooks serve this one.
+    If another policy had the model before, its hooks are reused.
     """
     decoder: Any = policy.hf.get_decoder()
     if hasattr(decoder, "routing_replay"):
@@ -126,7 +126,7 @@ def attach_replay(policy: Policy, *, keeps_logits: bool) -> None:
 
 
 def detach_replay(model: nn.Module) -> bool:
-    """Takes the replay from a policy whose layers something else computes; returns whether it had one."""
+    """Removes the replay from a policy whose layers something else computes; returns whether it had one."""
     decoder: Any = model.hf.get_decoder() if isinstance(model, Policy) else None
     if not hasattr(decoder, "routing_replay"):
         return False
@@ -138,14 +138,14 @@ def detach_replay(model: nn.Module) -> bool:
 def _attention_of(layer: nn.Module) -> nn.Module:
     """Returns the module that runs in each recomputation of a layer, before its router, with the layer's keywords.
 
-    The layer itself will not do: since transformers 5.24 its own hooks run once, outside of what is recomputed.
+    The layer itself does not work: since transformers 5.24 its own hooks run only once, outside of the recomputation.
     https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/modeling_layers.py
     """
     return next(child for name, child in layer.named_children() if "attn" in name or "attention" in name)
 
 
 def _own_part(routing: Tensor, policy: Policy) -> Tensor:
-    """Returns the routing of the tokens that this rank runs, where ranks split a pack; see split_tokens()."""
+    """Returns the routing of this rank's tokens, if ranks split a pack; see split_tokens()."""
     group = policy.sequence_group
     if group is None:
         return routing
@@ -159,9 +159,9 @@ def _own_part(routing: Tensor, policy: Policy) -> Tensor:
 def balance_loss(scores: RoutingScores, cu_seqlens: tuple[int, ...]) -> Tensor:
     """Returns the load-balancing loss of each sequence, [S], a mean over the layers; 1 is perfect balance.
 
-    With f the share of a sequence's choices that fell on an expert, and P its mean probability there, a layer's loss is
-    E * sum of f * P over its E experts (arXiv:2101.03961, by sequence as in arXiv:2412.19437). By sequence it does not
-    depend on how a step is cut into micro-batches.
+    If f is the share of a sequence's choices that fell on an expert, and P the expert's mean probability, a layer's
+    loss is E * sum of f * P over its E experts (arXiv:2101.03961, per sequence as in arXiv:2412.19437). Per sequence it
+    does not depend on how a step is cut into micro-batches.
     """
     layers = []
     for logits, experts in zip(scores.logits, scores.experts, strict=True):

@@ -1,7 +1,7 @@
-"""Adapters that peft saved, which an engine applies beside those that a run trains (--lora.others).
+"""Adapters saved by peft that an engine applies in addition to those that a run trains (--lora.others).
 
-They are checked on a model without memory for weights, into which peft puts what their files describe. So layers,
-ranks and scales are those that peft would use.
+They are checked on a model without memory for weights, into which peft puts the adapters that their files describe. So
+the layers, ranks and scales are those that peft would use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightrl.models.lora import (
     trained_parameters,
 )
 
-# What a config may ask for besides factors of linear layers. An engine would have to do it, and does not.
+# Features besides factors of linear layers that a config may request but that no engine supports.
 _MORE_THAN_FACTORS = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -39,24 +39,24 @@ _MORE_THAN_FACTORS = (
     "use_bdlora",
     "use_qalora",
 )
-_DRAWS = ("gaussian", "eva", "orthogonal")  # of init_lora_weights, which leave the weights under the adapter alone
+_DRAWS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the adapted weights unchanged
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """The factors of an adapter, whole and in float32, by the layer that each pair stands beside."""
+    """The factors of an adapter, whole and in float32, by the name of the layer to which each pair belongs."""
 
     factors: Mapping[str, tuple[Tensor, Tensor]]  # [rank, inputs] and [outputs, rank], the latter scaled
 
     @property
     def rank(self) -> int:
-        """The largest of any layer."""
+        """The largest rank of any layer."""
         return max(down.shape[0] for down, _ in self.factors.values())
 
 
 def layers_of_saved(folders: Mapping[str, str], model: nn.Module) -> dict[str, list[str]]:
-    """Returns the layers of each adapter; ValueError for one that does not fit the model. Reads no weights.
+    """Returns the layers of each adapter without reading weights; raises ValueError for one that does not fit.
 
     model: The architecture, on the meta device and without adapters.
     """
@@ -65,12 +65,12 @@ def layers_of_saved(folders: Mapping[str, str], model: nn.Module) -> dict[str, l
 
 
 def read_saved_adapters(folders: Mapping[str, str], model: nn.Module) -> dict[str, SavedAdapter]:
-    """Reads adapters by their names; model: as for layers_of_saved()."""
+    """Reads the given adapters, by name; model is as for layers_of_saved()."""
     return {name: _read(name, folder, model) for name, folder in folders.items()}
 
 
 def described_ranks(name: str, folder: str, model: nn.Module) -> dict[str, int]:
-    """Returns the rank of an adapter beside each layer, by adapter_config.json alone; ValueError if it does not fit."""
+    """Returns an adapter's rank in each layer, from adapter_config.json alone; raises ValueError if it does not fit."""
     option = _option(name, folder)
     host = _injected(read_config(folder, option, files=("adapter_config.json",)), option, model)
     adapters = adapters_of(host)
@@ -91,7 +91,7 @@ def _read(name: str, folder: str, model: nn.Module) -> SavedAdapter:
 
 
 def _described(name: str, folder: str, model: nn.Module) -> dict[str, Adapter]:
-    """Returns the adapters of a folder by the weight that each is added to, without values, if they fit the model."""
+    """Returns the adapters in a folder, without values, by the weight to which each is added, if they fit the model."""
     option = _option(name, folder)
     host = _injected(read_config(folder, option), option, model)
     _check_file(Path(folder), option, dict(trained_parameters(host)))
@@ -103,7 +103,7 @@ def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
     from peft import inject_adapter_in_model
 
     _require_factors_alone(config, option)
-    config.init_lora_weights = True  # of no account, since nothing is drawn on the meta device
+    config.init_lora_weights = True  # has no effect, because nothing is drawn on the meta device
     host = copy.deepcopy(model)
     for parameter in host.parameters():
         parameter.requires_grad_(False)
@@ -119,7 +119,7 @@ def _require_factors_alone(config: Any, option: str) -> None:
     asked = [field for field in _MORE_THAN_FACTORS if getattr(config, field, None)]
     drawn = config.init_lora_weights
     if isinstance(drawn, str) and drawn not in _DRAWS:
-        asked.append(f"init_lora_weights {drawn}")  # it changed the weights under the adapter
+        asked.append(f"init_lora_weights {drawn}")  # it changed the adapted weights
     if asked:
         raise ValueError(
             f"{option} asks for {', '.join(asked)}, which engines do not apply. Save it as plain LoRA: factors beside "

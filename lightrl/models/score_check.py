@@ -1,6 +1,6 @@
-"""Checks a model's scores on a few tokens: they must be those of its own logits, and the same in training mode.
+"""Checks a model's scores on a few tokens: they must agree with its own logits, and not change in training mode.
 
-The check refuses models that change their logits, mix tokens or draw random numbers in a way that Policy does not know.
+The check refuses models that change their logits, mix tokens or draw random numbers in a way unknown to Policy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LENGTHS = ((4, 3), (4, 3), (7, 5))  # tokens of the prompts and responses
 _GRID = (1, 4, 6)  # patches of the image in the last prompt: 6 features of 2 x 2
 _TEMPERATURE = 0.7
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-_SHORT_WINDOW = 9  # between the shorter sequences of the checks, of 7 tokens, and the longest, of 12
+_SHORT_WINDOW = 9  # between the shorter sequences of the checks (7 tokens) and the longest (12 tokens)
 _BEFORE = 6  # tokens of the longest sequence that lie before a length at which a rope changes
 
 
 def check_scores(policy: Policy, device: torch.device) -> None:
-    """Raises ValueError unless the policy agrees with the model's own logits, to 1e-3 (3e-2 in half precision).
+    """Raises ValueError unless the policy agrees with the model's own logits to 1e-3 (3e-2 in half precision).
 
     Call it before the policy is sharded.
     """
@@ -87,14 +87,14 @@ def random_tokens(model: PreTrainedModel, count: int, seed: int) -> tuple[int, .
 
 
 def _own_logits(model: PreTrainedModel, batch: PackedBatch, encoded: Sequence[EncodedPrompt] | None) -> Tensor:
-    """Returns [T, V] float32, by the model's own forward with eager attention, one sequence at a time."""
+    """Returns logits, [T, V] float32, of the model's own forward with eager attention, one sequence at a time."""
     decoder, rows = model.get_decoder(), []
     packed = decoder.config._attn_implementation
     decoder.set_attn_implementation("eager")
     try:
         for index, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
             ids, first = batch.input_ids[start:end], int(batch.position_ids[..., start].max())
-            if encoded is None:  # one token more, which the others do not see in a causal model
+            if encoded is None:  # one more token, which the others do not see in a causal model
                 ids = torch.cat([ids, ids[:1]])
                 more = {"position_ids": torch.arange(first, first + len(ids), device=ids.device)[None]} if first else {}
             else:
@@ -116,7 +116,7 @@ def _image_inputs(prompt: EncodedPrompt, num_tokens: int, device: torch.device) 
 
 
 def _with_random_image(config: Any, prompts: Sequence[Sequence[int]]) -> list[EncodedPrompt]:
-    """Encodes prompts of text, the last with an image in its middle."""
+    """Encodes text prompts, the last one with an image in its middle."""
     texts = [
         EncodedPrompt(
             token_ids=tuple(ids),
@@ -159,10 +159,10 @@ def random_image_in(
 def thresholds_in_reach(model: PreTrainedModel, batch: PackedBatch) -> Iterator[PackedBatch]:
     """Yields the pack to check with, whose sequences lie on both sides of every threshold of the model.
 
-    Inside the context sliding windows are shorter than the pack's longest sequence, which comes last. Where the config
-    names a length at which the rope changes, that sequence has the positions around it.
+    Within the context manager, sliding windows are shorter than the pack's longest sequence, which comes last. If the
+    config names a length at which the rope changes, that sequence has positions around it.
     """
-    decoder = model.get_decoder()  # not the vision tower, whose windows are of images
+    decoder = model.get_decoder()  # not the vision tower, whose windows apply to images
     owners = (decoder.config, *decoder.modules())
     changed = [(owner, name) for owner in owners for name in _WINDOWS if _is_long(owner, name)]
     before = [getattr(owner, name) for owner, name in changed]
@@ -182,7 +182,7 @@ def _is_long(owner: Any, name: str) -> bool:
 
 
 def _moved_to(batch: PackedBatch, length: int) -> PackedBatch:
-    """Returns the pack with the positions of its last sequence around a length."""
+    """Returns the pack with the positions of its last sequence moved to around a length."""
     positions = batch.position_ids.clone()
     positions[batch.cu_seqlens[-2] :] += max(0, length - _BEFORE)
     return replace(batch, position_ids=positions)
@@ -201,12 +201,12 @@ class _Call:
 
 
 def refuse_randomness(model: nn.Module, run: Callable[[], object], difference: float) -> ValueError:
-    """Returns the error for a model whose scores differ in training mode, naming the module that does it.
+    """Returns the error for a model whose scores differ in training mode, which names the responsible module.
 
     Args:
         model: the model that run() calls.
         run: runs the model on the same tokens each time.
-        difference: of the largest score, relative.
+        difference: the difference, relative to the largest score.
     """
     model.eval()
     expected = _calls(model, run)

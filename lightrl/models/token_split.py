@@ -1,4 +1,4 @@
-"""Sequence parallelism inside a model: one rank's part of a pack, where a group of ranks splits every pack.
+"""Sequence parallelism inside a model: a group of ranks splits every pack, and each runs one part of it.
 
 Each rank of the group starts with the same pack and ends with the scores of all its tokens, so losses need not change.
 """
@@ -29,13 +29,13 @@ class SequenceGroup(Protocol):
         ...
 
     def to_heads(self, part: Tensor) -> Tensor:
-        """Turns all heads of this rank's tokens, [1, heads, T / size, dim], into its heads of all tokens."""
+        """Exchanges all heads of this rank's tokens, [1, heads, T / size, dim], for its heads of all tokens."""
 
     def to_tokens(self, part: Tensor) -> Tensor:
-        """Turns this rank's heads of all tokens, [1, T, heads / size, dim], into all heads of its tokens."""
+        """Exchanges this rank's heads of all tokens, [1, T, heads / size, dim], for all heads of its tokens."""
 
     def total(self, part: Tensor) -> Tensor:
-        """Sums over the ranks; the gradient reaches each summand as if every rank had the one loss."""
+        """Sums over the ranks; each summand gets the gradient of a single loss that all ranks share."""
 
 
 class Tokens(Protocol):
@@ -43,12 +43,12 @@ class Tokens(Protocol):
 
     @property
     def input_ids(self) -> Tensor:
-        """[t] int64."""
+        """The token ids, [t] int64."""
         ...
 
     @property
     def position_ids(self) -> Tensor:
-        """[t] or [3, t] int64."""
+        """The positions, [t] or [3, t] int64."""
         ...
 
     @property
@@ -69,14 +69,14 @@ class TokenSplit:
     input_ids: Tensor  # [t] int64
     position_ids: Tensor  # [t] or [3, t] int64
     cu_seqlens: tuple[int, ...]  # of the whole pack with its padding
-    vision: VisionInputs | None = None  # all images of the pack, and the tokens of the rank that stand for them
+    vision: VisionInputs | None = None  # all images of the pack, and this rank's tokens that stand for them
 
 
 def split_tokens(batch: Tokens, group: SequenceGroup) -> TokenSplit:
     """Returns this rank's part of a pack.
 
-    The pack is padded to a multiple of the group's size by a sequence of its own, which nothing else attends to and
-    nothing scores.
+    The pack is padded to a multiple of the group's size with an extra sequence, which nothing attends to and which is
+    not scored.
     """
     num_tokens = batch.input_ids.shape[0]
     padding = -num_tokens % group.size
@@ -99,7 +99,7 @@ def _split_vision(vision: VisionInputs, start: int, stop: int) -> VisionInputs:
 def apply_to_split(
     score: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, positions: Tensor, group: SequenceGroup
 ) -> tuple[Tensor, ...]:
-    """Scores positions of a pack whose hidden states lie on several ranks; a collective.
+    """Scores positions of a pack whose hidden states are spread over several ranks; this is a collective.
 
     Args:
         score: takes m of this rank's hidden states, [m, H], and which of the positions they belong to, [m] int64 in
@@ -108,7 +108,7 @@ def apply_to_split(
         positions: [N] int64, positions in the whole pack.
 
     Returns:
-        What score returned, as tensors of shape [N] that are the same on every rank.
+        The results of score, as tensors of shape [N] that are the same on every rank.
     """
     rows, which = held_positions(positions, hidden.shape[0], group)
     return tuple(
@@ -117,7 +117,7 @@ def apply_to_split(
 
 
 def held_positions(positions: Tensor, num_held: int, group: SequenceGroup) -> tuple[Tensor, Tensor]:
-    """Returns the rows of this rank's hidden states that have one of the positions, and which positions these are."""
+    """Returns which rows of this rank's hidden states belong to one of the positions, and to which of them."""
     start = group.rank * num_held
     which = ((positions >= start) & (positions < start + num_held)).nonzero()[:, 0]
     return positions[which] - start, which

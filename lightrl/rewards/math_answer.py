@@ -36,7 +36,7 @@ class MathAnswer:
 
 
 def _parse_expected(verifier: Any, answer: str) -> list[Any]:
-    """Parses the prompt's answer; raises ValueError if it is no mathematics, which a reward of 0 would hide."""
+    """Parses the prompt's answer; raises ValueError if it is not mathematics, which a reward of 0 would hide."""
     answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
     is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     parsed: list[Any] = verifier.parse(

@@ -111,7 +111,7 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
-    """Returns an episode that has heard the first observation: a text, or messages behind those of the prompt."""
+    """Returns an episode that has heard the first observation: a text, or messages after those of the prompt."""
     if opening and not isinstance(opening, str):
         return Episode(engine.encode_prompt([*data.messages, *opening], tools=()))
     episode = Episode(data.token_ids)
