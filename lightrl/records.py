@@ -33,7 +33,7 @@ class Status(Enum):
     FAILED = "failed"  # its workflow raised an error or ran out of time
 
     def to(self, following: Status) -> Status:
-        """Returns the next status, by its name; raises ValueError if it cannot follow this one."""
+        """Returns the given status; raises ValueError if it cannot follow this one."""
         if following not in _FOLLOWING[self]:
             raise _cannot_follow(self, following)
         return following
@@ -141,7 +141,7 @@ class Sample:
         return min(chosen, default=self.start_version)
 
     def to(self, status: Status) -> Sample:
-        """Returns the sample with its next status; raises ValueError if that status cannot follow the present one."""
+        """Returns the sample with this status; raises ValueError if it cannot follow the present one."""
         return replace(self, status=self.status.to(status))
 
 

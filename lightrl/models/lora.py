@@ -51,7 +51,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
 
     Args:
         model: as transformers made it, without the wrapper. Parameters of the wrapper, such as a value head, train.
-        seed: decides new adapters alone, whatever was drawn before.
+        seed: seed of new adapters, which do not depend on earlier draws.
         trained: modules of the model that train as a whole, such as ("score",).
     """
     if not options.is_on:

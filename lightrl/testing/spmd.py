@@ -104,7 +104,7 @@ def _has_gpu() -> bool:
 
 
 def _may_fork(env: Mapping[str, str] | None) -> bool:
-    """Returns False with CUDA and on macOS, whose libraries do not survive a fork."""
+    """Returns False if env changes what imports read, and with CUDA or macOS, whose libraries do not survive a fork."""
     read = {name: value for name, value in (env or {}).items() if name.startswith(_READ_BY_IMPORTS)}
     is_same = all(ENVIRONMENT.get(name) == value for name, value in read.items())
     return sys.platform == "linux" and not _has_gpu() and is_same
