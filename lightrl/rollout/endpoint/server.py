@@ -232,7 +232,7 @@ class Endpoint:
         if ignored and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "An agent asks for %s, which is ignored. Its turns are drawn at the run's --temperature and from the "
+                "An agent asks for %s, which the run ignores. Turns are drawn at the run's --temperature and from the "
                 "whole vocabulary, because the trainer's logprobs are of that distribution.",
                 ", ".join(ignored),
             )
