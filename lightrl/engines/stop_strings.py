@@ -1,4 +1,4 @@
-"""Stop strings: where a text ends a sample, for every engine, since none of them has a tokenizer here."""
+"""Stop strings: ends samples at given texts, for every engine, since no engine has a tokenizer here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrl.records import FinishReason
 
 
 def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
-    """Raises ValueError for stop strings that could not be looked for."""
+    """Raises ValueError for stop strings that cannot be searched for."""
     if isinstance(stop, str) or any(not isinstance(text, str) or not text for text in stop):
         raise ValueError(f"stop is {stop!r}: it must be a tuple of texts, none of them empty.")
     if tokenizer is None:
@@ -19,18 +19,18 @@ def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
 
 
 def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any, min_new_tokens: int = 0) -> Completion:
-    """Cuts behind the token that completes the first stop string, where an engine that knew it would have stopped.
+    """Cuts a sample after the token that completes its first stop string, where an engine would have stopped.
 
-    A draw depends on seed, sample and token alone, so what stays is what such an engine would have made. A stop string
-    that ends within the first min_new_tokens tokens does not count.
+    A draw depends only on seed, sample and token, so the result is what an engine that knows stop strings would have
+    made. A stop string that ends within the first min_new_tokens tokens does not count.
     """
     end = first_stop(item.output_token_ids, stop, tokenizer, after=min_new_tokens)
     return item if end is None else cut_to(item, end, "stop")
 
 
 def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
-    """Returns the completion as if its sample had ended after so many tokens."""
-    num_run = len(item.prompt_token_ids) + length - 1  # an engine runs no sample's last token
+    """Returns the completion as if its sample had ended after this many tokens."""
+    num_run = len(item.prompt_token_ids) + length - 1  # an engine never runs a sample's last token
     return replace(
         item,
         output_token_ids=item.output_token_ids[:length],
@@ -43,9 +43,9 @@ def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
 
 
 def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *, after: int = 0) -> int | None:
-    """Returns how many tokens hold the first stop string that ends after so many, or None.
+    """Returns the number of tokens up to the first stop string that ends after `least` tokens, or None.
 
-    It is a binary search, since text only grows.
+    This is a binary search, since a text only grows.
     """
 
     def decode(count: int) -> str:

@@ -1,1 +1,1 @@
-"""Prompts that are computed once for all their samples (--share_prompts); nothing here is imported by a run without."""
+"""Prompts that are computed once for all their samples (--share_prompts); other runs import nothing of it."""

@@ -1,8 +1,8 @@
-"""Attention over the tree of a pack: each segment sees itself causally, and all of every segment above it.
+"""Attention over the tree of a pack: a segment sees itself causally, and every segment above it in full.
 
-The parts are computed apart and joined by their log-sum-exps, as flash-attention joins blocks of keys. The backward
-gives each part the joined output and log-sum-exp: with these, its gradients are those of the whole. Where trees are so
-small that their calls cost more than what they compute, all of them are computed by one call with a mask.
+The parts are computed separately and joined by their log-sum-exps, as flash-attention joins blocks of keys. The
+backward gives each part the joined output and log-sum-exp, with which its gradients are those of the whole. If trees
+are so small that calls cost more than their work, all of them are computed in one call with a mask.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lightrl.sharing.tree import Branch, PrefixTree
 # They can go once it returns it: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/native_functions.yaml
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_PAIRS_OF_A_CALL = 8192  # of tokens: they take about as long as a call for a few of them, forward and backward
+_PAIRS_OF_A_CALL = 8192  # pairs of tokens that take about as long as a call for a few, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The small trees of a pack, a row for each, padded to the largest."""
+    """The small trees of a pack, one per row, padded to the largest."""
 
     count: int
     width: int
-    places: Tensor  # [count * width] int64 in [0, U): the token, or the first of the row where there is none
+    places: Tensor  # [count * width] int64 in [0, U): the token, or for padding the first of the row
     inverse: Tensor  # [U] int64 in [0, count * width)
-    mask: Tensor  # [count, 1, width, width] float32: 0 where a query's token sees a key's, else -inf
+    mask: Tensor  # [count, 1, width, width] float32: 0 where a query sees a key, else -inf
 
     def seen(self, part: Tensor) -> Tensor:
-        """Returns the mask in the type of a part: the kernel misreads another beside more than 32 tokens of float64."""
+        """Returns the mask in a part's type, since the kernel misreads others with over 32 tokens of float64."""
         return self.mask.to(part.dtype)
 
     def rows(self, part: Tensor) -> Tensor:
@@ -47,19 +47,19 @@ class Grid:
         return stack_sequences(part.index_select(2, self.places), self.count, self.width)
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """Undoes rows()."""
+        """Turns [count, heads, width, dim] back into [1, heads, U, dim]."""
         return _flat(rows).index_select(2, self.inverse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLayout(PackedLayout):
-    """The segments of a tree. The runs are those of the segments sorted by length."""
+    """The segments of a tree; runs of equal length are those of the sorted segments."""
 
     branches: tuple[Branch, ...]
-    grid: Grid | None  # None: too large for one
+    grid: Grid | None  # None: trees too large for one
     order: Tensor  # [U] int64: the tokens of the segments sorted by length
-    inverse: Tensor  # [U] int64: undoes it
-    copying: list[Scoring] = field(default_factory=list)  # the kinds of attention that had to copy keys
+    inverse: Tensor  # [U] int64: the inverse order
+    copying: list[Scoring] = field(default_factory=list)  # kinds of attention that had to copy keys
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention along the paths of the tree: [1, U, heads, dim]."""
@@ -92,7 +92,7 @@ def tree_layout(tree: PrefixTree) -> TreeLayout:
 
 
 def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
-    """Returns the trees of a pack in rows; None for more pairs of tokens than that."""
+    """Returns the trees of a pack in rows; None if they have too many pairs of tokens."""
     ends = {branch.start: branch.end for branch in tree.branches}
     spans = [(start, ends.get(start, stop)) for start, stop in pairwise(tree.cu_seqlens)]
     rows: list[tuple[int, int]] = []
@@ -104,11 +104,11 @@ def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
     starts, stops = np.asarray(rows).T[..., None]
     is_token = starts + np.arange(width) < stops
     places = np.where(is_token, starts + np.arange(width), starts)
-    # A token is seen by those behind it, up to the end of the tree below its segment.
+    # A token is seen by later ones, up to the end of the subtree of its segment.
     seen_until = np.repeat([end for _, end in spans], np.diff(tree.cu_seqlens))
     query, key = places[:, :, None], places[:, None]
     sees = (key <= query) & (query < seen_until[key]) & is_token[:, :, None] & is_token[:, None]
-    sees |= np.eye(width, dtype=np.bool_)  # padding sees itself, so that it is neither NaN nor seen by a token
+    sees |= np.eye(width, dtype=np.bool_)  # padding sees only itself, so that it is not NaN and no token sees it
     return Grid(
         count=count,
         width=width,
@@ -119,7 +119,7 @@ def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
 
 
 class _GridAttention(torch.autograd.Function):
-    """Attention by one call of the kernel of a CPU. The gradient of padding stays in it: only padding sees padding."""
+    """Attention in one call of a CPU kernel. The gradient of padding stays in it, as only padding sees padding."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: Grid, scale: float) -> Tensor:
@@ -139,7 +139,7 @@ class _GridAttention(torch.autograd.Function):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Attention by the kernels of a CPU; saves no more than one call of them would for the computed tokens."""
+    """Attention with CPU kernels; saves no more for the backward than one call for the computed tokens would."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float) -> Tensor:
@@ -177,7 +177,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _runs(layout: TreeLayout, *parts: Tensor) -> Iterator[list[Tensor]]:
-    """Yields [count, heads, length, dim] of each part for each run of segments of equal length."""
+    """Yields, for each run of segments of equal length, the parts as [count, heads, length, dim]."""
     sizes = [count * length for count, length in layout.runs]
     pieces = zip(*(part.split(sizes, dim=2) for part in parts), strict=True)
     for (count, length), run in zip(layout.runs, pieces, strict=True):
@@ -198,7 +198,7 @@ def _gradients(run: list[Tensor], scale: float, *, is_causal: bool) -> tuple[Ten
 
 
 def _join(output: Tensor, logsumexp: Tensor, more: Tensor, total: Tensor) -> None:
-    """Adds the attention to other keys to output and logsumexp, which it overwrites."""
+    """Merges the attention to other keys into output and logsumexp, in place."""
     joined = torch.logaddexp(logsumexp, total)
     output.mul_((logsumexp - joined).exp()).add_(more * (total - joined).exp())
     logsumexp.copy_(joined)
@@ -207,7 +207,7 @@ def _join(output: Tensor, logsumexp: Tensor, more: Tensor, total: Tensor) -> Non
 def attend_by_paths(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scoring: Scoring) -> Tensor:
     """Computes any kind of attention with one call for each run of sibling segments of equal length.
 
-    The keys of a call are those of the segments above, and of each segment itself: they are copied.
+    The keys of a call, those of the segments above and of each segment itself, are copied.
     """
     outputs = []
     for (first, last, length), above in _siblings(layout):
@@ -223,7 +223,7 @@ def attend_by_paths(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayou
 
 
 def _siblings(layout: TreeLayout) -> Iterator[tuple[tuple[int, int, int], list[tuple[int, int]]]]:
-    """Yields (first, last, length) of segments of equal length with the same parents, and the spans of these."""
+    """Yields (first, last, length) of segments of equal length with the same parents, and the parents' spans."""
     spans = list(pairwise(layout.cu_seqlens))
     parents = {
         start: [(branch.start, branch.stop) for branch in layout.branches if branch.stop <= start < branch.end]

@@ -1,6 +1,6 @@
-"""The tokens of a tree dealt out in turn to the ranks that split them (--sp_size).
+"""Deals the tokens of a tree in turn to the ranks that split them (--sp_size).
 
-Cut in order, the first ranks would hold the prompts and the last ones the responses, whose scores they alone compute.
+If cut in order, the first ranks would hold prompts and the last ones responses, and only these compute scores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lightrl.sharing.tree import KeptBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtLayout(PackedLayout):
-    """A tree whose tokens come rank by rank: token i is number i // size of rank i % size."""
+    """Layout of a tree whose tokens are dealt to ranks: token i is number i // size of rank i % size."""
 
     tree: TreeLayout
-    size: int  # ranks
+    size: int  # number of ranks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention along the tree: [1, T, heads, dim] in the order of the ranks."""
@@ -30,13 +30,13 @@ class DealtLayout(PackedLayout):
 
 
 def split_tree(split: SplitLayout, tree: TreeLayout) -> SplitLayout:
-    """Returns the layout of a rank whose tokens deal() dealt."""
+    """Returns a rank's layout for tokens in the order of deal()."""
     parts = {field.name: getattr(tree, field.name) for field in fields(PackedLayout)}
     return replace(split, whole=DealtLayout(**parts, tree=tree, size=split.group.size))
 
 
 def deal(batch: KeptBatch, size: int) -> KeptBatch:
-    """Returns the tokens of a tree, padded by a segment of its own, in the order of the ranks that get them."""
+    """Returns the tokens of a tree in the order of the ranks that get them, padded by an extra segment."""
     num_tokens = len(batch.input_ids)
     padding = -num_tokens % size
     length = (num_tokens + padding) // size
@@ -60,6 +60,6 @@ def _dealt_vision(vision: VisionInputs, size: int, length: int) -> VisionInputs:
 
 
 def _rearranged(part: Tensor, dim: int, num_parts: int) -> Tensor:
-    """Takes the first of each of so many equal parts along a dim, then the second of each, and so on."""
+    """Cuts a dim into equal parts and takes the first entry of each part, then the second of each, and so on."""
     parts: Tensor = part.unflatten(dim, (num_parts, -1))
     return parts.transpose(dim, dim + 1).flatten(dim, dim + 1)

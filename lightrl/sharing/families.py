@@ -1,6 +1,6 @@
-"""The rules by which families, the samples of one prompt, stay together: in a micro-batch, and on a rank.
+"""Rules that keep a family, the samples of one prompt, together in a micro-batch and on a rank.
 
-A family has its samples, or only their number: `lightrl plan` follows the same rules on paper.
+A family has samples, or only their number: `lightrl plan` follows the same rules on paper.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from lightrl.data.packing import Packable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_UNEVEN = 1.05  # load of the fullest rank over the mean, above which families are split
-_MOST_PARTS = 8  # of them for each rank
+_UNEVEN = 1.05  # ratio of the fullest rank's load to the mean above which families are split
+_MOST_PARTS = 8  # families per rank
 
 
 class Divisible(Packable, Protocol):
-    """Samples of one prompt. num_tokens counts those that are computed."""
+    """Samples of one prompt; num_tokens counts only the tokens that are computed."""
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         ...
 
     def halves(self) -> list[Self]:
-        """Returns two families, each with every other sample by length."""
+        """Splits the family into two, each with every other sample by length."""
         ...
 
     def pieces(self, max_samples: int) -> list[Self]:
-        """Returns families of up to max_samples, in the order of the samples."""
+        """Splits the family into parts of up to max_samples, in the order of the samples."""
         ...
 
 
@@ -39,20 +39,20 @@ _Family = TypeVar("_Family", bound=Divisible)
 
 
 class Dealt(NamedTuple):
-    """The ranks of all families."""
+    """The assignment of all families to ranks."""
 
     owners: list[int]
     targets: list[int]
-    imbalance: float  # tokens of the fullest rank over the mean
-    fullest: float  # tokens of that rank
+    imbalance: float  # ratio of the fullest rank's tokens to the mean
+    fullest: float  # tokens of the fullest rank
 
     def of_rank(self, rank: int) -> list[int]:
-        """Returns the targets of the families that a rank holds."""
+        """Returns the target ranks of the families that a rank holds."""
         return [target for target, owner in zip(self.targets, self.owners, strict=True) if owner == rank]
 
 
 def dealt(loads_by_rank: Sequence[Sequence[int]]) -> Dealt:
-    """Assigns the families of all ranks, whose tokens are given."""
+    """Assigns the families of all ranks, given their numbers of tokens."""
     loads = [load for part in loads_by_rank for load in part]
     owners = [rank for rank, part in enumerate(loads_by_rank) for _ in part]
     world = len(loads_by_rank)
@@ -64,9 +64,9 @@ def dealt(loads_by_rank: Sequence[Sequence[int]]) -> Dealt:
 def evenly_dealt(
     parts: list[_Family], deal: Callable[[list[_Family]], Dealt], world: int
 ) -> tuple[list[_Family], Dealt]:
-    """Returns families and their ranks, after halving all of them for as long as that makes the ranks more even.
+    """Returns families and their ranks, halving all families as long as that makes the ranks more even.
 
-    deal: assigns families; a collective where the ranks of a run call it.
+    deal: assigns families; a collective if the ranks of a run call it.
     """
     best = deal(parts)
     while best.imbalance > _UNEVEN and len(best.targets) < _MOST_PARTS * world:
@@ -91,7 +91,7 @@ def cut_to_fit(pending: Sequence[_Family], max_tokens: int | None) -> list[_Fami
 
 
 def filled(families: Sequence[_Family], max_samples: int) -> list[list[_Family]]:
-    """Returns micro-batches of up to max_samples, with as many samples of a family together as fit."""
+    """Returns micro-batches of up to max_samples, keeping as many samples of a family together as fit."""
     pieces = [piece for family in families for piece in family.pieces(max_samples)]
     parts: list[list[_Family]] = []
     for piece in sorted(pieces, key=lambda piece: (-piece.num_samples, piece.key)):

@@ -1,6 +1,6 @@
-"""Images in the trees of packs: a token that stands for a part of an image is known by that image, not by its id.
+"""Images in the trees of packs: a token that stands for a part of an image is identified by that image.
 
-Nothing here runs for a pack of text alone.
+Nothing here runs for a pack of text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lightrl.models.policy import response_batch
 from lightrl.models.score_check import random_image_in, random_tokens
 from lightrl.records import PackedBatch, VisionInputs
 
-_TEXT = 24  # tokens of the check's prompts, besides the image
+_TEXT = 24  # tokens of the check's prompts, without the image
 _RESPONSES = (5, 3, 5)  # tokens
 
 
 def identified(batch: PackedBatch, vision: VisionInputs) -> tuple[PackedBatch, NDArray[np.int64]]:
-    """Returns a pack on the CPU with each of its images once, and a key for each token.
+    """Returns a pack on the CPU with each distinct image once, and a key for each token.
 
-    Two tokens with equal keys, and equal keys before them, have equal states. The key of text is its id; that of a
-    feature is below 0 and tells the image and the place in it. Positions need no part in it: a feature's follows from
-    the grid of its image, which the digest holds, and a text's from what is before it.
+    Two tokens with equal keys, and equal keys before them, have equal states. The key of text is its id. The key of a
+    feature is below 0 and identifies the image and the place in it. Positions need no key: a feature's position follows
+    from the grid of its image, which the digest includes, and a text token's from the tokens before it.
     """
     vision = distinct_images(vision)
     keys = batch.input_ids.numpy().copy()
@@ -37,9 +37,9 @@ def identified(batch: PackedBatch, vision: VisionInputs) -> tuple[PackedBatch, N
 
 
 def distinct_images(vision: VisionInputs) -> VisionInputs:
-    """Returns the images of a pack without those that were there before, so that the vision tower computes each once.
+    """Returns the images of a pack without duplicates, so that the vision tower computes each only once.
 
-    Samples of one prompt share their images anyway; prompts that show the same files do not.
+    Samples of one prompt share their images anyway, but prompts that show the same files do not.
     """
     counts = vision.grid_thw.prod(1)
     patches = vision.pixel_values.split(counts.tolist())
@@ -48,7 +48,7 @@ def distinct_images(vision: VisionInputs) -> VisionInputs:
     kept = sorted(set(firsts))
     if len(kept) == len(digests):
         return vision
-    # Every feature of a pack stands for some token, so this is the number of patches that become one.
+    # Every feature of a pack stands for a token, so this is the number of patches per token.
     per_feature = len(vision.pixel_values) // (int(vision.feature_index.max()) + 1)
     sizes = counts // per_feature
     offset_of = dict(zip(kept, _starts(sizes[kept]).tolist(), strict=True))
@@ -65,9 +65,9 @@ def kept_features(vision: VisionInputs, kept: Tensor, num_tokens: int) -> Vision
     """Returns the images for some of a pack's tokens.
 
     Args:
-        vision: of the whole pack.
-        kept: [U] int64, the tokens.
-        num_tokens: of the whole pack.
+        vision: the images of the whole pack.
+        kept: [U] int64, the tokens that are kept.
+        num_tokens: the number of tokens of the whole pack.
     """
     feature_of = kept.new_full((num_tokens,), -1).index_copy(0, vision.feature_positions, vision.feature_index)[kept]
     positions = (feature_of >= 0).nonzero()[:, 0]
@@ -75,7 +75,7 @@ def kept_features(vision: VisionInputs, kept: Tensor, num_tokens: int) -> Vision
 
 
 def trial_with_images(body: Any) -> PackedBatch:
-    """Returns a pack of random tokens: responses to a prompt with an image, and to the same text with another one."""
+    """Returns a pack of random tokens: responses to a prompt with an image, and to its text with another image."""
     text, draws = random_tokens(body, _TEXT, seed=0), enumerate([*_RESPONSES, *_RESPONSES], start=1)
     shown = [random_image_in(body.config, text, seed=seed) for seed in (0, 1)]
     encoded = [shown[0]] * len(_RESPONSES) + [shown[1]] * len(_RESPONSES)
@@ -89,5 +89,5 @@ def _digest(patches: Tensor, grid: Tensor) -> bytes:
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Returns where each part begins when parts of these sizes are laid end to end."""
+    """Returns the start of each part when parts of these sizes are laid end to end."""
     return sizes.cumsum(0) - sizes

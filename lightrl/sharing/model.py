@@ -1,6 +1,6 @@
-"""Makes a policy or a critic compute the common beginnings of a pack once, by hooks around its decoder.
+"""Makes a policy or a critic compute the common beginnings in a pack once, with hooks around its decoder.
 
-share_by_itself() is --share_prompts auto: it changes no pack, and each model finds what the sequences of one share.
+share_by_itself() is --share_prompts auto: it changes no pack; each model finds what the sequences of a pack share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightrl.sharing.tree import PrefixTree, SharedBatch, kept_tokens, share
 from lightrl.strategy import StrategyBase
 
 MODELS = ("model", "policy", "reference", "teacher", "critic")  # attributes of a trainer
-MOST_COMPUTED = 0.85  # of a pack's tokens: with more, the parts of a tree cost a small model what it saves
+MOST_COMPUTED = 0.85  # share of a pack's tokens: with more, a tree costs a small model what it saves
 _PROMPT, _RESPONSES = 24, (5, 3, 5)  # tokens of the check
 _RUNS_ALONE = (
     ": its layers carry a state from token to token, or attend in a way of their own, so each sequence runs alone."
@@ -34,17 +34,17 @@ _RUNS_ALONE = (
 
 
 class PromptSharing:
-    """Hooks on a model that scores packs, and on its decoder. A pack without a tree runs as ever.
+    """Hooks on a model that scores packs, and on its decoder. A pack without a tree runs as usual.
 
-    The model gets the tokens that are computed as its pack, and scores by their states what the whole pack scores.
+    The model's pack is then the computed tokens, and their states give the scores of the whole pack.
     """
 
-    may_copy = True  # keys, for attention that has no kernel for trees
+    may_copy = True  # copies keys, for attention without a kernel for trees
     layout_of = staticmethod(tree_layout)
 
     def __init__(self, model: Policy | Critic) -> None:
-        self._tree: PrefixTree | None = None  # of the pack in the model's forward, until its decoder begins
-        self.copying: Sequence[Scoring] = ()  # what copied keys for the last tree
+        self._tree: PrefixTree | None = None  # tree of the pack in the model's forward, until its decoder begins
+        self.copying: Sequence[Scoring] = ()  # kinds of attention that copied keys for the last tree
         self._decoder = _decoder_of(model)
         self._decoder.prompt_sharing = self
         self._hooks = (
@@ -53,19 +53,19 @@ class PromptSharing:
         )
 
     def detach(self) -> None:
-        """Lets the model run as ever again."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         del self._decoder.prompt_sharing
 
     def with_tree(self, batch: PackedBatch) -> PackedBatch:
-        """Returns a pack with its tree; one without runs whole."""
+        """Returns a pack with its tree, if it has one; a pack without one runs whole."""
         return batch
 
     def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Gives the model the tokens that are computed."""
+        """Passes the model only the tokens that are computed."""
         self._tree = None
-        if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary wants the states of all tokens
+        if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary needs the states of all tokens
             return None
         batch = self.with_tree(args[0])
         if isinstance(batch, SharedBatch):
@@ -74,7 +74,7 @@ class PromptSharing:
         return (batch, *args[1:])
 
     def _branch(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Lets the tokens attend along their tree; deal() has padded its segments where ranks split them."""
+        """Makes tokens attend along their tree, whose segments deal() has padded if ranks split them."""
         tree, self._tree = self._tree, None
         if tree is None:
             return None
@@ -87,13 +87,13 @@ class PromptSharing:
 
 
 class OwnTrees(PromptSharing):
-    """Finds the tree of any pack, and runs a pack whole whose tree saves little."""
+    """Hooks that find the tree of any pack; a pack whose tree saves little runs whole."""
 
-    may_copy = False  # it takes longer than whole sequences where prompts are short
+    may_copy = False  # with short prompts, it takes longer than whole sequences
     statistics: Statistics | None = None
 
     def with_tree(self, batch: PackedBatch) -> PackedBatch:
-        """Returns the pack with its tree if that is worth it."""
+        """Returns the pack with its tree if the tree is worth it."""
         batch, whole = share(batch, MOST_COMPUTED), batch.cu_seqlens[-1]
         if self.statistics is not None:
             computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else whole
@@ -102,7 +102,7 @@ class OwnTrees(PromptSharing):
 
 
 def share_by_itself(trainer: Any) -> None:
-    """Attaches sharing to the models of a trainer on a CPU whose scores it does not change; every rank calls it."""
+    """Lets models of a trainer on a CPU share prompts if their scores do not change; every rank must call it."""
     strategy = trainer.strategy
     if not strategy.comm.agree(strategy.device.type == "cpu"):
         return
@@ -116,9 +116,9 @@ def share_by_itself(trainer: Any) -> None:
 
 
 def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
-    """Lets a placed model share prompts, once; raises ValueError for one that computes something else then.
+    """Lets a placed model share prompts, if it does not yet; raises ValueError if that changes its scores.
 
-    Every rank calls it: all score a few tokens with and without.
+    Every rank must call it, as all score a few tokens with and without sharing.
     """
     scorer = _scorer_of(model)
     if scorer is None or hasattr(_decoder_of(scorer), "prompt_sharing"):
@@ -129,7 +129,7 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
 
 
 def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
-    """Returns why a model shares no prompts; empty if it does from now on. All ranks decide alike."""
+    """Returns why a model cannot share prompts; empty if it shares from now on. All ranks decide alike."""
     model_type: str = _body_of(scorer).config.model_type
     refusal = other_kind(scorer)
     if not strategy.comm.agree(not refusal):
@@ -141,7 +141,7 @@ def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module
     difference = ((whole - shared).abs().max() / whole.abs().max().clamp(min=1e-6)).item()
     allowed = 1e-3 if strategy.options.dtype == "float32" else 3e-2
     is_fast = kind.may_copy or not sharing.copying
-    if strategy.comm.agree(is_fast and difference <= allowed):  # no NaN is
+    if strategy.comm.agree(is_fast and difference <= allowed):  # false for NaN
         return ""
     sharing.detach()
     return _mixes_otherwise(model_type, difference, allowed)
@@ -167,14 +167,14 @@ def _body_of(model: Policy | Critic) -> Any:
 
 
 def other_kind(scorer: Policy | Critic) -> str:
-    """Returns what is said of a model unless attention alone, of a kind that knows trees, mixes its tokens."""
+    """Returns an objection to a model unless only attention, of a kind that supports trees, mixes its tokens."""
     decoder = _decoder_of(scorer)
     runs_apart = any(module.__dict__.get(RUNS_APART) for module in decoder.modules())
     return _RUNS_ALONE if runs_apart or decoder.config._attn_implementation != ATTENTION_NAME else ""
 
 
 def _trial(model: Policy | Critic) -> PackedBatch:
-    """Returns a pack of random tokens: responses to one prompt, and one to another."""
+    """Returns a pack of random tokens: several responses to one prompt, and one to another."""
     vocabulary = _decoder_of(model).config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The trainer of a run with --share_prompts True, from the class of an ordinary one."""
+"""The trainer of a run with --share_prompts True, made from an ordinary trainer class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightrl.trainers.run import RunContext
 
 
 def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
-    """Returns a class of trainers that share prompts, from an ordinary one."""
+    """Returns a trainer class that shares prompts, made from an ordinary one."""
     if not isinstance(trainer_class, type):
         raise TypeError("--share_prompts needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
     made: type[Trainer] = type(f"Sharing{trainer_class.__name__}", (SharingTrainer, trainer_class), {})
@@ -24,7 +24,7 @@ def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
 
 
 class SharingTrainer(Trainer):
-    """Goes in front of a trainer's class: all its models compute a prompt once for the samples of a micro-batch."""
+    """Mixin for a trainer's class whose models compute a prompt once for the samples of a micro-batch."""
 
     sharing = ("auto", True)
 
@@ -37,7 +37,7 @@ class SharingTrainer(Trainer):
 
     @property
     def updates(self) -> PolicyUpdates:
-        """What packs samples; whoever sets it gets one that shares prompts."""
+        """The object that packs samples; the one that is set gets replaced by one that shares prompts."""
         return self._updates
 
     @updates.setter

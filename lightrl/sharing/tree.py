@@ -1,8 +1,8 @@
-"""The tree of a pack: tokens that several of its sequences begin with are computed once.
+"""The tree of a pack: tokens with which several of its sequences begin are computed once.
 
-A hidden state depends on the tokens up to its own alone, so sequences with a common beginning have common states there.
-Cut where they part, the sequences are the paths of a tree: a prompt with its responses as branches, or the turns of a
-conversation. Its segments are laid out parent first, each followed by all its descendants.
+A hidden state depends only on the tokens up to its own, so sequences have the same states in a common beginning. Cut
+where they part, the sequences are the paths of a tree: a prompt with responses as branches, or the turns of a
+conversation. Segments are laid out parent first, each followed by all of its descendants.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from lightrl.records import PackedBatch
 from lightrl.sharing.images import identified, kept_features
 
-LEAST_SAVED = 4  # tokens that a common beginning must save, since each one costs some calls in every layer
+LEAST_SAVED = 4  # tokens that a common beginning must save, as each beginning costs some calls in every layer
 
-_KEY, _WIDTH = ">i8", 8  # as bytes, big-endian integers sort like the integers
+_KEY, _WIDTH = ">i8", 8  # big-endian, so that the bytes sort like the integers
 Tokens = NDArray[np.int64]
 
 
 class Branch(NamedTuple):
-    """A segment with descendants, which see all of it: tokens [start, stop) are seen by [stop, end)."""
+    """A segment with descendants, all of which see it: tokens [start, stop) are seen by tokens [stop, end)."""
 
     start: int
     stop: int
@@ -36,13 +36,13 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """The U of a pack's T tokens that are computed, and the one of them whose state each token has."""
+    """The U computed tokens of a pack's T, and for each of the T the computed one whose state it has."""
 
     kept: Tensor  # [U] int64 in [0, T), in the order of the layout
     source: Tensor  # [T] int64 in [0, U)
     cu_seqlens: tuple[int, ...]  # boundaries of the segments, from 0 to U
     branches: tuple[Branch, ...]  # parents before their descendants
-    last: tuple[int, ...]  # S in [0, U): of the last token of each sequence
+    last: tuple[int, ...]  # S in [0, U): the last token of each sequence
 
     def to(self, device: torch.device) -> PrefixTree:
         """Copies the tensors to a device."""
@@ -51,29 +51,29 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBatch(PackedBatch):
-    """A pack whose model computes common beginnings once. Its tensors are those of the whole sequences."""
+    """A pack with a tree, whose common beginnings are computed once; its tensors are those of whole sequences."""
 
     tree: PrefixTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBatch(PackedBatch):
-    """The tokens of a pack that are computed, with segments for sequences. What it scores is what the pack scores."""
+    """The computed tokens of a pack, with segments in place of sequences; it scores the same as the pack."""
 
     last: tuple[int, ...]
 
     @property
     def last_tokens(self) -> tuple[int, ...]:
-        """S positions: the last token of each sequence of the whole pack."""
+        """The S positions of the last token of each sequence of the whole pack."""
         return self.last
 
 
 def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
-    """Returns the pack with its tree, and with each image once; without if no beginning is worth sharing.
+    """Returns the pack with its tree and each image once; with no tree if no beginning is worth sharing.
 
     Args:
         batch: a pack on the CPU.
-        most: the largest share of its tokens that the tree may compute.
+        most: the largest share of the pack's tokens that the tree may compute.
     """
     batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
     tree = prefix_tree(keys, batch.cu_seqlens, most)
@@ -103,13 +103,13 @@ def _columns(batch: PackedBatch) -> dict[str, Any]:
 
 
 def num_computed(sequences: Sequence[Sequence[int]]) -> int:
-    """Returns the number of tokens that are computed for these sequences in one pack."""
+    """Returns how many tokens are computed if these sequences form a pack."""
     keys = sorted(np.asarray(sequence, dtype=_KEY).tobytes() for sequence in sequences)
     return sum(stop - start for _, _, start, stop in _segments(keys))
 
 
 def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int], most: float = 1.0) -> PrefixTree | None:
-    """Returns the tree of sequences laid end to end; None if it saves nothing, or computes more than that share."""
+    """Returns the tree of sequences laid end to end; None if it saves nothing or computes too large a share."""
     keys = [tokens[start:end].astype(_KEY).tobytes() for start, end in pairwise(cu_seqlens)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     segments = list(_segments([keys[index] for index in order]))
@@ -132,7 +132,7 @@ def prefix_tree(tokens: Tokens, cu_seqlens: Sequence[int], most: float = 1.0) ->
 
 
 def _segments(keys: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first, last, start, stop), parents first: sorted sequences [first, last) share tokens [start, stop)."""
+    """Yields (first, last, start, stop), parents first: sequences [first, last), sorted, share tokens [start, stop)."""
     common = [_common_length(one, other) for one, other in pairwise(keys)]
     pending = [(0, len(keys), 0)]  # sequences that share all tokens before the third number
     while pending:
@@ -142,7 +142,7 @@ def _segments(keys: Sequence[bytes]) -> Iterator[tuple[int, int, int, int]]:
         else:
             stop = min(common[first : last - 1])
             cuts = [index + 1 for index in range(first, last - 1) if common[index] == stop]
-            # Else each of the parts that follow, and not each sequence, would begin with these tokens.
+            # Otherwise each of the following parts, not each sequence, would begin with these tokens.
             is_worth = (stop - start) * len(cuts) >= LEAST_SAVED
             stop = stop if is_worth else start
             pending += [(a, b, stop) for a, b in reversed(list(pairwise([first, *cuts, last])))]
@@ -158,7 +158,7 @@ def _common_length(one: bytes, other: bytes) -> int:
 
 
 def _branches(bounds: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[Branch]:
-    """Yields the segments that have descendants: those that follow at once, of some of the same sequences."""
+    """Yields the segments that have descendants, which directly follow and belong to some of the same sequences."""
     for index, (first, last) in enumerate(spans):
         following = index + 1
         while following < len(spans) and first <= spans[following][0] and spans[following][1] <= last:

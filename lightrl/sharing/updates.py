@@ -1,6 +1,6 @@
 """Packs samples by families, the samples of one prompt, so that a family's prompt is computed once.
 
-Ranks and micro-batches get whole families where these fit; a family that is split computes its prompt in each part.
+Ranks and micro-batches get whole families if these fit; a family that is split computes its prompt in each part.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from lightrl.trainers.policy_step import PolicyUpdates
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Samples that go into one micro-batch together."""
+    """Samples of a prompt that stay together in a micro-batch."""
 
     items: tuple[Experience, ...]
-    num_tokens: int  # that are computed
+    num_tokens: int  # computed tokens
 
     @property
     def key(self) -> Key:
-        """The key of its first sample."""
+        """The key of the first sample."""
         return self.items[0].key
 
     @property
     def label(self) -> str:
-        """The subject of a message about it: only one of a single sample is ever too long."""
+        """The subject of an error message about the family: only one with a single sample can be too long."""
         return self.items[0].label
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.items)
 
     def halves(self) -> list[Family]:
-        """Returns two families, each with every other sample by length."""
+        """Splits the family into two, each with every other sample by length."""
         ordered = sorted(self.items, key=lambda item: (-item.num_tokens, item.key))
         return [family_of(ordered[0::2]), family_of(ordered[1::2])]
 
     def pieces(self, max_samples: int) -> list[Family]:
-        """Returns families of up to max_samples, in the order of the samples."""
+        """Splits the family into parts of up to max_samples, in the order of the samples."""
         starts = range(0, len(self.items), max_samples)
         return [family_of(self.items[start : start + max_samples]) for start in starts]
 
 
 def family_of(items: Sequence[Experience]) -> Family:
-    """Returns samples as a family."""
+    """Makes a family of samples."""
     ordered = sorted(items, key=lambda item: item.key)
     return Family(tuple(ordered), num_computed([(*s.sample.prompt_ids, *s.sample.response_ids) for s in ordered]))
 
 
 def families(items: Sequence[Experience], *, max_tokens: int | None = None) -> list[Family]:
-    """Returns the samples of each position, cut in half until each part fits or is a single sample."""
+    """Returns the samples of each position as families, halved until each part fits or is a single sample."""
     ordered = sorted(items, key=lambda item: item.key)
     whole = [family_of(list(same)) for _, same in groupby(ordered, key=lambda item: item.sample.position)]
     return cut_to_fit(whole, max_tokens)
 
 
 def by_samples(items: Sequence[Experience], max_samples: int) -> list[list[Experience]]:
-    """Returns micro-batches of up to max_samples, with as many samples of a family together as fit."""
+    """Returns micro-batches of up to max_samples, keeping as many samples of a family together as fit."""
     return [[item for piece in part for item in piece.items] for part in filled(families(items), max_samples)]
 
 
 class SharedUpdates(PolicyUpdates):
-    """Goes in front of a class of updates: the models score trees of samples in place of rows."""
+    """Mixin for a class of updates whose models score trees of samples instead of rows."""
 
     def _balanced(self, mine: list[Experience]) -> list[Experience]:
-        """Moves whole families between ranks, by the tokens that they compute; halves of them if that is uneven."""
+        """Moves whole families between ranks, by their computed tokens; moves halves if that is uneven."""
         comm = self._strategy.comm
         parts, best = evenly_dealt(families(mine), self._dealt, comm.world)
         if best.targets:
@@ -87,7 +87,7 @@ class SharedUpdates(PolicyUpdates):
         return dealt(self._strategy.comm.all_gather_object([family.num_tokens for family in mine]))
 
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
-        """Packs families into micro-batches, the same number on every rank; a rank without samples gets dummies."""
+        """Packs families into micro-batches, the same number on every rank; dummies fill up."""
         comm, temperature, encode = self._strategy.comm, self._config.temperature, self._encoder
         with comm.phase("micro-batches", local=True) as most:
             parts = self._parts(experience)

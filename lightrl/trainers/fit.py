@@ -1,4 +1,4 @@
-"""The life of a trainer: a program with an exit code around a loop around its steps.
+"""The life of a trainer: a loop around its steps, and a program with an exit code around the loop.
 
 The loop evaluates, logs, writes checkpoints and the final model, and shows the run to people.
 """
@@ -40,16 +40,16 @@ from lightrl.trainers.lifetime import (
 from lightrl.trainers.run import RunContext, TrainerConfig, open_run
 from lightrl.trainers.run_folder import disown
 
-_COUNTED = ("prompt", "response", "trained")  # the metrics tokens/... that tokens/per_second counts
-_LINES_PER_RUN = 20  # printed by a run without a terminal
-_OBSERVERS = {  # what makes an observer of a trainer, by the options that ask for it
+_COUNTED = ("prompt", "response", "trained")  # metrics tokens/... that tokens/per_second adds up
+_LINES_PER_RUN = 20  # printed if there is no terminal
+_OBSERVERS = {  # option -> what makes the observer that it asks for
     "profile": "lightrl.trainers.profiling:Profile",
     "export.every": "lightrl.trainers.export:Export",
     "hub.push": "lightrl.trainers.export:Export",
     "log.tokens": "lightrl.trainers.token_log:token_log",
     "health.max_bad_steps": "lightrl.trainers.health:bad_steps",
     "log.to": "lightrl.trainers.loggers.attach:Loggers",
-    "ema_decay": "lightrl.trainers.export:AverageExport",  # last, so that the others see it export
+    "ema_decay": "lightrl.trainers.export:AverageExport",  # last, so that the others see its exports
 }
 _SHARING = "lightrl.sharing.run:sharing"  # the only one that can come before another of _MAKERS
 _MAKERS = {  # what makes the class of a trainer from an ordinary one, by the option that asks; the first that is on
@@ -64,11 +64,11 @@ _MAKERS = {  # what makes the class of a trainer from an ordinary one, by the op
 }
 
 
-Act = Callable[[Any], object]  # something to do with what a program has built
+Act = Callable[[Any], object]  # an action on the trainer or server that a program has built
 
 
 class Stateful(Protocol):
-    """A part of a trainer that a checkpoint holds."""
+    """A part of a trainer whose state checkpoints hold."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -77,7 +77,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Names of the metrics that a trainer prints."""
+    """The names of the metrics that a trainer prints."""
 
     step: tuple[str, ...] = ("reward/mean", "episode/failed_share", "tokens/per_second", "entropy")
     evaluation: tuple[str, ...] = ("eval/accuracy", "eval/reward")
@@ -86,57 +86,57 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Result of a step, for the loop."""
+    """The result of a step, for the loop."""
 
     metrics: dict[str, float]  # over all ranks
-    experience: Sequence[Experience] = ()  # of this rank; the first samples are logged
+    experience: Sequence[Experience] = ()  # this rank's; the first samples are logged
 
 
 class Trainer(ABC):
-    """A run that can be stepped. A subclass builds its models in `__init__` and writes the step.
+    """Base class of trainers. A subclass builds its models in `__init__` and implements the step.
 
     Its `__init__` calls this one first, sets `model`, adds to `saved` and `companions`, and then calls `resume()`.
     """
 
-    kind: ClassVar[str]  # names the folder of a run
+    kind: ClassVar[str]  # used in the name of a run's folder
     shown: Shown = Shown()
     config: Any  # the subclass names its own class of options
     model: nn.Module  # trained, saved and resumed
     batches: str = ""  # the batch arithmetic in one line, printed at the start
-    # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None: runs as any.
+    # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None for any run.
     made_by: ClassVar[str | None] = ""
     sharing: ClassVar[tuple[str | bool, ...]] = ("auto", False)  # values of --share_prompts that the class can obey
 
     def __init__(self, run: RunContext | TrainerConfig, *, strategy: StrategyBase | None = None) -> None:
-        """run: an open run, or the options to open one with; strategy: the caller's own, for the latter."""
+        """Takes an open `run`, or options to open one, then perhaps with the caller's own `strategy`."""
         config = run.config if isinstance(run, RunContext) else run
         if self.made_by not in (None, _maker_of(config)) or getattr(config, "share_prompts", False) not in self.sharing:
             raise _ignored_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
         self.step_index = 0  # number of finished steps
-        self.statistics = self.strategy.statistics  # with what strategy.stats has recorded before the first step
+        self.statistics = self.strategy.statistics  # includes what strategy.stats has recorded before the first step
         self.watch = Stopwatch(self.strategy.comm.span)
-        self.observers = self.run.observers  # told of the moments of fit(), and those of their options
-        self.saved: dict[str, Stateful] = {}  # parts whose state a checkpoint holds, by name
+        self.observers = self.run.observers  # called at the moments of fit()
+        self.saved: dict[str, Stateful] = {}  # parts whose state checkpoints hold, by name
         self.companions: dict[str, nn.Module] = {}  # models trained beside `model`, saved in the same checkpoint
 
     @abstractmethod
     def step(self) -> StepReport:
-        """Draws the batch of step_index and learns from it once."""
+        """Draws the batch of step step_index and learns from it once."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics over all ranks, without any change to the training. Empty if there is no evaluation data."""
+        """Returns metrics over all ranks, without any effect on the training; empty without evaluation data."""
 
     def export(self, folder: Path) -> None:
-        """Writes the models for their users, and tells the observers; every rank calls it."""
+        """Writes the models for their users and tells the observers; every rank must call it."""
         self.save_models(folder)
         for observer in self.observers:
             observer.after_export(folder)
 
     def save_models(self, folder: Path) -> None:
-        """Writes the models into a folder, for export(); every rank calls it."""
+        """Writes the models into a folder, for export(); every rank must call it."""
         self.strategy.save_pretrained(self.model, folder)
         if self.strategy.comm.is_main:
             saved = self.run.tokenizer if self.run.media is None else self.run.media.processor
@@ -147,7 +147,7 @@ class Trainer(ABC):
         return fit(self)
 
     def close(self) -> None:
-        """Ends the observers and the engine, leaves the process group, and gives the run's folder back."""
+        """Ends the observers and the engine, leaves the process group, and gives up the run's folder."""
         for observer in self.observers:
             observer.close()
         self.strategy.close()
@@ -155,19 +155,19 @@ class Trainer(ABC):
 
     @cached_property
     def bad_steps(self) -> BadSteps:
-        """What warns of bad steps and stops the run after too many. Made with the first one."""
+        """The counter that warns of bad steps and stops the run after too many; created with the first one."""
         return BadSteps(self)
 
     @contextmanager
     def timed(self, name: str, phase: str) -> Iterator[None]:
-        """Adds the seconds of the body to the metric time/NAME, and names the phase in other ranks' errors."""
+        """Adds the seconds of the body to metric time/NAME, and names the phase in other ranks' errors."""
         with self.watch.measure(f"time/{name}"), self.strategy.comm.phase(phase):
             yield
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Reads the checkpoint that the run continues from, if any. Call it when all models are prepared."""
+        """Reads the checkpoint from which the run continues, if any. Call it when all models are prepared."""
         if self.config.ema_decay:
             self.strategy.keep_average(self.model, self.config.ema_decay)
         with self.strategy.comm.phase("set-up"):
@@ -187,7 +187,7 @@ class Trainer(ABC):
             ) from error
 
     def save(self) -> None:
-        """Writes a checkpoint of this step; every rank calls it."""
+        """Writes a checkpoint of this step; every rank must call it."""
         state = {"step": self.step_index, **{name: part.state_dict() for name, part in self.saved.items()}}
         folder, kept = str(self.folder.checkpoints), self.config.checkpoint.keep
         with self.watch.measure("time/checkpoint"):
@@ -203,15 +203,15 @@ class Trainer(ABC):
 
 
 def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> None:
-    """Trains and cleans up. A failure ends the process: 2 is an error the user can correct, 1 is any other error."""
+    """Trains and cleans up. A failure ends the process, with 2 for an error the user can correct, otherwise 1."""
     run_program(partial(build_trainer, trainer_class), config)
 
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
-    """Returns the trainer of a run: one of the class, changed as the options say."""
+    """Returns the trainer of a run, made from the class or from a variant that the options ask for."""
     make = trainer_class
     sharing = _SHARING if getattr(config, "share_prompts", False) is True else ""
-    for maker in filter(None, (sharing, _maker_of(config))):  # by name: these modules import this one
+    for maker in filter(None, (sharing, _maker_of(config))):  # by name, because these modules import this one
         make = resolve_name(maker)(make)
     trainer = make(config)
     if isinstance(trainer_class, type) and isinstance(trainer, Trainer) and getattr(config, "may_share_prompts", False):
@@ -220,9 +220,9 @@ def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) ->
 
 
 def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = methodcaller("fit")) -> None:
-    """Builds a trainer, or a server of samples, of the config, and acts with it: by default it runs to its end."""
+    """Builds a trainer or a server of samples from the config, and applies `act`, by default a run to its end."""
     if not torch.cuda.is_available():
-        # transformers imports deepspeed where it is installed, which then warns on stdout that it chose the CPU.
+        # transformers imports deepspeed if it is installed, which then warns on stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {os.environ.get('RANK', '0')}] %(message)s")
     if is_under_torchrun():
@@ -232,17 +232,17 @@ def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = metho
         trainer = build(config)
         act(trainer)
         trainer.close()
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # exit(0) in code of a user's is no success
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # exit(0) in a user's code is no success
         end_failed(error, trainer)
 
 
 def _maker_of(config: RunConfig) -> str:
-    """Returns the import path of what makes the trainer's class for the run; empty for an ordinary run."""
+    """Returns the import path of what changes the trainer's class for this run; empty for an ordinary run."""
     return next((maker for option, maker in _MAKERS.items() if _is_on(option, config)), "")
 
 
 def observers(config: RunConfig) -> tuple[str, ...]:
-    """Returns the import paths of what makes the observers that the options ask for; none by default."""
+    """Returns the import paths of the makers of the observers that the options ask for; none by default."""
     return tuple(dict.fromkeys(part for option, part in _OBSERVERS.items() if _is_on(option, config)))
 
 
@@ -305,7 +305,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
 def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
     started = time.perf_counter()
     with ExitStack() as around:
-        for observer in reversed(trainer.observers):  # what follows a step comes in the order of the observers
+        for observer in reversed(trainer.observers):  # the observers act in their order after a step
             around.enter_context(observer.around_step(trainer.step_index + 1))
         report = trainer.step()
         if trainer.config.optim.schedule_unit == "rl_step":
@@ -334,12 +334,12 @@ def _evaluate(trainer: Trainer, console: RunConsole) -> dict[str, float]:
 
 
 def _is_due(trainer: Trainer, every: int) -> bool:
-    """Whether an action of every so many steps is due now; the last step counts too. 0 is never."""
+    """Returns whether an action is due that recurs every so many steps, and after the last; 0 means never."""
     return every > 0 and (trainer.step_index % every == 0 or trainer.step_index == trainer.config.max_steps)
 
 
 class RunLog:
-    """Writes the files of a run: metrics.jsonl, samples.jsonl and tensorboard/. Rank 0 writes, every rank calls."""
+    """Writes the files of a run: metrics.jsonl, samples.jsonl, tensorboard/. Every rank calls it, rank 0 writes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._comm = trainer, trainer.strategy.comm
@@ -362,7 +362,7 @@ class RunLog:
                 self._board.file_writer.add_summary({"value": scalars}, step)
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
-        """Logs the first samples of the step by position, on whichever rank they are."""
+        """Logs the first samples of the step by position, whichever ranks have them."""
         if not self._num_samples:
             return
         gathered = self._comm.all_gather_object(list(experience[: self._num_samples]))
@@ -371,17 +371,17 @@ class RunLog:
             self._trainer.folder.append_samples(self._trainer.step_index, first, self._columns)
 
     def _columns(self, item: Experience) -> dict[str, Any]:
-        """Returns what the observers add to the line of a sample."""
+        """Returns the entries that the observers add to the line of a sample."""
         return {name: value for one in self._trainer.observers for name, value in one.sample_columns(item).items()}
 
     def close(self) -> None:
-        """Flushes what TensorBoard has not written yet."""
+        """Writes what TensorBoard has not written yet."""
         if self._board is not None:
             self._board.close()
 
 
 class RunConsole:
-    """Shows a run: a progress bar on a terminal, plain lines elsewhere, a table at the end. Silent if not enabled."""
+    """Shows a run: a progress bar on a terminal, else plain lines; a table at the end. Silent if not enabled."""
 
     def __init__(self, shown: Shown, *, enabled: bool, first_step: int, max_steps: int) -> None:
         self._shown = shown
@@ -410,7 +410,7 @@ class RunConsole:
         self.say("  ".join([f"step {step}", *(f"{name} {metrics[name]:.3f}" for name in names)]))
 
     def final_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints the evaluations of the run, one a line."""
+        """Prints the evaluations of the run, one per line."""
         first, *others = self._shown.table
         table = Table("step", first, "", *others, "seconds")
         seconds = 0.0

@@ -1,4 +1,4 @@
-"""Parts of a step that GRPO and PPO share: prompts in, statistics of samples, updates of micro-batches, weight sync."""
+"""Parts of a step that GRPO and PPO share: prompts, statistics of samples, updates of micro-batches, weight sync."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lightrl.trainers.staleness import describe_staleness, older_samples
 
 _MINIBATCH_STREAM = 3
 
-Loss = Callable[[Any, PackedBatch], Tensor]  # from a model's output for a micro-batch
+Loss = Callable[[Any, PackedBatch], Tensor]  # (model output, micro-batch) -> loss
 
 _Item = TypeVar("_Item", bound=Packable)
 
@@ -50,10 +50,10 @@ _Item = TypeVar("_Item", bound=Packable)
 
 
 class PromptData:
-    """The prompts of a run: draws those of each step, and takes this rank's part of them."""
+    """The prompts of a run: draws those of each step and takes this rank's part."""
 
     def __init__(self, run: RunContext) -> None:
-        """Tokenises the prompts; an unusable line is an error on every rank."""
+        """Tokenises the prompts; an unusable line raises an error on every rank."""
         config: RolloutConfig = run.config
         self._comm = run.strategy.comm
         with self._comm.phase("set-up", local=True):
@@ -68,7 +68,7 @@ class PromptData:
         self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
 
     def draw(self, count: int, first: int = 0) -> Prompts:
-        """Draws the next count prompts as positions first, first + 1, ... of the step; returns this rank's."""
+        """Draws the next `count` prompts as positions first, first + 1, ... of the step; returns this rank's part."""
         drawn = list(enumerate(self.sampler.draw(count), start=first))
         mine = shard(drawn, self._comm.rank, self._comm.world)
         return [(position, self.train[index]) for position, index in mine]
@@ -79,7 +79,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
         return []
     config: RolloutConfig = run.config
     data = config.data
-    if data.answer_field != "answer":  # which a reward may do without
+    if data.answer_field != "answer":  # not every reward needs it
         _require_answers(records, data.answer_field, source)
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
@@ -140,11 +140,11 @@ def describe_batches(config: RolloutConfig, world_size: int) -> str:
 
 
 class Batch(NamedTuple):
-    """This rank's samples of each update of an epoch, and what is known of their tokens so far."""
+    """This rank's samples of each update of an epoch, and the values per token that are known so far."""
 
     minibatches: list[list[Experience]]
-    columns: dict[str, TokenValues | TokenMasks]  # values per token, by the names of packing.pack()'s arguments
-    values: dict[Key, list[float]]  # of a critic, by sample: one before each response token and one after the last
+    columns: dict[str, TokenValues | TokenMasks]  # values per token, by argument name of packing.pack()
+    values: dict[Key, list[float]]  # a critic's, by sample: one before each response token and one after the last
 
     @property
     def samples(self) -> list[Experience]:
@@ -170,12 +170,12 @@ class PolicyUpdates:
         self._encoder = run.encoder
         self._statistics = statistics
         self._observers = run.observers
-        self.stale: Set[Key] = frozenset()  # samples of the step that older weights made
+        self.stale: Set[Key] = frozenset()  # the step's samples that older weights made
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
-        """Returns this rank's samples of each update of an epoch, with about as many tokens as on other ranks.
+        """Returns this rank's samples of each update of an epoch; all ranks get about the same number of tokens.
 
-        Groups stay in one update. A seeded order of the step's positions deals them out, so that the mini-batches are
+        A group stays in one update. Groups are dealt out in a seeded order of the step's positions, so mini-batches are
         the same at any world size.
         """
         parts = self._dealt_out(experience, step) if self._config.num_minibatches > 1 else [experience]
@@ -215,9 +215,9 @@ class PolicyUpdates:
         return comm.exchange(outgoing)
 
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
-        """Packs samples into micro-batches, the same number on every rank; a rank without samples gets dummies.
+        """Packs samples into micro-batches, the same number on every rank; dummies fill up.
 
-        per_token: values by the names of pack()'s arguments.
+        per_token: values by argument name of pack().
         """
         temperature, encode = self._config.temperature, self._encoder
         parts = even_parts(experience, self._config, self._strategy.comm)
@@ -228,7 +228,7 @@ class PolicyUpdates:
     def packed(self, batch: Batch, *, needs_old_logprobs: bool) -> list[list[PackedBatch]]:
         """Returns the micro-batches of each update of every epoch."""
         if needs_old_logprobs and "old_logprobs" not in batch.columns:
-            raise _without_old_logprobs()  # each update's ratio would be 1
+            raise _without_old_logprobs()  # otherwise each update's ratio would be 1
         updates = [self.micro_batches(part, **batch.columns) for part in batch.minibatches]
         return updates * self._config.num_epochs
 
@@ -246,11 +246,11 @@ class PolicyUpdates:
 
         Args:
             model: The model to train.
-            updates: The micro-batches of each update of every epoch; one without a token to train changes nothing.
+            updates: The micro-batches of each update of every epoch; an update with nothing to train changes nothing.
             loss: The mean loss of a micro-batch, from the model's output.
-            weight: The number of terms that the loss is a mean over.
-            is_sampler: Whether the model is still the one that sampled: its first update measures the mismatch.
-            prefix: Goes before the names of the metrics.
+            weight: The number of terms of which the loss is a mean.
+            is_sampler: Whether the model is still the one that sampled, so that its first update measures the mismatch.
+            prefix: Put in front of the names of the metrics.
         """
         for update in updates:
             batches = [batch.to(self._strategy.device) for batch in update]
@@ -260,7 +260,7 @@ class PolicyUpdates:
             describe_update(result, self._statistics, prefix)
 
     def _observed_loss(self, loss: Loss, is_sampler: bool, scores: Any, batch: PackedBatch) -> Tensor:
-        """Returns the loss of scores, of which it tells the observers first."""
+        """Returns the loss of scores, after telling the observers about the scores."""
         if is_sampler:
             self.measure_mismatch(scores.logprobs, batch)
         for observer in self._observers:
@@ -268,7 +268,7 @@ class PolicyUpdates:
         return loss(scores, batch)
 
     def scores(self, model: nn.Module, experience: list[Experience]) -> Iterator[tuple[PackedBatch, Any]]:
-        """Runs the model on all samples, without gradients: pairs of a micro-batch and the model's output."""
+        """Runs the model on all samples without gradients; yields pairs of a micro-batch and the model's output."""
         batches = [batch.to(self._strategy.device) for batch in self.micro_batches(experience)]
         return zip(batches, self._strategy.forward(batches, model=model), strict=True)
 
@@ -277,18 +277,18 @@ class PolicyUpdates:
         return by_sample((batch, scores.logprobs) for batch, scores in self.scores(model, experience))
 
     def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
-        """Compares the engine's logprobs with the trainer's of the same weights, before any clipping or update."""
+        """Compares the engine's logprobs with the trainer's for the same weights, before any clipping or update."""
         mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
         count = float(result["count"])
         if not count:
-            return  # a 0 would say that the two agree
+            return  # a 0 would mean that the two agree
         self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
         self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
         self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
 
     def _is_fresh(self, batch: PackedBatch) -> Tensor:
-        """Returns the mask of the trained tokens of samples that no older weights made."""
+        """Returns the mask of the trained tokens in samples that older weights have no part in."""
         is_fresh = torch.tensor([key not in self.stale for key in batch.keys], device=batch.loss_mask.device)
         return batch.loss_mask & is_fresh[batch.sequence_index]
 
@@ -319,9 +319,9 @@ def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[fl
 
 
 def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Collector:
-    """Builds the engine with the policy's weights and puts it to sleep; returns what samples and scores by it."""
+    """Builds the engine with the policy's weights and puts it to sleep; returns the collector that uses it."""
     config, strategy = run.config, run.strategy
-    if config.rollout.from_:  # a record has samples and rewards
+    if config.rollout.from_:  # a record provides samples and rewards
         return Collector(strategy, rewards, seed=config.seed, max_new_tokens=config.max_new_tokens)
     with strategy.comm.phase("set-up"):
         rewards.prepare(strategy)
@@ -333,7 +333,7 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
 
 
 def shown_of(rewards: RewardSet) -> Shown:
-    """Returns what a run prints; of several rewards also the mean of each."""
+    """Returns the metrics that a run prints, including the mean of each reward if there are several."""
     names = [f"reward/{item.label}" for item in rewards.rewards] if len(rewards.rewards) > 1 else []
     evaluated = tuple(f"eval/{name}" for name in names)
     return Shown(
@@ -343,14 +343,14 @@ def shown_of(rewards: RewardSet) -> Shown:
 
 
 def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> dict[str, float]:
-    """Samples the held-out prompts as the options say, and changes nothing of the training."""
+    """Samples the held-out prompts as the options say, without any effect on the training."""
     return collector.evaluate(
         prompts.evaluation, temperature=config.temperature, n=config.n, ks=config.k, source_field=config.source_field
     )
 
 
 def sync_engine(trainer: Trainer) -> None:
-    """Gives the engine the weights of the trained model, stamped with the number of finished steps."""
+    """Sends the trained model's weights to the engine, stamped with the number of finished steps."""
     strategy, statistics = trainer.strategy, trainer.statistics
     freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
     with trainer.timed("sync", "weight sync"):
@@ -372,7 +372,7 @@ def sync_engine(trainer: Trainer) -> None:
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
     """Adds the reward and length statistics of this rank's samples."""
     scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
-    if scored:  # if no sample on any rank has a reward, there is no mean to report, and 0 would be one
+    if scored:  # if no sample on any rank has a reward, there is no mean, and 0 would look like one
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
@@ -387,9 +387,9 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
 
 
 def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:
-    """Adds the statistics of an update; one that was skipped has no other.
+    """Adds the statistics of an update; for a skipped one, only that it was skipped.
 
-    The numbers are the same on every rank already, and a mean over ranks leaves them as they are.
+    The numbers are already the same on every rank, so a mean over ranks does not change them.
     """
     statistics.mean(f"{prefix}skipped_updates", float(result.skipped), 1)
     if result.skipped:
@@ -401,7 +401,7 @@ def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: st
 
 
 def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_samples: int) -> dict[str, float]:
-    """Reduces the statistics of the step over all ranks; coefficients that follow a target move by them."""
+    """Reduces the statistics of the step over all ranks, and adapts coefficients that follow a target."""
     coefficients = objective.coefficients
     statistics.maximum("kl_coef", coefficients.kl)
     statistics.maximum("entropy_coef", coefficients.entropy)

@@ -1,4 +1,4 @@
-"""SGLang for a policy with LoRA adapters, which its own LoRA kernels apply beside the weights."""
+"""SGLang for a policy with LoRA adapters, which SGLang's own LoRA kernels apply unmerged."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from lightrl.models.saved_adapters import SavedAdapter
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the names that configs give it
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # its names in configs
 
 
 class AdaptedSGLangEngine(SGLangEngine):
-    """Writes the adapters of each weight sync over those before, and asks for one with each request."""
+    """Engine whose weight syncs overwrite the adapters in place, and whose requests each name an adapter."""
 
     loader = LOADER
 
     def __init__(self, source: PreTrainedModel, *parts: Any, others: Mapping[str, SavedAdapter]) -> None:
-        """others: Adapters that stay as they are, by the names under which requests ask for them."""
+        """Takes `others`, the fixed adapters, by the names that requests use."""
         plain, own = skeleton(source), [name for name, _ in lora_layers(source)]
         check_layers(plain, own, "--lora.target_modules")
         for name, other in others.items():
@@ -66,7 +66,7 @@ class AdaptedSGLangEngine(SGLangEngine):
             "max_loras_per_batch": len(self.adapters),  # with fewer, one could be evicted
             "max_lora_rank": self._rank,
             "lora_target_modules": self._targets,
-            # The others are written in Triton, which needs a GPU.
+            # The other backends are written in Triton, which needs a GPU.
             **({"lora_backend": "torch_native"} if self._device.type == "cpu" else {}),
         }
 
@@ -74,16 +74,16 @@ class AdaptedSGLangEngine(SGLangEngine):
         return {} if params.adapter == BASE else {"lora_path": params.adapter}
 
     def _make_room(self, names: Iterable[str]) -> None:
-        """Has SGLang give each adapter its memory, and the schedulers note where it lies."""
+        """Makes SGLang give each adapter its memory, and the schedulers note where that is."""
         for name in names:
             self._together(partial(self._use_once, name))
             raise_problems(self._send([(name + IN_USE, torch.zeros(1))], version=0), f"Making room for {name}")
 
     def _use_once(self, name: str) -> None:
-        """Registers an adapter and asks for a token by it, whereupon it has its memory."""
+        """Registers an adapter and asks for a token with it, after which it has its memory."""
         from sglang.srt.managers import io_struct
 
-        # All of one rank, and with zeros where they have less: the parts of a fused layer lie that far apart.
+        # All with the same rank, filled up with zeros, since it sets the distance between parts of a fused layer.
         described = {"peft_type": "LORA", "r": self._rank, "lora_alpha": self._rank, "bias": "none"}
         adapter = io_struct.LoadLoRAAdapterFromTensorsReqInput(
             lora_name=name,
@@ -101,7 +101,7 @@ class AdaptedSGLangEngine(SGLangEngine):
         self._owned.run(self._become_idle())
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Sends the adapters, and all weights or none of them: after the first sync adapters may come alone."""
+        """Sends the adapters, with all weights or none of them: after the first sync, adapters may come alone."""
         self._require_loadable()
         arriving = ArrivingAdapters(self._sizes)
         plain = arriving.taken_from(weights)
@@ -128,9 +128,9 @@ def _named(pairs: Iterable[tuple[str, Factors]]) -> NamedTensors:
 
 
 def check_layers(model: Any, names: Iterable[str], option: str) -> None:
-    """Raises ValueError for layers beside which SGLang puts no adapters, or puts them beside experts, too.
+    """Raises ValueError for layers whose adapters SGLang cannot apply, or would also apply to experts.
 
-    option: What named the layers.
+    option: The option that named the layers.
     """
     text = model.config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS)

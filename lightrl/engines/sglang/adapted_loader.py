@@ -1,8 +1,8 @@
-"""LoRA adapters on their way into SGLang's scheduler processes, beside the weights (loader.py).
+"""Loads LoRA adapters into SGLang's scheduler processes, beside the weights (loader.py).
 
-SGLang replaces an adapter by another only when no request uses it any more, and copies the new one at its first
-request. Here its memory is written in place, as that of a weight is: requests under way go on, and what the kernels
-read can be compared. This can go when SGLang replaces adapters in place (0.5.23: not yet):
+SGLang replaces an adapter only when no request uses it any more, and copies the new one at its first request. Here its
+memory is overwritten in place, like that of a weight: unfinished requests go on, and what the kernels read can be
+compared. This can go when SGLang replaces adapters in place (0.5.23: not yet):
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/lora/mem_pool.py
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/lora/layers.py
 """
@@ -23,19 +23,19 @@ from lightrl.engines.weights.adapters import DOWN, UP, Factors, adapter_and_laye
 from lightrl.engines.weights.placement import Placement
 
 LOADER = f"{__name__}.load_bucket"
-IN_USE = ".in_use"  # ends the name of a tensor that only says which adapter the last batch was of
+IN_USE = ".in_use"  # suffix of a tensor that only tells which adapter the last batch used
 
 
 @dataclass(slots=True)
 class Adapters:
-    """What a scheduler knows of adapters from one call to the next."""
+    """The adapters that a scheduler keeps in mind from one call to the next."""
 
     slots: dict[str, int] = field(default_factory=dict)  # in SGLang's pool, by adapter
-    came: dict[str, Tensor] = field(default_factory=dict)  # factors of the sync that is under way
-    described: dict[str, dict[str, Any]] = field(default_factory=dict)  # all factors that must be there
+    came: dict[str, Tensor] = field(default_factory=dict)  # factors of the current sync
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)  # all factors that must be held
 
     def begin(self) -> None:
-        """Forgets the factors of a sync that failed, and those that each sync brings."""
+        """Drops the factors of a failed sync, and those that every sync brings."""
         self.came.clear()
         self.described = {name: item for name, item in self.described.items() if _adapter(name) != POLICY}
 
@@ -44,24 +44,24 @@ _adapters = Adapters()
 
 
 def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Loads a bucket of weights, or of adapters, and reads everything back after the last."""
+    """Loads a bucket of weights or adapters; after the last bucket, reads everything back."""
     with unwrapped(model) as wrappers:
         loader.load_bucket(model, named_tensors, AdapterSlots(wrappers, _adapters))
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """The memory that SGLang's kernels read adapters from, and the factors that belong there."""
+    """The memory from which SGLang's kernels read adapters, and the factors that belong there."""
 
-    wrappers: Mapping[str, Any]  # of the layers that may have an adapter
+    wrappers: Mapping[str, Any]  # the layers that may have an adapter
     adapters: Adapters
 
     def begin(self) -> None:
-        """Comes before the first bucket of a sync."""
+        """Starts a sync; called before its first bucket."""
         self.adapters.begin()
 
     def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
-        """Keeps a factor until its partner is there."""
+        """Keeps a factor until its partner has arrived."""
         name = str(item["name"])
         if name.endswith(IN_USE):
             self.adapters.slots[name.removesuffix(IN_USE)] = int(self._last_batch().weight_indices[0])
@@ -73,14 +73,14 @@ class AdapterSlots:
 
     @torch.no_grad()
     def finish(self, placement: Placement) -> list[str]:
-        """Writes the factors that came, and then reads back all that must be there; returns what is wrong."""
+        """Writes the factors that arrived, then reads back all that must be held; returns the problems."""
         came = self.adapters.came
         if not came:
             return []
         spots = [spot for layer in self._layers() for spot in self._spots(layer, placement)]
         for slot in self._slots({_adapter(name) for name in came}):
             for part in slot:
-                part.zero_()  # an adapter of a lower rank, or of fewer layers, leaves some of it as it is
+                part.zero_()  # an adapter of a lower rank or with fewer layers would leave some of it unchanged
         for name, held, place in spots:
             if name in came:
                 _copy(came[name], held, place)
@@ -96,7 +96,7 @@ class AdapterSlots:
             yield from filter(None, (_slot(wrapper, self.adapters.slots[name]) for name in adapters))
 
     def _spots(self, labelled: str, placement: Placement) -> Iterator[tuple[str, Tensor, Place]]:
-        """Yields (name, memory, place in it) for each part of an adapter's factors that this scheduler holds."""
+        """Yields (name, memory, index in it) for each part of an adapter's factors that this scheduler holds."""
         adapter, layer = adapter_and_layer(labelled)
         rank, inputs = self.adapters.described[labelled + DOWN]["shape"]
         outputs = self.adapters.described[labelled + UP]["shape"][0]
@@ -127,10 +127,10 @@ class AdapterSlots:
                 yield f"{name} is not held as it was given"
 
     def _wrong_scales(self) -> Iterator[str]:
-        """Yields what is wrong with the last batch: every adapter has its scale in it already."""
+        """Yields problems of the last batch's scales, which must be 1: adapters already include their scale."""
         info = self._last_batch()
         for name, slot in self.adapters.slots.items() if info is not None else ():
-            if info.lora_ranks[slot] and info.scalings[slot] != 1:  # both are 0 where no request used the adapter
+            if info.lora_ranks[slot] and info.scalings[slot] != 1:  # both are 0 if no request used the adapter
                 yield f"SGLang's last batch multiplied the adapter {name} by {float(info.scalings[slot]):g}, not by 1"
 
     def _last_batch(self) -> Any:

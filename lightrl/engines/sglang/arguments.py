@@ -10,9 +10,9 @@ from lightrl.config import StrategyOptions, engine_arguments, nearest_name
 from lightrl.engines.sglang.loader import LOADER
 from lightrl.seeding import mix_seed
 
-SPARE_PLACES = 8  # SGLang takes prompts and answers up to a few tokens less than its context
-_CPU_POOL_TOKENS = 32_768  # else the cache takes a share of all memory
-_OPTION_FOR = {  # arguments of SGLang that are ours, and where to say what they follow
+SPARE_PLACES = 8  # SGLang takes prompts and answers up to a few tokens below its context length
+_CPU_POOL_TOKENS = 32_768  # otherwise the cache takes a share of all memory
+_OPTION_FOR = {  # SGLang's arguments that lightrl sets, and the options that they follow
     "model_path": "--model",
     "dtype": "--dtype",
     "tp_size": "--engine_tp_size",
@@ -38,7 +38,7 @@ _OPTION_FOR = {  # arguments of SGLang that are ours, and where to say what they
     "weight_version": "",
     "speculative_algorithm": "",
     "enable_lora": "--lora.engine",
-    "max_lora_rank": "--lora.rank",  # at a larger one the parts of an adapter lie elsewhere than where it is written
+    "max_lora_rank": "--lora.rank",  # with a larger one, the parts of an adapter are not where they are written
     "max_loras_per_batch": "",
     "max_loaded_loras": "",
     "lora_paths": "--lora.others",
@@ -58,9 +58,9 @@ def server_arguments(
     nccl_port: int,
     known: Collection[str],
 ) -> dict[str, Any]:
-    """Returns the arguments of Engine(); known are the names that this version of SGLang has.
+    """Returns the arguments of Engine(); `known` has the names that this version of SGLang supports.
 
-    gpu is the first of tp_size consecutive devices of this machine.
+    `gpu` is the first of tp_size consecutive devices of this machine.
     """
     given = engine_arguments(options)
     _check_given(given, known)
@@ -76,7 +76,7 @@ def server_arguments(
         "base_gpu_id": 0 if is_cpu else gpu,
         "nccl_port": nccl_port,
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # the first weight sync brings them
+        "load_format": "dummy",  # the first weight sync brings the weights
         "custom_weight_loader": [LOADER],
         "enable_memory_saver": not is_cpu,  # its library needs a CUDA driver
     }
@@ -108,26 +108,26 @@ def _check_given(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def engine_seed(seed: int, rank: int, group_size: int) -> int:
-    """Returns a seed for each group of ranks: engines of one seed would draw the same samples."""
+    """Returns a seed for each group of ranks, since engines with equal seeds would draw the same samples."""
     return mix_seed(seed, rank // group_size) % 2**31
 
 
 def environment_for_start(environment: Mapping[str, str], *, is_cpu: bool, tp_size: int) -> dict[str, str]:
-    """Returns the variables that SGLang's processes should start with, from those of this process."""
+    """Returns the environment with which SGLang's processes should start, based on this process's."""
     wanted = dict(environment)
     # Image features of older weights outlive weight updates and flushes in this cache. This can go when a flush
     # clears it (0.5.23: not yet): https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/mm_schedule.py
     wanted["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     wanted["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_PLACES
-    wanted.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # its own process groups are none of torchrun's
+    wanted.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # its own process groups are independent of torchrun's
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # the memory saver cannot move such segments
         kept = [part for part in wanted.get(name, "").split(",") if part and "expandable_segments" not in part]
         wanted.pop(name, None)
         if kept:
             wanted[name] = ",".join(kept)
     if is_cpu:
-        wanted.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads a core cost a factor of ten
-        if tp_size > 1:  # else one rank for each memory node of the machine is demanded
+        wanted.setdefault("OMP_NUM_THREADS", "1")  # two busy-waiting threads per core are ten times slower
+        if tp_size > 1:  # otherwise it demands one rank per memory node of the machine
             cores = sorted(os.sched_getaffinity(0))
             binding = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
             wanted.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)

@@ -1,7 +1,7 @@
-"""SGLang as the engine: one sglang.Engine for each group of ranks, owned by the group's first rank.
+"""SGLang as the engine: one sglang.Engine per group of ranks, owned by the group's first rank.
 
-The other ranks of a group call the same methods and get the results, and the errors, from the owner. Its schedulers are
-processes of their own, which go on generating between calls. docs/engines_sglang.md says what it guards against.
+The other ranks of a group call the same methods and get results and errors from the owner. SGLang's schedulers are
+separate processes, which go on generating between calls. docs/engines_sglang.md lists what this module guards against.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KNOWN_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, WeightS
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error of the owner, for the other ranks."""
+    """An error of the owner, sent to the other ranks."""
 
     kind: str
     message: str
@@ -67,7 +67,7 @@ class _Traits:
     """Facts about the engine that its owner knows after the start."""
 
     model_path: str
-    is_real_model: bool  # a folder or name that the model came from, not one made for its config
+    is_real_model: bool  # the model's original folder or name, not one made for its config
     max_model_len: int
     tells_cut_logprobs: bool  # of the distribution that top-p and top-k leave
 
@@ -81,7 +81,7 @@ def build_sglang_engine(
     group: EngineGroup,
     kind: Callable[..., SGLangEngine] | None = None,
 ) -> SGLangEngine:
-    """Makes an engine with the source's architecture and folder; its weights come by the first weight sync."""
+    """Makes an engine with the source's architecture and folder; weights come with the first weight sync."""
     if source is None:
         raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
     if varies_with_length(source.config):
@@ -90,11 +90,11 @@ def build_sglang_engine(
 
 
 class SGLangEngine(InferenceEngine):
-    """Drives SGLang. Draws depend on the engine's seed and on the order of requests, unless it is deterministic."""
+    """Engine that drives SGLang. Unless it is deterministic, draws depend on its seed and the order of requests."""
 
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
-    loader = LOADER  # what the schedulers load a bucket with
+    loader = LOADER  # the function with which schedulers load a bucket
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SGLangEngine(InferenceEngine):
         self._eos_ids = eos_ids(source, tokenizer)
         self._left: dict[int, int] = {}  # unfinished samples of each request, on every rank
         self._next_request_id = 0
-        self._released: set[str] = set()  # tags of memory that was given up
+        self._released: set[str] = set()  # tags of released memory
         self._process: SGLangProcess | None = None
         self._samples: SampleTasks | None = None
         self._folders: list[Path] = []
@@ -134,7 +134,7 @@ class SGLangEngine(InferenceEngine):
         if not is_installed("sglang"):
             raise ValueError("--engine sglang needs the package sglang, in an environment with the torch that it pins.")
         environment = environment_for_start(os.environ, is_cpu=is_cpu, tp_size=size)
-        with kept_state(environment):  # importing it changes things, too
+        with kept_state(environment):  # importing it has side effects, too
             from sglang.srt.managers.io_struct import GenerateReqInput
             from sglang.srt.server_args import ServerArgs
         if is_cpu:
@@ -169,11 +169,11 @@ class SGLangEngine(InferenceEngine):
         )
 
     def _defaults(self) -> dict[str, Any]:
-        """Returns arguments of SGLang that --engine_args may replace."""
+        """Returns default arguments of SGLang, which --engine_args may override."""
         return {}
 
     def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
-        """Returns what SGLang is asked with a request besides what every engine is."""
+        """Returns the arguments of a request that only this kind of engine gives."""
         return {}
 
     def _new_folder(self) -> Path:
@@ -181,7 +181,7 @@ class SGLangEngine(InferenceEngine):
         return self._folders[-1]
 
     def _media_of(self, model_path: str) -> MediaProcessor | None:
-        """Returns the processor beside the model; None for a text model or one that was made from a config alone."""
+        """Returns the model's processor; None for a text model or one that was made only from a config."""
         if self._skeleton.config.model_type not in FAMILIES or not self._traits.is_real_model:
             return None
         media = MediaProcessor.load(model_path, trust_remote_code=self._options.trust_remote_code)
@@ -240,7 +240,7 @@ class SGLangEngine(InferenceEngine):
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
-        """Queues a request; every rank of the group checks it in the same way."""
+        """Queues a request, which every rank of the group checks in the same way."""
         self._require_open("submit")
         if self._released:
             raise RuntimeError(f"submit() while the engine's {', '.join(sorted(self._released))} sleep: wake() first.")
@@ -263,7 +263,7 @@ class SGLangEngine(InferenceEngine):
         return request_id
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
-        """Returns the prompt's length with its images counted as the tokens that they become."""
+        """Returns the prompt's length, counting the tokens that its images become."""
         return len(self._expanded(prompt))
 
     def _expanded(self, prompt: EnginePrompt) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ class SGLangEngine(InferenceEngine):
         return self._media.expanded(prompt.token_ids, image_sizes, [video.shape[:3] for video in prompt.videos])
 
     def _check_cut(self, params: SamplingParams) -> None:
-        """Raises ValueError if SGLang cannot give logprobs of the distribution that is sampled from."""
+        """Raises ValueError if SGLang cannot give logprobs of the distribution that is sampled."""
         if not self._traits.tells_cut_logprobs:
             raise ValueError(
                 "This version of SGLang gives no logprobs of the distribution that top_p or top_k leave. Use top_p 1 "
@@ -286,11 +286,11 @@ class SGLangEngine(InferenceEngine):
             )
 
     def has_unfinished(self) -> bool:
-        """Returns whether any sample waits or runs."""
+        """Returns whether any sample is waiting or running."""
         return bool(self._left)
 
     def step(self) -> list[Completion]:
-        """Starts what waits and returns what has finished; waits a moment for the first."""
+        """Starts waiting samples and returns finished ones; waits a moment for the first."""
         self._require_open("step")
         if not self._left:
             return []
@@ -302,7 +302,7 @@ class SGLangEngine(InferenceEngine):
         return done
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests; a sample that ended by itself meanwhile comes with its own reason."""
+        """Stops the requests; a sample that has ended meanwhile keeps its own reason."""
         self._require_open("abort")
         chosen = set(self._left) if request_ids is None else set(request_ids) & set(self._left)
         if not chosen:
@@ -314,7 +314,7 @@ class SGLangEngine(InferenceEngine):
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Sends the weights in buckets; requests under way pause meanwhile and keep their keys and values."""
+        """Sends the weights in buckets; unfinished requests pause meanwhile and keep their keys and values."""
         self._require_loadable()
         account = WeightAccount.of_model(self._skeleton)
         fitting = ((name, tensor) for name, tensor in weights if account.accept(name, tensor))
@@ -332,13 +332,13 @@ class SGLangEngine(InferenceEngine):
             self._samples.version = version
 
     def _send(self, pairs: NamedTensors, version: int, *, source: NamedTensors = ()) -> list[str]:
-        """Sends pairs, which are made of a source, and returns on every rank what went wrong."""
+        """Sends pairs and returns the problems on every rank."""
         sender = WeightSender(self._route(), version, is_busy=bool(self._left))
         try:
             for name, tensor in pairs:
                 sender.add(name, tensor)
         finally:
-            for _ in source:  # to the end whatever happened: the tensors may come out of collectives
+            for _ in source:  # consumed to the end in any case, as the tensors may come from collectives
                 pass
             problems = sender.finish()
         return problems
@@ -356,7 +356,7 @@ class SGLangEngine(InferenceEngine):
     # ---- Memory ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> int:
-        """Gives up the KV cache, with level 2 the weights too; the bytes are those that the devices got back."""
+        """Releases the KV cache and, with level 2, the weights; returns the bytes that the devices got back."""
         self._require_open("sleep")
         if self._left:
             raise RuntimeError(
@@ -373,7 +373,7 @@ class SGLangEngine(InferenceEngine):
 
     @property
     def _has_backup(self) -> bool:
-        """Tells whether released weights move to host memory, from where they come back as they were."""
+        """Returns whether released weights move to host memory, from where they return unchanged."""
         return bool(engine_arguments(self._options).get("enable_weights_cpu_backup"))
 
     def _release(self, tags: list[str]) -> None:
@@ -384,7 +384,7 @@ class SGLangEngine(InferenceEngine):
         self._owned.run(self._owned.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None))
 
     async def _become_idle(self) -> None:
-        """Waits for the schedulers: one that still clears up after its last request would fail an assertion and end."""
+        """Waits until schedulers are idle: one that still cleans up after a request would fail an assertion and end."""
         give_up = time.monotonic() + _IDLE_TIMEOUT_S
         while not (result := await self._owned.manager.flush_cache()).success:
             if time.monotonic() > give_up:
@@ -392,7 +392,7 @@ class SGLangEngine(InferenceEngine):
             await asyncio.sleep(0.01)
 
     def wake(self, part: EnginePart) -> None:
-        """Resumes what sleeps of the part, and nothing that does not: SGLang's scheduler would end."""
+        """Resumes what is asleep of the part and nothing else, which would end SGLang's scheduler."""
         self._require_open("wake")
         tags = sorted(self._released & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"}))
         if tags:

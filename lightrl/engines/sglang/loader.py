@@ -1,7 +1,7 @@
-"""Weights on their way into SGLang's scheduler processes: how a bucket is packed, loaded, and read back.
+"""Loads weights into SGLang's scheduler processes: packs a bucket, loads it, and reads it back.
 
-load_bucket runs in the schedulers, which SGLang tells to call it by name. It must not raise, since an error there ends
-the scheduler and with it the run: it writes what is wrong to a report, which the engine's owner reads.
+load_bucket runs in the schedulers, which SGLang tells to call it by name. It must not raise, since an error would end
+the scheduler and with it the run. It writes problems to a report instead, which the engine's owner reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightrl.engines.weights.placement import Placement, ServerRules
 
 LOADER = f"{__name__}.load_bucket"
 RULES = ServerRules(renamed={"qkv": "qkv_proj"}, finds_by_ending=True, pads=True)
-_ALIGNMENT = 16  # bytes: a view of a wider type must begin at a multiple of its size
+_ALIGNMENT = 16  # bytes: a view as a wider type must begin at a multiple of its size
 
 
 # ---- The trainer's side
@@ -30,18 +30,18 @@ _ALIGNMENT = 16  # bytes: a view of a wider type must begin at a multiple of its
 
 @dataclass(slots=True)
 class Bucket:
-    """Tensors to be sent together, with the values that they are recognised by."""
+    """Tensors that are sent together, with some values by which they are recognised."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     num_bytes: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor of the checkpoint."""
+        """Adds a tensor under its checkpoint name."""
         self.tensors.append((name, tensor.detach()))
         self.num_bytes += _padded(tensor.numel() * tensor.element_size())
 
     def pack(self, *, report: str, is_first: bool, is_last: bool, device: torch.device) -> list[tuple[str, Tensor]]:
-        """Returns two byte tensors: all the values, and a JSON description of them. Frees the tensors once copied."""
+        """Returns two byte tensors: all values, and a JSON description of them. Frees the tensors once copied."""
         flat = torch.empty(max(self.num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
         described: list[dict[str, Any]] = []
         start = 0
@@ -53,13 +53,13 @@ class Bucket:
             start += _padded(size)
         self.tensors, self.num_bytes = [], 0
         head = {"report": report, "is_first": is_first, "is_last": is_last, "tensors": described}
-        # On the values' device, so that one kind of handle carries both to another process.
+        # On the values' device, so that the same kind of handle carries both to another process.
         written = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8).to(device)
         return [("values", flat), ("head", written)]
 
 
 def description(tensor: Tensor) -> dict[str, Any]:
-    """Returns the shape and a few values; exact, since float64 holds every value of a narrower type."""
+    """Returns the shape and a few values, which float64 holds exactly."""
     values = tensor.detach()[sampled_indices(tuple(tensor.shape), device=tensor.device)].double().tolist()
     return {"shape": list(tensor.shape), "values": values}
 
@@ -88,10 +88,10 @@ def _padded(size: int) -> int:
 
 @dataclass(slots=True)
 class _Sync:
-    """The state of one sync in a scheduler: what came in the buckets so far."""
+    """The state of one sync in a scheduler: the contents of its buckets so far."""
 
     given: dict[str, dict[str, Any]] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)  # loaded somewhere, but where is not known
+    written: set[str] = field(default_factory=set)  # loaded, but it is not known where
     problems: list[str] = field(default_factory=list)
 
 
@@ -102,17 +102,17 @@ class Extras(Protocol):
     """Tensors of a bucket that the model's own loader does not know."""
 
     def begin(self) -> None:
-        """Comes before the first bucket of a sync."""
+        """Starts a sync; called before its first bucket."""
 
     def take(self, item: dict[str, Any], tensor: Tensor) -> bool:
-        """Returns whether the described tensor is one of them; its memory is lent."""
+        """Takes the described tensor, whose memory is lent, if it is one of these; returns whether it did."""
 
     def finish(self, placement: Placement) -> list[str]:
-        """Puts them in their places after the last bucket; returns what is wrong."""
+        """Puts the tensors in their places after the last bucket; returns the problems."""
 
 
 def load_bucket(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]], extras: Extras | None = None) -> None:
-    """Loads what Bucket.pack made; after the last bucket reads everything back and writes the report."""
+    """Loads a packed bucket; after the last bucket, reads everything back and writes the report."""
     global _sync
     parts = dict(named_tensors)
     head = json.loads(parts["head"].cpu().numpy().tobytes())
@@ -150,7 +150,7 @@ def _load(model: Any, tensors: list[tuple[str, Tensor]]) -> None:
     placement = _placement(model)
     try:
         model.load_weights(list(tensors))
-    except Exception:  # loading all at once does not show which one is wrong
+    except Exception:  # loading all together does not show which one is wrong
         _load_one_by_one(model, tensors)
     for name, tensor in tensors:
         if placement.places(name, tuple(tensor.shape)) is None and _is_written(model, name, tensor):
@@ -179,7 +179,7 @@ def _read_back(model: nn.Module) -> None:
 
 
 def is_loaded(placement: Placement, name: str, item: dict[str, Any]) -> bool | None:
-    """Returns whether the model has the described values of a tensor, this rank's part of them; None if not known."""
+    """Returns whether the model holds this rank's part of a tensor's described values; None if unknown."""
     shape = tuple(item["shape"])
     places = placement.places(name, shape)
     if places is None:
@@ -211,7 +211,7 @@ def _tp_rank_and_size() -> tuple[int, int]:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that are copied into."""
+    """Records the storages that are copied into."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,12 +224,12 @@ class _Writes(TorchDispatchMode):
 
 
 def _is_written(model: Any, name: str, tensor: Tensor) -> bool:
-    """Returns whether loading the tensor writes to any parameter; SGLang skips names that it does not know."""
+    """Returns whether loading the tensor writes to any parameter, since SGLang skips unknown names."""
     writes = _Writes()
     try:
         with writes:
             model.load_weights([(name, tensor)])
-    except Exception:  # a loader that refuses the tensor has not written it, whatever it says
+    except Exception:  # a loader that refuses the tensor has not written it, whatever the error
         return False
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return bool(own & writes.storages)

@@ -1,8 +1,8 @@
-"""An sglang.Engine as a guest in the trainer's process: what it changes there is put back, and its end is an error.
+"""An sglang.Engine as a guest in the trainer's process: its changes are undone, and its death raises an error.
 
-SGLang takes the process for its own: it writes to the environment, to logging and to signal handlers, kills the process
-when a scheduler ends, and all of its children when it is shut down. The patches here can go when an Engine can be told
-that it is a guest (0.5.23: only the SIGQUIT handler can be given):
+SGLang treats the process as its own: it changes the environment, logging and signal handlers, kills the process when a
+scheduler ends, and kills all of its children at shutdown. The patches here can go when an Engine can be told that it is
+a guest (0.5.23: only the SIGQUIT handler can be given):
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/entrypoints/engine.py
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/tokenizer_manager.py
 """
@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_LOOK_EVERY_S = 1.0  # at whether the schedulers live
+_LOOK_EVERY_S = 1.0  # between checks that the schedulers are alive
 _END_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
+    """Returns a port on which nobody listens at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def note_death(signum: int, frame: Any) -> None:
-    """Does nothing where SGLang's handler would kill this process: the next call finds the schedulers gone."""
+    """Does nothing, where SGLang's handler would kill this process: the next call finds the schedulers gone."""
 
 
 class SGLangProcess:
@@ -49,25 +49,25 @@ class SGLangProcess:
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         self._is_closed = False
-        self._failure: Exception | None = None  # of SGLang's own loop in this process
+        self._failure: Exception | None = None  # an error of SGLang's own event loop in this process
         with kept_state(environment), _no_orphans():
             from sglang import Engine
 
             _spare_this_process()
             self.engine = Engine(**arguments, custom_sigquit_handler=note_death)
-            atexit.unregister(self.engine.shutdown)  # it would kill every child of this process
+            atexit.unregister(self.engine.shutdown)  # otherwise it would kill every child of this process
             atexit.register(self.close)
             self._processes = list(self.engine.tokenizer_manager._subprocess_watchdog._processes)
             self._take_signals_back()
 
     @property
     def manager(self) -> Any:
-        """SGLang's tokenizer manager, which has a coroutine for everything."""
+        """SGLang's tokenizer manager, whose coroutines do everything."""
         return self.engine.tokenizer_manager
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that fit into the KV cache, for all requests together."""
+        """The number of tokens for which the KV cache has room, over all requests."""
         return int(self.engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -109,7 +109,7 @@ class SGLangProcess:
             ) from self._failure
 
     def close(self) -> None:
-        """Ends the engine's processes and no others."""
+        """Ends the engine's processes and no other ones."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -120,7 +120,7 @@ class SGLangProcess:
             process.kill()
         for process in self._processes:
             process.join(_END_TIMEOUT_S)
-        # At the end of the program the loop may be closed already.
+        # At the end of the program, the loop may already be closed.
         with suppress(RuntimeError), _apart_from_other_loops():
             self.engine.loop.run_until_complete(_cancel_all(self.engine.loop))
         _drop_unsent([self.engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer])
@@ -130,7 +130,7 @@ class SGLangProcess:
             signal.signal(signal.SIGQUIT, self._signals[signal.SIGQUIT])
 
     def _take_signals_back(self) -> None:
-        """Puts the signal handlers back: SGLang's loop would swallow the SIGTERM by which torchrun ends a rank."""
+        """Restores the signal handlers: SGLang's loop would swallow the SIGTERM with which torchrun ends a rank."""
         loop = self.engine.loop
         loop.run_until_complete(self._start_listening())
         if _is_main_thread():
@@ -149,7 +149,7 @@ class SGLangProcess:
             module.print_exception_wrapper = theirs
 
     async def _noting_failure(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Notes an error where SGLang's wrapper would kill this process; the call that waits raises it."""
+        """Notes an error, where SGLang's wrapper would kill this process; the waiting call raises it."""
         try:
             await work()
         except Exception as error:
@@ -157,7 +157,7 @@ class SGLangProcess:
 
 
 def _spare_this_process() -> None:
-    """Keeps SGLang from ending this process and all of its children when anything goes wrong."""
+    """Keeps SGLang from killing this process and all of its children when anything goes wrong."""
     for name in ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_manager"):
         module: Any = importlib.import_module(name)
         theirs = module.kill_process_tree
@@ -175,7 +175,7 @@ def _sparing(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_unsent(sockets: list[Any]) -> None:
-    """Closes sockets now; the garbage collector would wait for ever for messages to reach dead schedulers."""
+    """Closes sockets now; the garbage collector would wait forever for messages to reach dead schedulers."""
     for one in sockets:
         if one is not None:
             one.context.destroy(linger=0)
@@ -194,7 +194,7 @@ def _is_main_thread() -> bool:
 
 @contextmanager
 def _apart_from_other_loops() -> Iterator[None]:
-    """Hides a running event loop of the caller, since asyncio refuses to run one loop inside another."""
+    """Hides the caller's running event loop, since asyncio refuses to run one loop inside another."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -205,7 +205,7 @@ def _apart_from_other_loops() -> Iterator[None]:
 
 @contextmanager
 def kept_state(environment: Mapping[str, str]) -> Iterator[None]:
-    """Puts back what importing and starting SGLang changes in this process; inside, environment holds."""
+    """Restores what importing and starting SGLang changes in this process; `environment` applies inside."""
     root, variables = logging.getLogger(), dict(os.environ)
     handlers, level = list(root.handlers), root.level
     start_method = multiprocessing.get_start_method(allow_none=True)
@@ -228,7 +228,7 @@ def kept_state(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _no_orphans() -> Iterator[None]:
-    """Ends the processes that a failed start leaves behind."""
+    """Ends processes that a failed start leaves behind."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -245,4 +245,4 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return "SIGQUIT handler" not in record.getMessage()  # said at the level of an error, of the handler we gave
+    return "SIGQUIT handler" not in record.getMessage()  # logged as an error, about the handler that we passed

@@ -1,4 +1,4 @@
-"""Drives the samples that SGLang works on, on the rank that owns the engine; each is a request of its own."""
+"""Drives SGLang's samples, each a request of its own, on the rank that owns the engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor
 from lightrl.records import FinishReason
 from lightrl.seeding import mix_seed
 
-_STEP_S = 0.2  # the longest that a step waits for a sample to finish
-_ABORT_AGAIN_S = 0.5  # an abort that meets a request on its way to the scheduler is lost
+_STEP_S = 0.2  # longest wait of a step for a sample to finish
+_ABORT_AGAIN_S = 0.5  # an abort is lost while the request is on its way to the scheduler
 _ABORT_TIMEOUT_S = 120.0
 
 
@@ -29,13 +29,13 @@ class Sample:
 
     request_id: int
     index: int
-    prompt_ids: tuple[int, ...]  # each placeholder as many times as its image or video has features
+    prompt_ids: tuple[int, ...]  # each placeholder repeated for the features of its image or video
     params: SamplingParams
-    features: dict[str, Any] | None = None  # of images and videos, as SGLang takes them
+    features: dict[str, Any] | None = None  # images and videos in SGLang's form
 
     @property
     def rid(self) -> str:
-        """Id for SGLang, of one width for all: SGLang aborts every request whose id begins with the one given."""
+        """SGLang's id, of fixed width, because SGLang aborts every request whose id begins with the given one."""
         return f"{self.request_id:012d}-{self.index:08d}"
 
 
@@ -45,7 +45,7 @@ def is_cut(params: SamplingParams) -> bool:
 
 
 def media_features(media: MediaProcessor, prompt: EnginePrompt) -> dict[str, Any] | None:
-    """Returns the patches of a prompt's images and videos under the names that its processor gives them."""
+    """Returns the patches of a prompt's images and videos under its processor's names."""
     if not (prompt.images or prompt.videos):
         return None
     encoded = media.encode(prompt.token_ids, prompt.images, prompt.videos)
@@ -75,7 +75,7 @@ def _chosen_patches(patches: Sequence[Tensor], grids: Tensor, chosen: list[bool]
 
 
 class SampleTasks:
-    """Samples that wait and samples under way. They go on in the schedulers while nobody waits for them here."""
+    """Waiting and running samples; the schedulers go on with them even while nobody waits here."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class SampleTasks:
         is_deterministic: bool,
         asked_for: Callable[[SamplingParams], Mapping[str, Any]],
     ) -> None:
-        """asked_for: gives what SGLang is asked with a request, besides what is asked here."""
-        self.version = 0  # of the weights that new samples start with
+        """Takes `asked_for`, which returns additional arguments of a request."""
+        self.version = 0  # of the weights with which new samples start
         self._process = process
         self._eos_ids = set(eos_ids)
         self._vocab_size = vocab_size
@@ -101,13 +101,13 @@ class SampleTasks:
         self._waiting += samples
 
     def step(self) -> list[Completion]:
-        """Starts what waits; returns what has finished, after a moment's wait for the first."""
+        """Starts waiting samples; returns finished ones, after a short wait for the first."""
         self._process.run(self._start_waiting())
         self._process.run(self._wait_for_first())
         return self._collect()
 
     def abort(self, request_ids: set[int]) -> list[Completion]:
-        """Stops the requests and returns what their samples have; one that ended meanwhile keeps its own reason."""
+        """Stops the requests and returns their samples so far; one that ended meanwhile keeps its own reason."""
         done = [_not_started(sample) for sample in self._waiting if sample.request_id in request_ids]
         self._waiting = [sample for sample in self._waiting if sample.request_id not in request_ids]
         own = {task: sample for task, sample in self._running.items() if sample.request_id in request_ids}
@@ -127,7 +127,7 @@ class SampleTasks:
             await asyncio.wait(self._running, timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _collect(self) -> list[Completion]:
-        """Returns the samples that ended; raises the first error among them."""
+        """Returns the samples that have ended; raises the first error among them."""
         ended = [(task, sample) for task, sample in self._running.items() if task.done()]
         for task, _ in ended:
             del self._running[task]
@@ -154,7 +154,7 @@ class SampleTasks:
             input_ids=list(sample.prompt_ids),
             sampling_params=self._sampling(sample),
             return_logprob=True,
-            # Keys and values are shared among requests of one weight version only, also where no flush was possible.
+            # Keys and values are shared only among requests of the same weight version, even if no flush was possible.
             cache_salt=str(self.version),
             **({"return_sampling_mask": True} if is_cut(sample.params) else {}),
             **self._asked_for(sample.params),
@@ -174,7 +174,7 @@ class SampleTasks:
         }
         if not params.ignore_eos:
             wanted["stop_token_ids"] = sorted({*self._eos_ids, *params.stop_token_ids})
-        if self._is_deterministic:  # read only then; the position counts from the prompt's start, also resumed
+        if self._is_deterministic:  # used only then; the position counts from the prompt's start, even if resumed
             wanted["sampling_seed"] = mix_seed(params.seed or 0, sample.index) % 2**31
         return wanted
 
@@ -198,8 +198,8 @@ class SampleTasks:
         )
 
     def _ended(self, params: SamplingParams, tokens: list[int], said: str | None) -> tuple[list[int], FinishReason]:
-        """Returns the tokens that count, and why they end; SGLang reports "abort" even if the last step met an end."""
-        # With ignore_eos it goes on past the tokens asked for, too.
+        """Returns the tokens that count and why they end; SGLang reports "abort" even if the last step found an end."""
+        # With ignore_eos, SGLang also goes on past the requested number of tokens.
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_ids)
         place = next((i for i, token in enumerate(tokens) if token in stops), None)
         if place is not None:

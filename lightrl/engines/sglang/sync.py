@@ -1,7 +1,7 @@
-"""Sends one weight sync to SGLang: buckets of bounded size to every scheduler, and their reports back.
+"""Sends a weight sync to SGLang's schedulers in buckets of bounded size, and collects their reports.
 
-Updates run between begin_weight_update and end_weight_update where SGLang has them (0.5.23 does). It refuses by a
-return value, never by an exception:
+Updates run between begin_weight_update and end_weight_update if SGLang has them (0.5.23 does). It refuses with a return
+value, never with an exception:
 https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/managers/scheduler_components/weight_updater.py
 """
 
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How weights get to the schedulers."""
+    """The way of weights to the schedulers."""
 
     process: SGLangProcess | None  # None on the ranks that do not own the engine
     group: EngineGroup
     device: torch.device
-    loader: str  # name of the function that the schedulers call
-    reports: Path  # folder that they write to
-    max_bytes: int  # in a bucket; a larger tensor goes alone
+    loader: str  # import path of the function that the schedulers call
+    reports: Path  # folder to which they write
+    max_bytes: int  # per bucket; a larger tensor is sent alone
 
 
 class WeightSender:
-    """Sends the weights of one version. An error of the owner is kept until the end, so that every rank gets there."""
+    """Sends the weights of one version. The owner keeps an error until the end, so that every rank gets there."""
 
     def __init__(self, route: Route, version: int, *, is_busy: bool) -> None:
-        """is_busy: requests are under way. They pause, and keep their keys and values."""
+        """Takes `is_busy`, whether there are unfinished requests: these pause, and keep their keys and values."""
         self._route, self._version = route, version
         self._bucket = Bucket()
         self._problems: list[str] = []
@@ -49,14 +49,14 @@ class WeightSender:
         self._on_owner(lambda process: self._begin(process, is_busy))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor, and sends the bucket that it no longer fits into."""
+        """Adds a tensor; first sends the current bucket if the tensor does not fit into it."""
         size = tensor.numel() * tensor.element_size()
         if self._bucket.tensors and self._bucket.num_bytes + size > self._route.max_bytes:
             self._send(is_last=False)
         self._bucket.add(name, tensor)
 
     def finish(self) -> list[str]:
-        """Sends the rest, ends the session, and returns on every rank what went wrong."""
+        """Sends the rest, ends the session, and returns the problems on every rank."""
         self._send(is_last=True)
         self._on_owner(self._end, even_after_errors=True)
         problems = self._route.group.broadcast(self._problems)
@@ -74,7 +74,7 @@ class WeightSender:
     def _begin(self, process: SGLangProcess, is_busy: bool) -> None:
         from sglang.srt.managers import io_struct
 
-        if is_busy:  # else the update waits for every request to end
+        if is_busy:  # otherwise the update waits for every request to end
             pause = io_struct.PauseGenerationReqInput(mode="in_place")
             process.run(_ask(lambda: process.manager.pause_generation(pause)))
             self._is_paused = True
@@ -103,8 +103,8 @@ class WeightSender:
     def _payloads(self, *, is_last: bool) -> list[bytes]:
         """Returns the packed bucket, serialised once for each scheduler of the group.
 
-        On GPUs each rank gives the one beside it a handle to its own copy. On the CPU the owner makes them all, since
-        memory cannot be passed on between processes of different parents.
+        On GPUs, each rank gives its scheduler a handle to its own copy. On the CPU, the owner makes all of them, since
+        memory cannot be passed between processes of different parents.
         """
         route, bucket, is_first = self._route, self._bucket, self._is_first
         self._bucket, self._is_first = Bucket(), False
@@ -125,7 +125,7 @@ class WeightSender:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format=self._route.loader,
-            # Refused while requests are under way; the salt of each version keeps their cached prompts apart.
+            # Refused while requests are running; the salt of each version separates their cached prompts.
             flush_cache=is_last and not self._is_paused,
             weight_version=str(self._version) if is_last else None,
         )
@@ -138,19 +138,19 @@ class WeightSender:
 
 
 async def _ask(call: Callable[[], Awaitable[T]]) -> T:
-    """Makes the call on the loop, since some of the manager's methods look for it before they wait."""
+    """Makes the call on the event loop, which some of the manager's methods look up before they wait."""
     return await call()
 
 
 def _require(outcome: tuple[bool, str]) -> None:
-    """Raises what SGLang refused; it only returns (False, message) itself."""
+    """Raises an error if SGLang refused, for which SGLang itself only returns (False, message)."""
     is_done, message = outcome
     if not is_done:
         raise RuntimeError(f"SGLang: {message}")
 
 
 def serialized(tensors: Any) -> bytes:
-    """Returns tensors, in a list or a dictionary, in the form in which a scheduler takes them."""
+    """Serialises a list or dictionary of tensors for a scheduler."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     payload: bytes = MultiprocessingSerializer.serialize(tensors)

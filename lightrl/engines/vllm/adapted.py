@@ -1,4 +1,4 @@
-"""vLLM for a policy with LoRA adapters, which go through vLLM's own LoRA requests."""
+"""vLLM for a policy with LoRA adapters, which are passed in vLLM's own LoRA requests."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from lightrl.models.saved_adapters import SavedAdapter
 
 logger = logging.getLogger(__name__)
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
-_PREFIX = "base_model.model."  # before every name in an adapter's file
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks for which vLLM can make room
+_PREFIX = "base_model.model."  # prefix of every name in an adapter's file
 
 
 class AdaptedVLLMEngine(VLLMEngine):
-    """Gives vLLM the adapters of each weight sync in place of those before, and a request the one that it asks for."""
+    """Engine that replaces vLLM's adapters at each weight sync, and gives each request the one that it names."""
 
     def __init__(self, arguments: Mapping[str, Any], *, others: Mapping[str, SavedAdapter], **settings: Any) -> None:
-        """others: Adapters that stay as they are, by the names under which requests ask for them."""
+        """Takes `others`, the fixed adapters, by the names that requests use."""
         from vllm.lora.request import LoRARequest
 
         source = settings["source"]
@@ -61,18 +61,18 @@ class AdaptedVLLMEngine(VLLMEngine):
         super().__init__({"enable_lora": True, **needed, **arguments}, **settings)
         self.adapters = (POLICY, BASE, *others)
         self._requests: dict[str, LoRARequest] = {}
-        for number, name in enumerate((POLICY, *self._others), start=1):  # vLLM's own numbers; 0 is no adapter
+        for number, name in enumerate((POLICY, *self._others), start=1):  # vLLM's own numbers; 0 means no adapter
             folder = Path(self._scratch.name) / f"adapter-{number}"
             folder.mkdir()
             self._requests[name] = LoRARequest(name, number, str(folder))
-        self._has_told = False  # which adapters are not read back
+        self._has_told = False  # whether the adapters that are not read back were logged
 
     def _asked_for(self, params: SamplingParams) -> Mapping[str, Any]:
         request = self._requests.get(params.adapter)
         return {} if request is None else {"lora_request": request}
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Takes the adapters, and all weights or none of them: after the first sync adapters may come alone."""
+        """Loads the adapters, with all weights or none of them: after the first sync, adapters may come alone."""
         self._require_open("load_weights")
         if "weights" in self._asleep:
             raise RuntimeError("load_weights() while the weights sleep: call wake('weights') first.")
@@ -99,7 +99,7 @@ class AdaptedVLLMEngine(VLLMEngine):
             return super()._deliver(model, weights)
 
     def _give(self, factors: Mapping[str, Factors], name: str = POLICY) -> None:
-        """Has vLLM read an adapter from a folder, as it does those of users; each rank has folders of its own."""
+        """Makes vLLM read an adapter from a folder, as for users' adapters; each rank has its own folders."""
         request = self._requests[name]
         tensors = {}
         for layer, pair in factors.items():
@@ -110,7 +110,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         described = {
             "peft_type": "LORA",
             "r": rank,
-            "lora_alpha": rank,  # so that vLLM multiplies by 1: the scale is in the second factor
+            "lora_alpha": rank,  # so that vLLM multiplies by 1, as the second factor includes the scale
             "target_modules": sorted({layer.rpartition(".")[2] for layer in factors}),
             "bias": "none",
         }
@@ -119,7 +119,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         self._engine.add_lora(request)
 
     def _read_back(self, arriving: ArrivingAdapters, given: Mapping[str, Factors]) -> None:
-        """Compares all adapters in the memory that vLLM's kernels read, and of those it has cut this rank's slices."""
+        """Compares all adapters, or this rank's slices of them, in the memory that vLLM's kernels read."""
         (held,) = self._llm.apply_model(lambda model: list(self._held(model, {POLICY: given, **self._others})))
         unread = []
         for name, wanted, pair in held:
@@ -138,8 +138,8 @@ class AdaptedVLLMEngine(VLLMEngine):
     def _held(
         self, model: Any, given: Mapping[str, Mapping[str, Factors]]
     ) -> Iterator[tuple[str, Factors | None, Factors | None]]:
-        """Yields what this rank should hold of each adapter, None if not known, and what it does, None if nothing."""
-        with unwrapped(model):  # the weights have their own names
+        """Yields what this rank should hold of each adapter (None if unknown) and what it holds (None if nothing)."""
+        with unwrapped(model):  # inside, the weights have their plain names
             placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
         is_whole = self._group.size == 1
         for adapter, factors in given.items():
@@ -155,10 +155,10 @@ class AdaptedVLLMEngine(VLLMEngine):
 
 
 def _nothing(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
-    """Returns an adapter that adds zeros, by which vLLM on a CPU computes the model without one.
+    """Returns an adapter that adds zeros, with which vLLM on a CPU computes the model without an adapter.
 
-    Beside a request with an adapter, one without reads place -1 there, which is the last adapter's. This can go when
-    place -1 is masked as on a GPU (0.32: not yet):
+    In a batch with adapters, a request without one reads place -1 there, which is the last adapter's. This can go
+    when place -1 is masked, as it is on a GPU (0.32: not yet):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/ops/torch_ops/lora_ops.py
     """
     return {
@@ -167,7 +167,7 @@ def _nothing(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
 
 
 def room_of(largest: int) -> int:
-    """Returns the rank that vLLM is to make room for, by the largest of any adapter."""
+    """Returns the rank for which vLLM must make room, given the largest rank of any adapter."""
     room = next((room for room in _RANKS if room >= largest), None)
     if room is None:
         raise ValueError(f"vLLM takes adapters of rank {_RANKS[-1]} at most, not {largest}.")
@@ -175,14 +175,14 @@ def room_of(largest: int) -> int:
 
 
 def _check_room(arguments: Mapping[str, Any], needed: Mapping[str, int]) -> None:
-    """Raises ValueError for --engine_args with which vLLM would keep putting adapters out, or take none of a rank."""
+    """Raises ValueError for --engine_args with which vLLM would keep evicting adapters, or refuse a rank."""
     for name, least in needed.items():
         if int(arguments.get(name, least)) < least:
             raise ValueError(f"--engine_args {name}={arguments[name]}: the adapters of the run need {least} or more.")
 
 
 def _slot(model: Any, own: str, number: int) -> Factors | None:
-    """Returns the memory for an adapter of a layer, padded; None for a layer that vLLM has none of."""
+    """Returns the padded memory for an adapter of a layer; None if vLLM has none for the layer."""
     manager = model.lora_manager
     parts = {part: (fused, i) for fused, each in manager.packed_modules_mapping.items() for i, part in enumerate(each)}
     parent, _, last = own.rpartition(".")
@@ -195,7 +195,7 @@ def _slot(model: Any, own: str, number: int) -> Factors | None:
 
 
 def _cut_to(slot: Factors, factors: Factors, rank: int) -> Factors:
-    """Returns what a slot of a rank holds of factors where fully_sharded_loras cuts the whole one of them, too."""
+    """Returns the part of factors in a rank's slot, even if fully_sharded_loras cuts both of them."""
     (part, _), (outputs, room) = slot.down.shape, slot.up.shape
     down = factors.down[rank * part :][:part] if part < room else factors.down
     up = factors.up[rank * outputs :][:outputs] if outputs < factors.up.shape[0] else factors.up

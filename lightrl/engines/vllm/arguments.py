@@ -10,10 +10,10 @@ import torch
 from lightrl.config import StrategyOptions, engine_arguments, nearest_name
 
 _CPU_KV_BYTES = 256 << 20
-_CPU_NUM_SEQS = 64  # more of them decode slower
+_CPU_NUM_SEQS = 64  # decoding is slower with more of them
 _MEDIA_PER_PROMPT = {"image": 8, "video": 2}
 
-# Arguments that the run's options or the engine itself decide, and the option that does.
+# Arguments that are decided by the run's options or by the engine itself, and the option in question.
 _RESERVED = {
     "model": "--model",
     "tensor_parallel_size": "--engine_tp_size",
@@ -37,7 +37,7 @@ _RESERVED = {
 
 
 def user_arguments(options: StrategyOptions, known: set[str]) -> dict[str, Any]:
-    """Returns what --engine_args asks for; raises ValueError for unknown arguments and those the engine must decide."""
+    """Returns the arguments in --engine_args; raises ValueError for unknown ones and those the engine must decide."""
     given = engine_arguments(options)
     for name in given:
         if name in _RESERVED:
@@ -64,26 +64,26 @@ def llm_arguments(
     is_distributed: bool,
     takes_media: bool,
 ) -> dict[str, Any]:
-    """Returns everything that vllm.LLM() is built with."""
+    """Returns all arguments of vllm.LLM()."""
     known = known_arguments()
     arguments: dict[str, Any] = {
         "model": model,
-        "load_format": "dummy",  # the weights come by the first sync
+        "load_format": "dummy",  # the weights come with the first sync
         "skip_tokenizer_init": not takes_media,
-        "generation_config": "vllm",  # sampling parameters and end tokens are given with each request
+        "generation_config": "vllm",  # each request brings its sampling parameters and end tokens
         "tensor_parallel_size": tp_size,
         "dtype": options.dtype,
         "trust_remote_code": options.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
-        "seed": 0,  # the same on all ranks of a group; every request has its own
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
+        "seed": 0,  # the same on all ranks of a group; every request has its own seed
         "disable_log_stats": True,
     }
     if is_distributed:
         arguments["distributed_executor_backend"] = "external_launcher"
     if takes_media:
         arguments["limit_mm_per_prompt"] = dict(_MEDIA_PER_PROMPT)
-        arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all its samples anyway
-    # A step that is scheduled ahead would run with weights that its tokens' version does not name.
+        arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all of its samples anyway
+    # A step that is scheduled ahead would run with other weights than its tokens' version says.
     arguments["async_scheduling"] = False
     if device.type == "cuda":
         arguments |= {
@@ -95,7 +95,7 @@ def llm_arguments(
             "enforce_eager": True,
             "kv_cache_memory_bytes": _CPU_KV_BYTES,
             "max_num_seqs": _CPU_NUM_SEQS,
-            "max_model_len": -1,  # what the model has, or what the KV cache can hold
+            "max_model_len": -1,  # the model's length, or what the KV cache can hold
         }
     arguments |= user_arguments(options, known)
     return {name: value for name, value in arguments.items() if name in known}

@@ -35,7 +35,7 @@ def build_vllm_engine(
     group: EngineGroup,
     kind: Callable[..., VLLMEngine] = VLLMEngine,
 ) -> VLLMEngine:
-    """Makes an engine with the source's architecture; every rank of the world must do so at the same point."""
+    """Makes an engine with the source's architecture; every rank of the world must call it at the same point."""
     if source is None:
         raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
     require_vllm(device)
@@ -81,7 +81,7 @@ def require_vllm(device: torch.device) -> None:
 
 
 def check_platform(device: torch.device) -> None:
-    """Raises ValueError if the installed vLLM is the build for another kind of device."""
+    """Raises ValueError if the installed vLLM was built for another kind of device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() != (device.type == "cpu"):
@@ -106,7 +106,7 @@ def warn_of_many_threads(num_ranks: int) -> None:
 
 
 def check_head_size(source: PreTrainedModel) -> None:
-    """Raises ValueError for a head size at which vLLM's attention on a CPU would stop without saying why."""
+    """Raises ValueError for a head size with which vLLM's attention on a CPU would stop without an explanation."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = source.config.get_text_config()
@@ -118,7 +118,7 @@ def check_head_size(source: PreTrainedModel) -> None:
 
 
 def has_processor(source: PreTrainedModel, folder: str) -> bool:
-    """Returns whether the model takes images or videos and its folder says how they are processed."""
+    """Returns whether the model takes images or videos and its folder describes how to process them."""
     if media_token(source, "image") is None:
         return False
     path = Path(folder)

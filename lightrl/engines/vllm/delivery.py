@@ -1,4 +1,4 @@
-"""Hands the tensors of a weight sync to vLLM's loader, one by one in effect, and keeps account of what it did."""
+"""Passes the tensors of a weight sync to vLLM's loader, one by one in effect, and keeps account of the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightrl.engines.weights.placement import Placement
 
 
 class Delivery:
-    """Feeds (HF name, whole tensor) pairs to a loader; names in the account each tensor that it refuses or ignores."""
+    """Feeds (HF name, whole tensor) pairs to a loader; the account records each that is refused or ignored."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Delivery:
         *,
         can_load_one: bool = True,
     ) -> None:
-        """can_load_one: the loader may be called with one pair while another call of it is under way."""
+        """Takes `can_load_one`, whether the loader may be called with one pair while another call is running."""
         self._load = load
         self._account = account
         self._placement = placement
@@ -31,10 +31,10 @@ class Delivery:
         self._is_over = False
         self._broken: BaseException | None = None
         self.loaded: set[str] = set()  # the engine's own names, as far as its loader reports them
-        self.unread: list[str] = []  # tensors that are not compared, since their place is not known
+        self.unread: list[str] = []  # tensors that are not compared because their place is unknown
 
     def run(self, weights: NamedTensors) -> None:
-        """Consumes all pairs even when one does not fit: on other ranks they may come out of collectives."""
+        """Consumes all pairs even if one does not fit, because they may come from collectives."""
         stream = iter(weights)
         while not self._is_over:
             before = self._account.num_events
@@ -75,7 +75,7 @@ class Delivery:
         return places is not None
 
     def _load_one(self, name: str, tensor: Tensor) -> None:
-        """Loads a tensor by itself, which shows whether the loader ignores its name."""
+        """Loads a tensor alone, which shows whether the loader ignores its name."""
         try:
             loaded = self._load([(name, tensor)])
         except Exception as error:

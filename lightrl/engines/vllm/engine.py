@@ -1,4 +1,4 @@
-"""vLLM's engine behind lightrl's contract: requests, weights and memory. build.py makes it."""
+"""vLLM's engine behind lightrl's interface: requests, weights and memory. build.py creates it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way, which is a request of its own to vLLM."""
+    """An unfinished sample, which is a separate request for vLLM."""
 
     request_id: int
     sample_index: int
     params: SamplingParams
     prompt: EnginePrompt
-    prompt_ids: tuple[int, ...]  # as the model sees it, placeholders expanded
+    prompt_ids: tuple[int, ...]  # as the model sees it, with expanded placeholders
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Sample:
 
 
 class VLLMEngine(InferenceEngine):
-    """Steps vLLM's own engine. On a CPU its memory and its weights are managed here, on a GPU by vLLM's sleep mode."""
+    """Steps vLLM's engine. Memory and weights are managed here on a CPU, and by vLLM's sleep mode on a GPU."""
 
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
@@ -104,7 +104,7 @@ class VLLMEngine(InferenceEngine):
         self._group = group
         self._scratch = scratch
         self._shapes, self._tied = named_shapes(skeleton(source))
-        self._buffers = persistent_buffers(source)  # some are parameters to vLLM
+        self._buffers = persistent_buffers(source)  # some are parameters in vLLM
         self._eos = eos_token_ids
         self.vocab_size = int(source.config.get_text_config().vocab_size)
         self.max_model_len = int(self._engine.model_config.max_model_len)
@@ -113,12 +113,12 @@ class VLLMEngine(InferenceEngine):
             takes_media = False
         self.image_token_id = media_token(source, "image") if takes_media else None
         self.video_token_id = media_token(source, "video") if takes_media else None
-        self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare: the canary covers them
-        # On a GPU the kernels may keep experts in a layout of their own, which a load in place would not give them.
+        self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare; the canary covers them
+        # On a GPU, kernels may keep experts in a special layout, which a load in place would not produce.
         self._packs_experts = device.type == "cuda" and host.reloads_experts(self._llm)
         self._samples: dict[str, _Sample] = {}
-        self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a prompt that was measured, until submitted
-        self._unagreed = hashlib.sha256()  # of what was submitted since the last step
+        self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a measured prompt, until it is submitted
+        self._unagreed = hashlib.sha256()  # of the submissions since the last step
         self._has_unagreed = False
         self._next_request_id = 0
         self._version = 0
@@ -130,7 +130,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Requests ----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
-        """Queues each of the n samples as a request of vLLM's, with a seed of its own."""
+        """Queues each of the n samples as a separate request of vLLM, with its own seed."""
         self._require_awake("submit")
         asked = as_prompt(prompt)
         rendered = self._render(asked)
@@ -152,8 +152,8 @@ class VLLMEngine(InferenceEngine):
         return samples[0].request_id
 
     def _enter(self, sample: _Sample, rendered: Mapping[str, Any]) -> None:
-        # Blocks of keys and values are shared only among requests of one load: older ones may still be in use by
-        # requests under way, and no reset of the prefix cache frees those.
+        # Blocks of keys and values are shared only among requests of the same load: unfinished requests may still use
+        # older ones, which no reset of the prefix cache frees.
         salted = {**rendered, "cache_salt": f"load {self._num_loads}"}
         self._engine.add_request(sample.key, salted, self._sampling_params(sample), **self._asked_for(sample.params))
         self._samples[sample.key] = sample
@@ -180,13 +180,13 @@ class VLLMEngine(InferenceEngine):
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
 
     def has_unfinished(self) -> bool:
-        """Returns whether any sample is under way."""
+        """Returns whether there is any unfinished sample."""
         return bool(self._samples)
 
     def step(self) -> list[Completion]:
@@ -203,7 +203,7 @@ class VLLMEngine(InferenceEngine):
         return sorted(done, key=lambda item: (item.request_id, item.sample_index))
 
     def _take(self, output: Any) -> Iterator[Completion]:
-        """Adds the new tokens of a sample; yields it if it is finished."""
+        """Adds new tokens to a sample; yields the sample if it is finished."""
         sample = self._samples.get(output.request_id)
         if sample is None:
             return
@@ -224,7 +224,7 @@ class VLLMEngine(InferenceEngine):
             yield sample.completion(_FINISH_REASONS[new.finish_reason])
 
     def _agree_on_requests(self) -> None:
-        """Raises if ranks of a group were given different requests: vLLM would mix them up and report nothing."""
+        """Raises an error if ranks of a group were given different requests, which vLLM would silently mix up."""
         if not self._has_unagreed:
             return
         digest, self._unagreed, self._has_unagreed = self._unagreed.hexdigest(), hashlib.sha256(), False
@@ -235,7 +235,7 @@ class VLLMEngine(InferenceEngine):
             )
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Stops the requests; returns what each unfinished sample has."""
+        """Stops the requests; returns each unfinished sample so far."""
         chosen = None if request_ids is None else set(request_ids)
         stopped = [item for item in self._samples.values() if chosen is None or item.request_id in chosen]
         self._drop(stopped)
@@ -250,15 +250,15 @@ class VLLMEngine(InferenceEngine):
     # ---- Prompts -----------------------------------------------------------------------------------------------
 
     def num_prompt_tokens(self, prompt: EnginePrompt) -> int:
-        """Returns the prompt's length with its images counted as the tokens that they become."""
+        """Returns the prompt's length, counting the tokens that its images become."""
         if not prompt.images and not prompt.videos:
             return len(prompt.token_ids)
-        if not self._samples and len(self._rendered) > 4096:  # measured, but never submitted
+        if not self._samples and len(self._rendered) > 4096:  # drops prompts that were measured but never submitted
             self._rendered.clear()
         return len(self._render(prompt)["prompt_token_ids"])
 
     def _render(self, prompt: EnginePrompt) -> Any:
-        """Returns vLLM's own input, placeholders expanded and pixels processed; it is kept until it is submitted."""
+        """Returns vLLM's input with expanded placeholders and processed pixels, and keeps it until it is submitted."""
         asked: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
         if not prompt.images and not prompt.videos:
             return asked
@@ -275,7 +275,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Weights -----------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Loads whole tensors, of which each rank of a group keeps its slices."""
+        """Loads whole tensors; each rank of a group keeps its slices."""
         self._require_open("load_weights")
         if "weights" in self._asleep:
             raise RuntimeError("load_weights() while the weights sleep: call wake('weights') first.")
@@ -284,7 +284,7 @@ class VLLMEngine(InferenceEngine):
         raise_problems(problems, f"Weight sync to version {version}")
 
     def _finish_load(self, version: int) -> None:
-        """Lets nothing that older weights filled be used again."""
+        """Makes sure that nothing computed with older weights is used again."""
         self._num_loads += 1
         self._version = version
         self._reset_caches()
@@ -314,17 +314,17 @@ class VLLMEngine(InferenceEngine):
         return problems
 
     def _reload(self, pairs: NamedTensors) -> None:
-        """Loads the whole model at once; vLLM packs the experts again at the end."""
+        """Loads the whole model at once; at the end, vLLM packs the experts again."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 
     def _reset_caches(self) -> None:
         """Clears everything that older weights filled."""
         self._engine.reset_prefix_cache()
         if self.image_token_id is not None:
-            self._engine.reset_encoder_cache()  # nothing else clears it: images would keep the older encoder's outputs
+            self._engine.reset_encoder_cache()  # nothing else clears it: images would keep the old encoder's outputs
 
     def _start_again(self) -> None:
-        """Submits samples without a token again: they join the requests of this load, whose blocks are new."""
+        """Submits samples again that have no token yet: they join the requests of this load, with new blocks."""
         waiting = [sample for sample in self._samples.values() if not sample.tokens]
         self._drop(waiting)
         for sample in waiting:
@@ -335,7 +335,7 @@ class VLLMEngine(InferenceEngine):
     # ---- Memory ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> int:
-        """Frees the KV cache, and with level 2 the weights; returns the bytes freed."""
+        """Frees the KV cache and, with level 2, the weights; returns the bytes freed."""
         self._require_open("sleep")
         if self._samples:
             raise RuntimeError(f"sleep() with {len(self._samples)} samples under way: finish or abort() them first.")
@@ -353,7 +353,7 @@ class VLLMEngine(InferenceEngine):
         return freed + sum(size for _, size in self._dropped)
 
     def wake(self, part: EnginePart) -> None:
-        """Gets the memory of a part back; does nothing for a part that is awake."""
+        """Takes back the memory of a part; does nothing if the part is awake."""
         self._require_open("wake")
         if part not in self._asleep:
             return
@@ -368,13 +368,13 @@ class VLLMEngine(InferenceEngine):
     def _wake_on_gpu(self, part: EnginePart) -> None:
         try:
             self._llm.wake_up(tags=[part])
-        except RuntimeError as error:  # vLLM's allocator has no error of its own for this
+        except RuntimeError as error:  # vLLM's allocator has no special error for this
             if "out of memory" in str(error).lower():
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
 
     def close(self) -> None:
-        """Gives up the worker, its memory and its process groups; the trainer's group stays."""
+        """Drops the worker, its memory and its process groups, but not the trainer's group."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -393,7 +393,7 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError(f"{action}() on a closed engine: make a new one.")
 
     def _require_awake(self, action: str) -> None:
-        """Raises for a sleeping engine, in which vLLM would take requests and spin forever."""
+        """Raises an error if the engine sleeps, since vLLM would take requests and spin forever."""
         self._require_open(action)
         if self._asleep:
             raise RuntimeError(f"{action}() while the engine sleeps: call wake() first.")
@@ -401,7 +401,7 @@ class VLLMEngine(InferenceEngine):
 
 @contextmanager
 def refusals_as_value_errors(request_id: int) -> Iterator[None]:
-    """Raises what vLLM finds wrong with a request as a ValueError, which its own exception no longer is."""
+    """Turns vLLM's errors about a request into ValueErrors, which they no longer are."""
     try:
         yield
     except Exception as error:
@@ -411,7 +411,7 @@ def refusals_as_value_errors(request_id: int) -> Iterator[None]:
 
 
 def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
-    """Describes frames so that none are dropped and their times are those that transformers assumes."""
+    """Describes frames so that none are dropped and times are those that transformers assumes."""
     count = len(frames)
     return frames, {
         "fps": VIDEO_FPS,
@@ -424,7 +424,7 @@ def _video(frames: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def media_token(source: PreTrainedModel, kind: str) -> int | None:
-    """Returns the placeholder's id; configs name it in one of two ways."""
+    """Returns the placeholder's id, for which configs use one of two names."""
     for name in (f"{kind}_token_id", f"{kind}_token_index"):
         token = getattr(source.config, name, None)
         if token is not None:

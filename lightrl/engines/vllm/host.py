@@ -1,6 +1,6 @@
-"""Undoes what vLLM does to the process that it lives in. Its functions need vLLM, and import it when called.
+"""Undoes what vLLM does to its host process. The functions need vLLM, and import it when called.
 
-Each patch of vLLM's internals names the upstream file, at the version that the tests run with, and when it can go.
+Each patch of vLLM's internals names the upstream file, at the version that the tests use, and when it can go.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lightrl.comm import Comm
 
 _MADV_DONTNEED = 4
-_OWN_VARIABLES = "VLLM_"  # it reads these later on too
+_OWN_VARIABLES = "VLLM_"  # vLLM also reads these later
 
 
 @contextmanager
 def process_state_kept(comm: Comm, device: torch.device) -> Iterator[None]:
-    """Puts back what building an engine changes: random states, environment, the number of threads, the frozen heap.
+    """Restores what building an engine changes: random states, environment, number of threads, frozen heap.
 
     vLLM reseeds all generators, forbids torch.set_num_threads, and rewrites LOCAL_WORLD_SIZE, LD_PRELOAD and others:
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
@@ -39,11 +39,11 @@ def process_state_kept(comm: Comm, device: torch.device) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must live in this process
-    os.environ.setdefault("RANK", str(comm.rank))  # read by the external launcher even where the group exists already
+    os.environ.setdefault("RANK", str(comm.rank))  # the external launcher reads them even if the group exists already
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
         with torch_random_state_kept(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, about what vLLM looks through
+            warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about objects that vLLM inspects
             yield
     finally:
         random.setstate(python)
@@ -53,7 +53,7 @@ def process_state_kept(comm: Comm, device: torch.device) -> Iterator[None]:
             torch.set_num_threads(threads)
         _restore_environment(environment)
         if not frozen:
-            gc.unfreeze()  # the trainer's own objects were frozen with vLLM's
+            gc.unfreeze()  # the trainer's objects were frozen together with vLLM's
 
 
 def _restore_environment(before: dict[str, str]) -> None:
@@ -68,36 +68,36 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 @contextmanager
 def torch_random_state_kept(device: torch.device) -> Iterator[None]:
-    """Puts torch's random state back: vLLM draws from it even where each request has a seed of its own."""
+    """Restores torch's random state, from which vLLM draws even if each request has its own seed."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
 def set_defaults(device: torch.device) -> None:
-    """Makes vLLM quiet and its usage reports off, before it is imported; what the user has set stays."""
+    """Silences vLLM and turns off its usage reports, before it is imported; the user's settings stay."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.type == "cuda" else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    theirs = logging.getLogger("vllm")  # set up late: what it says while it is imported would come through
+    theirs = logging.getLogger("vllm")  # set up now, since messages during the import would get through
     if theirs.level == logging.NOTSET:
         theirs.setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
 @contextmanager
 def buffers_kept_from_dummy_loader() -> Iterator[None]:
-    """Makes the load format "dummy" leave alone what no weight sync brings back.
+    """Keeps the load format "dummy" from changing buffers, which no weight sync restores.
 
-    vLLM's loader fills buffers with noise too, such as those by which Qwen-VL normalises pixels. A load format with a
-    name of our own would not do: for any but "dummy" vLLM looks into the checkpoint, and may untie embeddings that the
+    vLLM's loader also fills buffers with noise, such as those with which Qwen-VL normalises pixels. A load format of
+    our own would not help: for any but "dummy", vLLM looks into the checkpoint and may untie embeddings that the
     trainer ties. This can go when the dummy loader skips buffers (0.32: not yet):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/model_loader/dummy_loader.py
     """
     from vllm.model_executor import model_loader
 
     class EmptyLoader(model_loader.DummyModelLoader):  # type: ignore[misc, unused-ignore]
-        """Leaves the weights at zero until the first sync."""
+        """Loader that leaves the weights at zero until the first sync."""
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            """Zeroes the parameters and nothing else."""
+            """Sets all parameters to zero, and nothing else."""
             for parameter in model.parameters():
                 parameter.data.zero_()
 
@@ -114,7 +114,7 @@ def buffers_kept_from_dummy_loader() -> Iterator[None]:
 
 
 def adapt_cpu(job: str) -> None:
-    """Patches vLLM's CPU backend; calling it again does no harm. job: unique, and the same on all ranks."""
+    """Patches vLLM's CPU backend; further calls change nothing. job: a unique name, the same on all ranks."""
     _leave_memory_policy()
     _keep_linear_weights()
     _skip_compilation()
@@ -122,7 +122,7 @@ def adapt_cpu(job: str) -> None:
 
 
 def _leave_memory_policy() -> None:
-    """Keeps vLLM from binding all memory that the process allocates, the trainer's too, to one NUMA node.
+    """Keeps vLLM from binding all memory of the process, even the trainer's, to one NUMA node.
 
     This can go when the binding is an option (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/cpu_worker.py
     """
@@ -133,7 +133,7 @@ def _leave_memory_policy() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """Keeps linear weights as they are: packed for oneDNN and deleted, they would never see a later load.
+    """Keeps linear weights as they are: if packed for oneDNN and deleted, no later load would reach them.
 
     This can go when a reload is right for tied embeddings on a CPU (0.32: not yet):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/utils.py
@@ -155,10 +155,10 @@ def _keep_linear_weights() -> None:
 
 
 def _skip_compilation() -> None:
-    """Runs two small functions uncompiled, which inductor compiles for 10 s and more even in eager mode.
+    """Leaves two small functions uncompiled, for which inductor would need 10 s and more even in eager mode.
 
-    They count the rank of a sampled token, and mask token ids that belong to other ranks of a group. This can go when
-    enforce_eager covers them (0.32: not yet):
+    They count the rank of a sampled token, and mask token ids of other ranks of a group. This can go when enforce_eager
+    covers them (0.32: not yet):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/sample/ops/logprobs.py
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/vocab_parallel_embedding.py
     """
@@ -174,10 +174,10 @@ def _skip_compilation() -> None:
 
 
 def _use_private_shared_memory(job: str) -> None:
-    """Gives shared memory a name of its own in each job, and removes the name as soon as all ranks have it mapped.
+    """Gives shared memory a different name in each job, and removes the name once all ranks have mapped it.
 
-    vLLM's name is the same for every job on a machine: two at once, or one after a killed one, could not start. This
-    can go when the name differs under external_launcher (0.32: not yet):
+    vLLM's name is the same for every job on a machine, so two at once, or one after a killed one, could not start.
+    This can go when the name differs under external_launcher (0.32: not yet):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/device_communicators/cpu_communicator.py
     """
     from vllm.distributed.device_communicators import cpu_communicator
@@ -189,7 +189,7 @@ def _use_private_shared_memory(job: str) -> None:
         return f"lightrl-{job}-{communicator.unique_name}-{'_'.join(map(str, communicator.ranks))}"
 
     def init_and_unlink(self: Any) -> Any:
-        handle = original(self)  # ends with a barrier: every rank of the group has joined
+        handle = original(self)  # ends with a barrier, so every rank of the group has joined
         for path in Path("/dev/shm").glob(f"*{glob_escaped(self.group_name)}*"):
             with suppress(FileNotFoundError):  # each rank tries them all
                 path.unlink()
@@ -206,7 +206,7 @@ def glob_escaped(name: str) -> str:
 
 
 def register_in_process(architecture: str) -> None:
-    """Imports a model's class here; otherwise vLLM inspects it in a subprocess for 10 s, once on each machine.
+    """Imports a model's class here; otherwise vLLM inspects it in a subprocess for 10 s, once per machine.
 
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/registry.py
     """
@@ -218,7 +218,7 @@ def register_in_process(architecture: str) -> None:
 
 
 def discard_pages(storages: dict[int, torch.UntypedStorage]) -> int:
-    """Gives the memory of CPU storages back and returns its bytes; they stay where they are and read as zeros."""
+    """Frees the memory of CPU storages and returns its bytes; they keep their addresses and read as zeros."""
     page, freed = os.sysconf("SC_PAGE_SIZE"), 0
     libc = ctypes.CDLL(None, use_errno=True)
     for storage in storages.values():
@@ -233,7 +233,7 @@ def discard_pages(storages: dict[int, torch.UntypedStorage]) -> int:
 
 
 def kv_storages(llm: Any) -> dict[int, torch.UntypedStorage]:
-    """Returns the storages of the KV cache by address; all layers may share one."""
+    """Returns the storages of the KV cache by address, since all layers may share one."""
     caches: list[Tensor] = worker_of(llm).model_runner.kv_caches
     return {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
 
@@ -251,7 +251,7 @@ def reloads_experts(llm: Any) -> bool:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Packs experts after a load, which leaves them as a checkpoint has them; the CPU kernels read another layout.
+    """Packs experts after a load, which leaves them in a checkpoint's layout; CPU kernels read another one.
 
     This can go when a load packs them itself: vLLM does so at the first load only (0.32):
     https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py
@@ -272,7 +272,7 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def spare_process_group(llm: Any) -> None:
-    """Keeps the end of the engine, or of the program, from destroying the default process group, the trainer's.
+    """Keeps the end of the engine or the program from destroying the default process group, the trainer's.
 
     This can go when vLLM destroys only a group that it made (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core_client.py
     """
@@ -282,7 +282,7 @@ def spare_process_group(llm: Any) -> None:
 
 
 def shut_down(llm: Any) -> None:
-    """Ends the engine's worker, as vLLM's own shutdown does, and leaves the process groups alone."""
+    """Ends the engine's worker like vLLM's own shutdown, but does not touch the process groups."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     for part in (getattr(core, "scheduler", None), llm.llm_engine.model_executor):
         if part is not None:

@@ -1,4 +1,4 @@
-"""vLLM for --routing.replay: it returns which experts each token was given to, in every layer."""
+"""vLLM for --routing.replay: it returns the experts of each token in every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARGUMENT = "enable_return_routed_experts"
 
 
 class RecordingVLLMEngine(VLLMEngine):
-    """Takes the experts from vLLM's own records. vLLM has a row of experts for every layer, also for dense ones."""
+    """Engine that takes the experts from vLLM's own records, which have a row for every layer, even dense ones."""
 
     returns_routing = True
 
@@ -49,7 +49,7 @@ class RecordingVLLMEngine(VLLMEngine):
 
 
 def build_recording_engine(*, device: torch.device, group: EngineGroup, **parts: Any) -> VLLMEngine:
-    """Makes the engine; raises ValueError where vLLM has no experts to return."""
+    """Makes the engine; raises ValueError if vLLM cannot return experts."""
     if device.type == "cpu":
         raise ValueError(
             "--routing.replay True needs the experts that the engine chose. vLLM returns them on a GPU alone, since "
