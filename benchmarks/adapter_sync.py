@@ -1,9 +1,10 @@
-"""Measures what LoRA adapters beside the weights cost and save in the native engine.
+"""Measures the cost and the savings of unmerged LoRA adapters in the native engine.
 
 python benchmarks/adapter_sync.py --rank 8 --rounds 5
 
-First a weight sync of the adapters against one of the merged weights: bytes, CPU seconds, and what bfloat16 keeps. Then
-decoding in float32, in turn in one process: without adapters, by one, and by three that share each step.
+First compares a weight sync of the adapters with one of the merged weights: bytes, CPU seconds, and how much of an
+adapter bfloat16 keeps. Then compares decoding in float32, in turn in one process: without adapters, with one, and with
+three that share each step.
 """
 
 from __future__ import annotations

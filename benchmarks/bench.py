@@ -1,11 +1,11 @@
-"""Runs the benchmarks in short form and compares their ratios with benchmarks/baselines.json; ends with 1 if one fell.
+"""Runs short benchmarks and compares their ratios with benchmarks/baselines.json; exits with 1 if one got worse.
 
     make bench
     python benchmarks/bench.py [--only sync packing ...] [--update]
 
-Only ratios are kept, so that another machine may compare: of the CPU seconds of two ways measured in turn in one
-process, and for "soak" of the memory of a process at the end and at a fifth of a run.
-A ratio beyond its tolerance counts as slower. --update writes what was measured, after a change that is meant.
+Only ratios are kept, so that another machine can compare: ratios of the CPU seconds of two ways measured in turn in one
+process and, for "soak", of a process's memory at the end and at a fifth of a run. A ratio beyond its tolerance counts
+as slower. --update writes the new measurements, after an intended change.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Kills runs of GRPO and PPO again and again, and compares what they end with to runs that nobody disturbed.
+"""Kills runs of GRPO and PPO again and again, and compares their results with those of undisturbed runs.
 
     python benchmarks/chaos.py --kills 100 --seed 0
 
 Each start draws a number of ranks, a strategy, a point of the work, and a victim: one rank, all ranks, or torchrun.
-SIGKILL ends the victim there; the same command, drawn anew, goes on. A run that comes to its end must have every row of
-metrics.jsonl once, and the numbers, samples and weights of the undisturbed run, which one process made. After each kill
-the newest complete checkpoint must not be older than the last that the run has reported as saved.
+SIGKILL ends the victim at that point; the same command, with a new draw, continues the run. A run that comes to its end
+must have every row of metrics.jsonl once, and the numbers, samples and weights of the undisturbed run, made by one
+process. After each kill, the newest complete checkpoint must not be older than the last one reported as saved.
 """
 
 from __future__ import annotations

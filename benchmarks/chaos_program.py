@@ -1,8 +1,8 @@
-"""A run of GRPO or PPO that is killed at a point of its work; chaos.py starts it.
+"""A run of GRPO or PPO that is killed at a given point of its work; chaos.py starts it.
 
-$CHAOS="POINT STEP VICTIM": at the first POINT after STEP finished steps, SIGKILL ends VICTIM: a rank by its number,
-`all` ranks, or the `agent` (torchrun). $CHAOS_PIDS is a folder for the pids of the ranks. Without $CHAOS nothing is
-killed.
+$CHAOS="POINT STEP VICTIM": at the first POINT after STEP finished steps, SIGKILL ends VICTIM, which is the number of a
+rank, `all` ranks, or the `agent` (torchrun). $CHAOS_PIDS is a folder for the pids of the ranks. Without $CHAOS, nothing
+is killed.
 """
 
 import os

@@ -4,8 +4,8 @@ python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
 python benchmarks/decode.py --dtype bfloat16
 python benchmarks/decode.py --exact            # the engine of --exact in place of `generate`: the ratio is its cost
 
-After the equal lengths stands the floor of both sides: the matrix products of all tokens alone, of 64 rows each, by the
-faster of the engine's two ways. No engine can be faster than "HF ms" divided by it.
+After the rows of equal lengths comes the floor for both sides: only the matrix products of all tokens, 64 rows each, by
+the faster of the engine's two ways. No engine can be faster than "HF ms" divided by it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Prints what `--exact` costs: a run with it and one without, in turn, on the built-in task and on a 40 M model.
+"""Prints the cost of `--exact`: runs with and without it, in turn, on the built-in task and on a 40 M model.
 
     python benchmarks/exact.py [--rounds 3] [--steps 12] [--threads 1]
 
-built-in: a whole GRPO step of 16 prompts x 16 samples. 40 M: one update on 8 samples of 512 tokens. Each
-run is a process of its own; a round has one of each, and the ratio of a round is that of its medians. Times are those
-of the CPU, which what else runs on the machine disturbs least.
+built-in: a whole GRPO step of 16 prompts x 16 samples. 40 M: one update on 8 samples of 512 tokens. Each run is a
+separate process; a round has one of each, and the ratio of a round is that of its medians. Times are CPU times, which
+other work on the machine disturbs least.
 """
 
 from __future__ import annotations

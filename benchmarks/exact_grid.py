@@ -1,10 +1,10 @@
-"""Prints the hashes of runs with `--exact` that differ in how they are spread only: the grid of docs/exact.md.
+"""Prints the hashes of runs with `--exact` that differ only in how they are spread: the grid of docs/exact.md.
 
     python benchmarks/exact_grid.py                      # every recipe at every setting: 54 runs, about 25 minutes
     python benchmarks/exact_grid.py --recipes ppo --settings "1 single" "8 fsdp"
 
-A hash is that of all saved weights (the first line of weights.sha256) and of metrics.jsonl without times and memory. It
-ends with code 1 if the hashes of a recipe differ.
+A hash covers all saved weights (the first line of weights.sha256) and metrics.jsonl without times and memory. The exit
+code is 1 if the hashes of a recipe differ.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [--models 0.6b 4b --lengths 16384 65536 --peak_tflops 989 --bandwidth_tb 3.35]
 
-Training is forward and backward of one packed sequence with gradient checkpointing, and no optimizer. MFU counts 6
-operations for each parameter and token, and those of causal attention. Decoding is compared with reading the weights
-once for each token of all rows. The defaults of peak and bandwidth are those of an H100. Without a GPU it runs on the
-CPU, where only `--models tiny` makes sense.
+Training means forward and backward of one packed sequence with gradient checkpointing, without an optimizer. MFU counts
+6 operations per parameter and token, plus those of causal attention. Decoding is compared with reading the weights once
+for each token of all rows. Peak and bandwidth default to those of an H100. Without a GPU, it runs on the CPU, where
+only `--models tiny` makes sense.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Prints what a trained token costs as a step gets more prompts, and as a run gets more ranks.
+"""Prints the cost of a trained token as a step gets more prompts, and as a run gets more ranks.
 
     python benchmarks/growth.py [--prompts 8 64 512 --ranks 1 2 4 8] [options of train_grpo.py]
 
-CPU seconds of a step, of all ranks together, over the prompt and response tokens that it trains: the median of the
-steps after the first two, in microseconds. More prompts are trained in one process, and compared with the first row. A
-rank (gloo, one thread, ddp) has --per_rank prompts. Ranks that share cores are slower for that alone, so they are
-compared with as many processes that train the same prompts apart at the same time: the ratio is what being one run
-costs. CPU seconds do not count waiting, so ranks may be more than cores.
+The cost is the CPU time of a step, summed over ranks, per prompt and response token that it trains: the median of the
+steps after the first two, in microseconds. More prompts are trained in one process and compared with the first row. A
+rank (gloo, one thread, ddp) has --per_rank prompts. Sharing cores alone slows ranks down, so they are compared with as
+many processes that train the same prompts separately at the same time: the ratio is the cost of being one run. CPU time
+does not include waiting, so there may be more ranks than cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and memory of a whole GRPO step: lightrl against TRL's GRPOTrainer, in turn, in one run.
+"""Compares time and memory of a whole GRPO step with TRL's GRPOTrainer, in turn, in one run.
 
 pip install trl==1.16.0     (and once more with 1.14.2: since 1.15 TRL scores prompts and padding too on a CPU)
 python benchmarks/grpo_step.py --steps 40 --rounds 3 --threads 1
@@ -10,11 +10,11 @@ addition: the built-in task and model, 16 prompts x 16 samples of at most 8 toke
 parameters with a vocabulary of 32,000, 8 prompts of 64 tokens x 8 samples of 64 (it hardly ever draws the end token).
 tail: a random model of 0.8 million parameters with a vocabulary of 64, 8 prompts of 64 tokens x 8 samples of at most
 512; each token ends a sample with a probability of about 1 in 64, so lengths are geometric. tail_mid: the same with the
-layers of "equal". The settings are in trl_side.py. A step is the time from its start to the start of the next, from the
-second on. Of lightrl it includes the weight sync to its engine and its metrics and samples files. "whole" is lightrl
-with --share_prompts False; by default it computes prompts once on a CPU, which TRL has no counterpart of.
-Memory is the peak of the process, and at its end PSS and the anonymous part: what is not a mapped file, whose pages
-ranks share. Most of the peak of a small run is libraries.
+layers of "equal". The settings are in trl_side.py. A step lasts from its start to the start of the next; the first is
+not counted. For lightrl it includes the weight sync to the engine, and the metrics and samples files. "whole" is
+lightrl with --share_prompts False; by default it computes prompts once on a CPU, for which TRL has no counterpart.
+Memory is the peak of the process and, at its end, the PSS and the anonymous part, which leaves out mapped files, whose
+pages ranks share. Most of the peak of a small run is libraries.
 """
 
 from __future__ import annotations

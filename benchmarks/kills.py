@@ -1,10 +1,10 @@
-"""Kills scheduled runs by SIGKILL, resumes them, and compares with runs that nobody disturbed.
+"""Kills scheduled runs with SIGKILL, resumes them, and compares them with undisturbed runs.
 
 python benchmarks/kills.py --worlds 1 2 3 --kills 2
 
-With a learning rate of 0 all runs of a schedule must have the same tokens, versions and rewards, on any number of
-ranks; with one above 0 those of the same number of ranks. One line for each killed run; the command fails if one
-differs.
+With a learning rate of 0, all runs of a schedule must have the same tokens, versions and rewards on any number of
+ranks; with a rate above 0, runs with the same number of ranks must. There is a line for each killed run; the command
+fails if one differs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Compares the training half of a step with its floor: its products at the rate of one large product.
+"""Compares the training half of a step with its floor: the step's products at the rate of one large product.
 
     python benchmarks/learn_floor.py [--models toy mid --threads 1 --rounds 7 --top 0]
 
-toy: the learning of a GRPO step of the built-in task, 16 prompts x 16 samples that its model made; mid: that of 40 M
-parameters on 8 samples of 64 + 64 tokens. The floor counts the products of all weights with all tokens, three times for
-forward and backward, those of the head with the scored tokens, and those of attention. The rate is measured in turns
-with the steps, in CPU seconds of the process. "shared" is the same with --share_prompts, over the same floor. --top N
-lists what most time went to.
+toy: learning in a GRPO step of the built-in task, from 16 prompts x 16 samples of its model; mid: learning of 40 M
+parameters from 8 samples of 64 + 64 tokens. The floor counts the products of all weights with all tokens, three times
+for forward and backward, those of the head with the scored tokens, and those of attention. The rate is measured in turn
+with the steps, in CPU seconds of the process. "shared" is the same with --share_prompts, relative to the same floor.
+--top N lists the operations that took most time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python benchmarks/lookup.py --models toy mid
 
-A random model that takes the likeliest token soon repeats itself, and one that draws from all tokens never does: the
-two ends between which a real text lies. Seconds are of the CPU, on one thread; the best of three rounds.
+A random model that takes the likeliest token soon repeats itself, and one that draws from all tokens never does: these
+are the extremes between which real texts lie. Seconds are CPU seconds on one thread, the best of three rounds.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/megatron_grid.py checkpoints [--families qwen3 mixtral]
     python benchmarks/megatron_grid.py engines [--engine vllm] [--steps 3]
 
-checkpoints: trains each family for two steps by a first layout of Megatron, saves, and lets fsdp on two ranks, single,
-and a second layout of Megatron read and save it one after another. A row says whether every tensor of a leg (weights,
-moments, the average of the weights) has the bits of the first leg's, and by how much the next two steps differ.
-engines: the first steps of GRPO on the built-in task, and by how much the logprobs of engine and trainer differ.
+checkpoints: trains each family for two steps in a first layout of Megatron and saves; then fsdp on two ranks, single,
+and a second layout of Megatron read and save the checkpoint one after another. A row says whether every tensor of a leg
+(weights, moments, the average of the weights) has the same bits as in the first leg, and by how much the next two steps
+differ. engines: the first steps of GRPO on the built-in task, and the difference between engine and trainer logprobs.
 The exit code is 1 if a bit or a logprob is wrong. megatron-core runs as in the tests, without a GPU.
 """
 

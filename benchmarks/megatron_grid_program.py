@@ -1,4 +1,4 @@
-"""What a rank of benchmarks/megatron_grid.py does: trains or reads a checkpoint, and writes it, leg after leg.
+"""One rank of benchmarks/megatron_grid.py: trains or reads a checkpoint, and writes it, leg after leg.
 
     megatron_grid_program.py FOLDER LEG...
 

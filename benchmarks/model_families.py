@@ -1,10 +1,11 @@
-"""Tries every causal language model of transformers, small and random: trained, generated, equal, or refused and why.
+"""Tries small random versions of all causal language models of transformers: which train, generate, and agree.
 
     python benchmarks/model_families.py                      # a table of all types, about 10 minutes on one thread
     python benchmarks/model_families.py qwen3_next mamba     # some of them
 
-"Equal" compares with the model's own forward of each sequence alone: log-probabilities and gradients of a pack of five,
-and the log-probabilities that the native engine reports for what it sampled, its weights having come by a sync.
+"Equal" compares with the model's own forward of each single sequence: log-probabilities and gradients of a pack of
+five, and the log-probabilities that the native engine, with weights from a sync, reports for its samples. For a type
+that is refused, the table gives the reason.
 """
 
 from __future__ import annotations

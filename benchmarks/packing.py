@@ -2,7 +2,7 @@
 
     python benchmarks/packing.py [--model toy|mid --num 32 --threads 2 --rounds 5]
 
-The lengths are log-normal, like those of sampled responses; the two take turns. Both score the same response tokens
+Lengths are log-normal, like those of sampled responses, and the two take turns. Both score the same response tokens
 with the same loss, and the largest difference of a log-probability is printed with the times.
 """
 

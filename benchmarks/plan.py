@@ -2,11 +2,11 @@
 
     python benchmarks/plan.py [--only fsdp lora ...]
 
-Each setting takes two updates of a Qwen3 of 5.2 M weights (4 blocks, 256 wide, vocabulary 4096) on 32 samples of 70
-tokens, with at most 512 tokens in a micro-batch and float32 unless said; those of shared prompts take samples of 192
-tokens, 128 of them of the prompt, and at most 1024. Measured are the second update and the sync behind it on the rank
-that has most, by the account of the CPU allocator. Prints the table of docs/plan.md and ends with 1 if a prediction of
-the update is off by more than 10 %.
+Each setting takes two updates of a Qwen3 with 5.2 M weights (4 blocks, 256 wide, vocabulary 4096) on 32 samples of 70
+tokens, with at most 512 tokens in a micro-batch, in float32 unless stated otherwise; settings with shared prompts use
+samples of 192 tokens, 128 of them in the prompt, and at most 1024. The second update and the sync after it are measured
+on the fullest rank, with the CPU allocator's account. Prints the table of docs/plan.md; the exit code is 1 if a
+prediction of the update is off by more than 10 %.
 """
 
 from __future__ import annotations

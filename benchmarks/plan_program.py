@@ -1,7 +1,7 @@
 """One rank of benchmarks/plan.py: takes two updates on made-up samples under torch's profiler.
 
-The tensors that live at any time are the sum of the CPU allocator's events from the start of the trainer. On a GPU its
-own allocator says what they take.
+The bytes of live tensors are the sum of the CPU allocator's events since the start of the trainer. On a GPU, its own
+allocator reports them.
 """
 
 from __future__ import annotations

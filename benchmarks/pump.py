@@ -1,8 +1,8 @@
-"""Compares plain sampling with the same single turn as a workflow, whose episodes an asyncio loop drives.
+"""Compares plain sampling with the same single turn as a workflow, whose episodes run in an asyncio loop.
 
 python benchmarks/pump.py --models toy mid --repeats 5
 
-Both sample the same tokens. Seconds are of the CPU, on one thread; the two take turns, and the median counts.
+Both sample the same tokens. Seconds are CPU seconds on one thread; the two take turns, and the median counts.
 """
 
 from __future__ import annotations

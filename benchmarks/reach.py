@@ -1,12 +1,12 @@
-"""Prints how much of the package one run enters: its functions, their lines, and their files.
+"""Prints how much of the package one run enters: functions, their lines, and their files.
 
     python benchmarks/reach.py                      # a 3-step quickstart run in one process
     python benchmarks/reach.py --list               # and every function, file by file
     python benchmarks/reach.py -- --strategy ddp    # options after -- go to the trainer
 
-A function counts when a profile event reports a call of it, from the start of the script to the end of the run. Its
-lines are those of its definition without its docstring, blank lines and comments: what one reads to follow it. The
-built-in model is made before the measurement, so the run takes it from the cache, as every run but the first does.
+A function counts if a profile event reports a call of it between the start of the script and the end of the run. Its
+lines are those of its definition without docstring, blank lines and comments: what one reads to follow it. The built-in
+model is made before the measurement, so the run takes it from the cache, as every run but the first does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Runs the recipes of configs/, compares each with the result that its file expects, and ends with 1 if one is missed.
+"""Runs the recipes of configs/ and compares each with the result that its file expects; exits with 1 on a miss.
 
     make recipes
     python benchmarks/recipes.py [--recipes grpo dapo ...] [--seed 0]
 
-A recipe with a model of its own has it made first, once, in runs/, by the commands in the comment of its file. A recipe
-whose packages are not installed is left out, and the output says so. Prints the table of docs/recipes.md.
+The model of a recipe that has its own is made once beforehand, in runs/, with the commands in the comment of its file.
+A recipe whose packages are not installed is left out, and the output says so. Prints the table of docs/recipes.md.
 """
 
 from __future__ import annotations

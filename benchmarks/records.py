@@ -1,4 +1,4 @@
-"""Seconds and CPU seconds until a model is right in a given share of held-out problems: lightrl, and TRL beside it.
+"""Measures the time until a model solves a given share of held-out problems, with lightrl and with TRL.
 
     pip install "lightrl[reasoning-gym]" trl==1.16.0
     python benchmarks/records.py --write            # benchmarks/records.md; a record that is broken replaces the line

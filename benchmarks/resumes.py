@@ -1,11 +1,11 @@
-"""Continues runs on the same and on other layouts of ranks, and compares them with those that went on undisturbed.
+"""Continues runs on the same and on other layouts of ranks, and compares them with undisturbed runs.
 
     python benchmarks/resumes.py
     python benchmarks/resumes.py --layouts "2 fsdp" "2 ZeRO-3"
 
-For each layout a run of GRPO takes 4 steps and saves after 2. Then runs of the same layout and of the next one in the
-list continue from step 2. A row says by how much the final weights and the losses of the last two steps differ from the
-undisturbed run: 0 means to the bit. The exit code is 1 if the same layout gives another bit.
+For each layout, a run of GRPO takes 4 steps and saves after 2. Then runs with the same layout and with the next one in
+the list continue from step 2. A row says by how much the final weights and the losses of the last two steps differ from
+the undisturbed run; 0 means equal to the bit. The exit code is 1 if the same layout gives different bits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Kills ranks of runs at random moments, resumes the runs, and compares them with one that nobody disturbed.
+"""Kills ranks of runs at random moments, resumes the runs, and compares them with an undisturbed one.
 
     python benchmarks/role_kills.py --kills 30
     python benchmarks/role_kills.py --worlds 2+1 --launcher torchrun --kills 6
 
-A world T+K has T ranks that train and K that generate. Each run is killed up to --per_run times; each next start
-resumes it, and the last one goes on to the end. With bound 0 (--rollout.max_staleness) the numbers of all steps and the
-final weights must be those of the undisturbed run; above 0 the run is repeated from its schedule, which compares every
-token. With --launcher nobody a kill comes after a first step, and nobody ends the other ranks: they must notice it.
+A world T+K has T ranks that train and K that generate. Each run is killed up to --per_run times; each further start
+resumes it, and the last one goes on to the end. With bound 0 (--rollout.max_staleness), the numbers of all steps and
+the final weights must equal those of the undisturbed run. Above 0, the run is repeated from its schedule, which
+compares every token. With --launcher nobody, kills come after the first step, and the other ranks must notice them on
+their own.
 """
 
 from __future__ import annotations

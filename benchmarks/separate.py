@@ -1,11 +1,10 @@
-"""Measures how long trainers wait for samples that other ranks make, by the bound on the samples' age.
+"""Measures how long trainers wait for samples of other ranks, for different bounds on the samples' age.
 
     python benchmarks/separate.py                                   # 1 + 1 ranks, bounds 0, 1, 2 in turn
     python benchmarks/separate.py --bounds 1 --steps 200 --eval_every 20 --rounds 1
 
-The runs train the built-in task. The share is the time of all steps but the first two that passes before a batch is
-there (time/rollout), over the whole time of these steps (time/step). With --eval_every it prints the held-out accuracy
-too.
+The runs train the built-in task. The share is the time spent waiting for a batch (time/rollout), divided by the whole
+time (time/step), over all steps but the first two. With --eval_every, it also prints the held-out accuracy.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Compares groups of responses whose prompt is computed once (--share_prompts) with the same pack computed whole.
+"""Compares packs whose prompts are computed once (--share_prompts) with the same packs computed whole.
 
     python benchmarks/shared_prompts.py [--model mid --prompts 64 256 512 --response 64 --group 8 --groups 1]
     python benchmarks/shared_prompts.py --image 192    # and an image of as many tokens in the middle of each prompt
 
-Forward and backward of the same packs, in turns; CPU seconds of the process, since wall time suffers from what else
-runs. "saved" is what a forward keeps for the backward, every storage once and without the weights; "peak" is how much a
-process of its own grew over a forward and backward. The largest differences of loss and gradients are printed too.
+Runs forward and backward of the same packs in turn, in CPU seconds of the process, since wall time depends on other
+work. "saved" is what a forward keeps for the backward, each storage counted once, without weights. "peak" is how much a
+separate process grew during forward and backward. The largest differences of loss and gradients are printed too.
 """
 
 from __future__ import annotations

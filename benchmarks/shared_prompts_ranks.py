@@ -1,9 +1,9 @@
-"""Compares shared prompts with whole sequences where ranks split the tokens (--sp_size): CPU seconds of a rank.
+"""Compares shared prompts with whole sequences in CPU seconds of a rank, when ranks split the tokens (--sp_size).
 
     torchrun --nproc_per_node 2 benchmarks/shared_prompts_ranks.py [the options of shared_prompts.py]
 
-Forward and backward of the same pack, in turns. The seconds of a turn are those of its busiest rank, since the others
-wait for it; "idle" is what the others compute less, on average, as a share of that.
+Runs forward and backward of the same pack in turn. A turn takes as long as its busiest rank, for which the others wait;
+"idle" is how much less the others compute, on average, as a share of that time.
 """
 
 from __future__ import annotations

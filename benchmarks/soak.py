@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--steps 500 --every 25] [options of train_grpo.py]
     python -X importtime -c "import lightrl.trainers.grpo" 2> importtime.txt     # which imports the start waits for
 
-RSS is of the whole process; "Python" is what tracemalloc counts, which slows a step. Growth is counted from a fifth of
-the run on, when caches are full; the program ends with 1 if RSS grew by more than --allowed MiB from there. Start to
-first step is measured without tracemalloc, in seconds and CPU seconds of a process of its own.
+RSS is that of the whole process; "Python" is the memory that tracemalloc counts, which slows a step down. Growth is
+counted from a fifth of the run on, when caches are full; the exit code is 1 if RSS grew by more than --allowed MiB from
+there. The time to the first step is measured without tracemalloc, in a separate process, in seconds and CPU seconds.
 """
 
 from __future__ import annotations

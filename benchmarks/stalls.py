@@ -1,8 +1,7 @@
-"""Has one rank of two stop, sleep, hold its interpreter or raise in each phase; prints what the run said of it.
+"""Makes one of two ranks stop, sleep, hold its interpreter or raise in each phase; prints how the run reports it.
 
 python benchmarks/stalls.py: 16 runs under torchrun. A row ends with `ok` if all ranks ended with an error, the report
-(or the traceback) names rank, phase and line, and neither a process nor a file in /dev/shm or the temporary folder is
-left.
+(or the traceback) names rank, phase and line, and no process and no file in /dev/shm or the temporary folder remains.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Compares a weight sync to the native engine with a copy of the same bytes, in turn in one process or on two ranks.
+"""Compares a weight sync to the native engine with a copy of the same bytes, in turn, on one or two ranks.
 
 python benchmarks/sync.py --models toy mid large --rounds 7 --share_weights
 torchrun --nproc_per_node 2 benchmarks/sync.py --strategies ddp fsdp --models toy mid
 
-A sync is all of update_engine_weights: the fingerprints, the gather, the copy and the proofs. The canary is off, since
-it generates. The ratio of CPU seconds is the one to read on a machine that others use. On several ranks each rank makes
-a sync, and a copy of the whole model: times are means over the ranks, with the threads of gloo. `transport` is what the
-ranks exchange, by bare collectives in buckets of the same size; the last ratio leaves it out.
+A sync is everything in update_engine_weights: fingerprints, gather, copy and proofs. The canary is off, since it
+generates. Read the ratio of CPU seconds on a machine that others use. On several ranks, each rank makes a sync and a
+copy of the whole model: times are means over the ranks, including gloo's threads. `transport` is the exchange between
+ranks alone, with bare collectives in buckets of the same size; the last ratio leaves it out.
 """
 
 from __future__ import annotations

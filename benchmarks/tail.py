@@ -1,10 +1,10 @@
-"""Compares steps that wait for their longest sample with a schedule that carries the long ones over.
+"""Compares steps that wait for their longest sample with a schedule that carries long samples over.
 
 python benchmarks/tail.py --models toy mid --steps 6
 
-Lengths are log-normal. Both sides train on as many groups; the schedule also has what is under way at the end, whose
-tokens count as generated. Weights change between the steps, so that what goes on is computed again, or with
---keep_cache goes on behind its old keys and values. Seconds are of the CPU, on one thread.
+Lengths are log-normal. Both sides train on the same number of groups; the schedule also has unfinished samples at the
+end, whose tokens count as generated. Weights change between steps, so a continued sample is computed again or, with
+--keep_cache, goes on after its old keys and values. Seconds are CPU seconds on one thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer with the settings that lightrl has by default, for the benchmarks that compare the two.
+"""TRL's GRPOTrainer with the default settings of lightrl, for the benchmarks that compare the two.
 
-Both: one process, float32, the same model folder, prompts and order of prompts, one update a step, token-mean loss,
-clip 0.2, group-normalised advantages, no KL, fused AdamW, constant learning rate, norm clipped at 1, no decay, no
+Both use one process, float32, the same model folder, prompts and order of prompts, one update per step, token-mean
+loss, clip 0.2, group-normalised advantages, no KL, fused AdamW, constant learning rate, norm clipped at 1, no decay, no
 logging service, no checkpoint.
 """
 

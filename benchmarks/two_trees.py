@@ -1,10 +1,10 @@
-"""Compares the time of a GRPO step of two checkouts of lightrl, run in turn: before and after a change.
+"""Compares the time of a GRPO step between two checkouts of lightrl, run in turn: before and after a change.
 
     git worktree add ../before COMMIT
     python benchmarks/two_trees.py ../before . --rounds 5 --steps 30
 
 Both run scripts/train_grpo.py with the same options in one process with one thread. The result of a run is the median
-of `time/step` over its steps but the first; the ratio is the median over rounds of second / first.
+of `time/step` over all steps but the first; the ratio is the median of second / first over rounds.
 """
 
 from __future__ import annotations
